@@ -44,6 +44,10 @@ pub const MAX_HEAD: usize = 256;
 /// Which tokens belong together; queries see keys of their own sequence. Positions count from 0 in
 /// every sequence.
 #[derive(Clone, Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a tensor's handle, cloned once a call"
+)]
 pub enum Sequences {
     /// So many sequences of equal length, one after another. Lengths of queries and keys may
     /// differ.

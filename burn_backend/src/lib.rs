@@ -63,9 +63,6 @@
 //! and round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The
 //! gradient of a bias is the `f32` sum of `dy`, in the bias's type.
 
-// Extension types hold no `Box`.
-#![allow(clippy::large_enum_variant)]
-
 pub mod attention;
 #[cfg(feature = "train")]
 pub mod checkpoint;
@@ -73,6 +70,8 @@ pub mod checkpoint;
 pub mod decorate;
 pub mod experts;
 pub mod functions;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub mod graph;
 pub mod loss;
 pub mod nn;
 pub mod ops;

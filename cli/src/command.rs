@@ -5,7 +5,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-use crate::{cost, doctor, generate, kernels, oracle, sample, study, train};
+use crate::{
+    convert, cost, doctor, generate, inspect, kernels, oracle, quantize, sample, study, train,
+};
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
@@ -33,6 +35,14 @@ enum Task {
     Oracle(oracle::Oracle),
     /// Generate text with a model that `nvfp4 train` has trained
     Sample(sample::Sample),
+    /// Quantize a model folder to NVFP4, for vLLM, SGLang, TensorRT-LLM or transformers
+    ///
+    /// Layer by layer, without a device: memory holds one layer at a time.
+    Quantize(quantize::Quantize),
+    /// List the tensors of a model folder, how they are quantized, and what is wrong with them
+    Inspect(inspect::Inspect),
+    /// Convert a quantized model between the dialects of ModelOpt and compressed-tensors
+    Convert(convert::Convert),
     /// Generate text with a model in a Hugging Face folder
     Generate(Box<generate::Generate>),
     /// List the devices, their element types, and the kernel of each operation
@@ -48,6 +58,9 @@ impl Command {
             Task::Cost(cost) => cost.run(),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
+            Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),
+            Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),
+            Task::Convert(convert) => convert.run().map(|()| ExitCode::SUCCESS),
             Task::Generate(generate) => generate.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }

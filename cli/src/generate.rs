@@ -82,8 +82,12 @@ impl Generate {
         };
         let mut text = TextStream::new(&tokenizer, &self.stop)?;
         let mut out = std::io::stdout().lock();
-        write!(out, "{}", self.prompt)?;
+        // With the first token: by then everything has been checked.
+        let mut begin = Some(&self.prompt);
         model.generate(&[prompt], &generation, |_, token| {
+            if let Some(prompt) = begin.take() {
+                write!(out, "{prompt}")?;
+            }
             write!(out, "{}", text.push(token)?)?;
             out.flush()?;
             Ok(!text.is_stopped())

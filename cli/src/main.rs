@@ -1,19 +1,24 @@
 //! The command `nvfp4`: train a language model in NVFP4, sample from it, and look at the machine.
 
 mod command;
+mod convert;
 mod cost;
 mod device;
 mod dispatch;
 mod doctor;
 mod generate;
+mod inspect;
 mod kernels;
+mod layers;
 mod options;
 mod oracle;
 mod plot;
 mod progress;
+mod quantize;
 mod sample;
 mod shell;
 mod study;
+mod table;
 mod train;
 mod wrap;
 

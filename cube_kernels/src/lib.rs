@@ -12,21 +12,6 @@
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 
-// `#[cube]` reads a subset of Rust, in which these forms are needed: no `is_multiple_of` of runtime
-// values, loops over comptime indices, conditions of which only one is left to the kernel.
-#![allow(
-    clippy::assign_op_pattern,
-    clippy::collapsible_if,
-    clippy::duplicate_underscore_argument,
-    clippy::eq_op,
-    clippy::extra_unused_type_parameters,
-    clippy::if_same_then_else,
-    clippy::manual_is_multiple_of,
-    clippy::match_overlapping_arm,
-    clippy::needless_range_loop,
-    clippy::type_complexity
-)]
-
 pub mod describe;
 pub mod error;
 pub mod format;
@@ -45,6 +30,8 @@ pub mod cube;
 pub mod embedding;
 #[cfg(feature = "cube")]
 pub mod gemm;
+#[cfg(feature = "cube")]
+pub mod graph;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
 #[cfg(feature = "cube")]

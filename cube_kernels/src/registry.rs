@@ -210,6 +210,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
         crate::attention::instances::instances,
         crate::embedding::instances::instances,
         crate::gemm::instances::instances,
+        crate::graph::instances,
         crate::loss::instances::instances,
         crate::moe::instances::instances,
         crate::norm::instances::instances,

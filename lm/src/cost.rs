@@ -17,7 +17,7 @@ use crate::data::Batch;
 use crate::data_parallel::Rank;
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -278,7 +278,7 @@ fn measure_steps<M: LanguageModel, T>(
     let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
     let built = started.elapsed().as_secs_f64();
-    let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
+    let optimizer = Optimizer::new(config)?;
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
     let (mut number, mut sampled_operands) = (0, 0);
     let mut take = |count: usize, sampled: bool| {

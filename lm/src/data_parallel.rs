@@ -18,7 +18,7 @@ use rand::RngExt;
 use crate::data::Batch;
 use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::random::stream;
 
 /// A model that is trained on one device.
@@ -26,7 +26,7 @@ pub(crate) struct Rank<M> {
     /// With autodiff.
     pub device: Device,
     pub model: M,
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
@@ -34,7 +34,7 @@ pub(crate) struct Rank<M> {
 }
 
 impl<M: LanguageModel> Rank<M> {
-    pub fn new(device: Device, model: M, optimizer: AdamW) -> Self {
+    pub fn new(device: Device, model: M, optimizer: Optimizer) -> Self {
         Self {
             device,
             model,
@@ -75,7 +75,7 @@ impl<M: LanguageModel> Rank<M> {
     /// The copy of this rank for data-parallel training on `device`, one of those of `group`: it
     /// has the same weights, draws random bits of its own, and averages its gradients with the
     /// other ranks.
-    fn fork(&self, device: &Device, optimizer: AdamW, group: DataParallel) -> Self {
+    fn fork(&self, device: &Device, optimizer: Optimizer, group: DataParallel) -> Self {
         let model = self.model.clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
@@ -175,7 +175,8 @@ impl Others {
             })
             .collect::<Result<_>>()?;
         let device = first.device.clone();
-        let optimizer = std::mem::replace(&mut first.optimizer, AdamW::new(0.0, 1.0));
+        let fresh = first.optimizer.fresh();
+        let optimizer = std::mem::replace(&mut first.optimizer, fresh);
         *first = first.fork(&device, optimizer, group);
         Ok(Self { workers })
     }

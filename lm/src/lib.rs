@@ -5,7 +5,7 @@
 //!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and the trait of language models.
 //! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
-//! - [`optim`]: AdamW with global-norm clipping, and the learning-rate schedule.
+//! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`checkpoint`]: a run on disk.
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
@@ -13,6 +13,8 @@
 //! - [`sample`]: text from a trained model.
 //! - [`hf`]: folders of Hugging Face models.
 //! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
+//! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
+//! - [`quantize`]: post-training quantization of a model folder.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
@@ -26,10 +28,12 @@ pub mod data;
 pub mod decoder;
 pub mod encoder;
 pub mod hf;
+pub mod interchange;
 pub mod memory;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod quantize;
 pub mod sample;
 pub mod train;
 

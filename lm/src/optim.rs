@@ -1,17 +1,21 @@
-//! AdamW, global-norm clipping, and the learning rate.
+//! The optimizer of a run, and the learning rate.
 //!
-//! The optimizer is that of `burn_nvfp4::optim`: it clips by the norm of all gradients, keeps its
-//! state on the device of the run, updates in place, and has an f32 copy of parameters of another
-//! type, since steps of a learning rate are too small for bf16. Here it becomes a file.
+//! The optimizers are those of `burn_nvfp4::optim`: they clip by the norm of all gradients, keep
+//! their state on the device of the run, and have an f32 copy of parameters of another type, since
+//! steps of a learning rate are too small for bf16. Here they become a file.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
-use burn_nvfp4::optim::{self, AdamWConfig, ParameterMoments};
+use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
+use burn_nvfp4::optim::{
+    AdamW, AdamWConfig, Muon, MuonConfig, MuonState, NewtonSchulz, ParameterMoments,
+};
 use burn_pack::{Reader, Writer};
+
+use crate::config::{OptimizerName, RunConfig};
 
 /// Share of the highest learning rate at which the cosine ends.
 const FINAL_SHARE: f64 = 0.1;
@@ -27,83 +31,155 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// The tensors of one parameter's state, by the names that a file has for them.
-fn parts(state: &ParameterMoments) -> impl Iterator<Item = (&'static str, &Tensor<1>)> {
-    let always = [(FIRST, &state.first), (SECOND, &state.second)];
-    let weight = state.weight.iter().map(|weight| (WEIGHT, weight));
-    always.into_iter().chain(weight)
-}
-
 /// Name of the first moment in a file, after the parameter's id.
 const FIRST: &str = "first";
 /// Name of the second moment.
 const SECOND: &str = "second";
+/// Name of Muon's momentum.
+const MOMENTUM: &str = "momentum";
 /// Name of the f32 copy of the parameter.
 const WEIGHT: &str = "weight";
+/// Key of AdamW's steps in the metadata.
+const TIME: &str = "time";
+/// Key of Muon's steps.
+const MUON_TIME: &str = "muon_time";
+
+/// The tensors of one parameter's state, by their names in a file.
+type Parts = BTreeMap<String, Tensor<1>>;
 
 /// The optimizer, with its state.
-pub struct AdamW(optim::AdamW);
+#[derive(Debug, Clone)]
+pub enum Optimizer {
+    /// AdamW for all parameters.
+    AdamW(Box<AdamW>),
+    /// Muon for the matrices of the blocks, AdamW for all others.
+    Muon(Box<Muon>),
+}
 
-impl AdamW {
-    /// An optimizer that has taken no step. `weight_decay` applies to matrices; gradients are
-    /// scaled down to the global norm `grad_clip` when theirs is larger.
-    pub fn new(weight_decay: f64, grad_clip: f64) -> Self {
-        let config = AdamWConfig {
+impl Optimizer {
+    /// The optimizer that `config` names, which has taken no step.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn new(config: &RunConfig) -> Result<Self> {
+        let (decay, clip) = (config.weight_decay, config.grad_clip);
+        match config.optimizer {
+            OptimizerName::AdamW => Self::adamw(decay, clip),
+            OptimizerName::Muon => Self::muon(decay, clip, config.activation.into()),
+        }
+    }
+
+    /// AdamW that has taken no step. `weight_decay` applies to matrices; gradients are scaled down
+    /// to the global norm `grad_clip` when theirs is larger.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn adamw(weight_decay: f64, grad_clip: f64) -> Result<Self> {
+        let config = adamw_config(weight_decay, grad_clip);
+        Ok(Self::AdamW(Box::new(config.try_init()?)))
+    }
+
+    /// Muon that has taken no step, with AdamW's learning rate and decay. Its matrix products are
+    /// of type `precision`. Clipping is of the parameters that AdamW updates.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn muon(weight_decay: f64, grad_clip: f64, precision: FloatDType) -> Result<Self> {
+        let config = MuonConfig {
             weight_decay,
-            grad_clip: Some(grad_clip),
-            ..AdamWConfig::default()
+            newton_schulz: NewtonSchulz {
+                precision,
+                ..NewtonSchulz::default()
+            },
+            adamw: adamw_config(weight_decay, grad_clip),
+            ..MuonConfig::default()
         };
-        Self(config.init())
+        Ok(Self::Muon(Box::new(config.try_init()?)))
     }
 
     /// An optimizer with the same settings that has taken no step.
     pub(crate) fn fresh(&self) -> Self {
-        Self(self.0.config().clone().init())
+        match self {
+            Self::AdamW(adamw) => Self::AdamW(Box::new(adamw.config().clone().init())),
+            Self::Muon(muon) => Self::Muon(Box::new(muon.config().clone().init())),
+        }
     }
 
     /// Steps taken so far.
     pub fn time(&self) -> u64 {
-        self.0.time()
+        match self {
+            Self::AdamW(adamw) => adamw.time(),
+            Self::Muon(muon) => muon.time(),
+        }
     }
 
     /// One step of all parameters that have a gradient. Nothing is read back from the device.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
-        self.0.step(lr, model, gradients)
+        match self {
+            Self::AdamW(adamw) => adamw.step(lr, model, gradients),
+            Self::Muon(muon) => muon.step(lr, model, gradients),
+        }
     }
 
-    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter,
-    /// `ID.weight` for those that are not f32 themselves, `time` in the metadata.
+    /// What the file has of each parameter.
+    fn parts(&self) -> Vec<(u64, &'static str, &Tensor<1>)> {
+        let (moments, momenta) = match self {
+            Self::AdamW(adamw) => (adamw.moments(), None),
+            Self::Muon(muon) => (muon.adamw().moments(), Some(muon.states())),
+        };
+        let mut parts = Vec::with_capacity(2 * moments.len());
+        for (id, state) in moments {
+            parts.push((*id, FIRST, &state.first));
+            parts.push((*id, SECOND, &state.second));
+            parts.extend(state.weight.iter().map(|weight| (*id, WEIGHT, weight)));
+        }
+        for (id, state) in momenta.into_iter().flatten() {
+            parts.push((*id, MOMENTUM, &state.momentum));
+            parts.extend(state.weight.iter().map(|weight| (*id, WEIGHT, weight)));
+        }
+        parts
+    }
+
+    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter of AdamW,
+    /// `ID.momentum` for each of Muon, `ID.weight` for those that are not f32 themselves; `time` in
+    /// the metadata, and `muon_time` of Muon.
     ///
     /// # Errors
     /// When the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
-        let mut tensors = Vec::with_capacity(2 * self.0.moments().len());
-        for (id, state) in self.0.moments() {
-            for (name, tensor) in parts(state) {
-                let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
-                let name = format!("{id:016x}.{name}");
-                tensors.push(burn_pack::Tensor::new(name, dtype, shape, Some(*id), bytes));
-            }
-        }
-        let writer = Writer::new(tensors).with_metadata("time", &self.time().to_string());
+        let tensors = self.parts().into_iter().map(|(id, name, tensor)| {
+            let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
+            burn_pack::Tensor::new(format!("{id:016x}.{name}"), dtype, shape, Some(id), bytes)
+        });
+        let writer = Writer::new(tensors.collect());
+        let writer = match self {
+            Self::AdamW(adamw) => writer.with_metadata(TIME, &adamw.time().to_string()),
+            Self::Muon(muon) => writer
+                .with_metadata(TIME, &muon.adamw().time().to_string())
+                .with_metadata(MUON_TIME, &muon.time().to_string()),
+        };
         writer.into_bytes().context("packing the optimizer's state")
     }
 
     /// Take over a state from [`to_bytes`](Self::to_bytes), onto `device`.
     ///
     /// # Errors
-    /// When `bytes` is not such a container.
+    /// When `bytes` is not such a container, or one of another optimizer.
     pub fn load(&mut self, bytes: Bytes, device: &Device) -> Result<()> {
         let device = device.clone().without_autodiff();
         let reader = Reader::from_bytes(bytes)?;
-        let time = reader
-            .metadata()
-            .get("time")
-            .context("the optimizer's state has no time")?;
-        let time = time
-            .parse()
-            .context("the optimizer's time is not a number")?;
-        let mut found: BTreeMap<u64, BTreeMap<String, Tensor<1>>> = BTreeMap::new();
+        let number = |key: &str| -> Result<u64> {
+            let text = reader.metadata().get(key);
+            let text = text.with_context(|| format!("the optimizer's state has no {key}"))?;
+            text.parse()
+                .with_context(|| format!("the optimizer's {key} is not a number"))
+        };
+        let time = number(TIME)?;
+        let muon_time = match self {
+            Self::AdamW(_) => None,
+            Self::Muon(_) => Some(number(MUON_TIME).context("the state is not Muon's")?),
+        };
+        let mut found: BTreeMap<u64, Parts> = BTreeMap::new();
         for tensor in reader.into_tensors()? {
             let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
             let id = id.with_context(|| format!("{name} names no parameter"))?;
@@ -117,23 +193,42 @@ impl AdamW {
             found.entry(id).or_default().insert(part, tensor);
         }
         let mut moments = BTreeMap::new();
+        let mut momenta = BTreeMap::new();
         for (id, mut parts) in found {
-            let [first, second, weight] = [FIRST, SECOND, WEIGHT].map(|name| parts.remove(name));
-            let (Some(first), Some(second)) = (first, second) else {
+            let weight = parts.remove(WEIGHT);
+            if let Some(momentum) = parts.remove(MOMENTUM) {
+                ensure!(
+                    muon_time.is_some(),
+                    "parameter {id:016x} has Muon's momentum, but the optimizer is AdamW"
+                );
+                momenta.insert(id, MuonState { momentum, weight });
+                continue;
+            }
+            let (Some(first), Some(second)) = (parts.remove(FIRST), parts.remove(SECOND)) else {
                 anyhow::bail!("parameter {id:016x} has only one of its two moments");
             };
-            moments.insert(
-                id,
-                ParameterMoments {
-                    first,
-                    second,
-                    weight,
-                },
-            );
+            let state = ParameterMoments {
+                first,
+                second,
+                weight,
+            };
+            moments.insert(id, state);
         }
-        self.0
-            .restore(time, moments)
-            .context("the optimizer's state")
+        match self {
+            Self::AdamW(adamw) => adamw.restore(time, moments),
+            Self::Muon(muon) => {
+                muon.restore((muon_time.unwrap_or_default(), time), momenta, moments)
+            }
+        }
+        .context("the optimizer's state")
+    }
+}
+
+fn adamw_config(weight_decay: f64, grad_clip: f64) -> AdamWConfig {
+    AdamWConfig {
+        weight_decay,
+        grad_clip: Some(grad_clip),
+        ..AdamWConfig::default()
     }
 }
 
@@ -141,8 +236,6 @@ impl AdamW {
 mod tests {
     #[cfg(feature = "flex")]
     use burn::module::Param;
-    #[cfg(feature = "flex")]
-    use burn::tensor::FloatDType;
 
     use super::*;
 
@@ -182,7 +275,7 @@ mod tests {
                 Tensor::from_data(start, &device).require_grad(),
             ),
         };
-        let mut optimizer = AdamW::new(weight_decay, clip);
+        let mut optimizer = Optimizer::adamw(weight_decay, clip).unwrap();
         let mut expected: Vec<f64> = start.concat().into_iter().map(f64::from).collect();
         let (mut first, mut second) = (vec![0.0; 4], vec![0.0; 4]);
         for (time, gradient) in (1..).zip(gradients) {
@@ -217,7 +310,7 @@ mod tests {
         let mut small = One {
             weight: Param::initialized(ParamId::from(6), start.detach().require_grad()),
         };
-        let mut steps = AdamW::new(0.0, 1.0);
+        let mut steps = Optimizer::adamw(0.0, 1.0).unwrap();
         for _ in 0..100 {
             let mut given = GradientsParams::new();
             let plain = device.clone().without_autodiff();
@@ -231,13 +324,13 @@ mod tests {
         assert!((found - 0.99).abs() < 0.004, "{found}, not 1 - 100 * 1e-4");
 
         let bytes = optimizer.to_bytes().unwrap().to_vec();
-        let mut reloaded = AdamW::new(weight_decay, clip);
+        let mut reloaded = Optimizer::adamw(weight_decay, clip).unwrap();
         reloaded
             .load(Bytes::from_bytes_vec(bytes.clone()), &device)
             .unwrap();
         assert_eq!(reloaded.time(), 2);
         assert_eq!(reloaded.to_bytes().unwrap().to_vec(), bytes);
-        let mut with_copies = AdamW::new(0.0, 1.0);
+        let mut with_copies = Optimizer::adamw(0.0, 1.0).unwrap();
         let copies = steps.to_bytes().unwrap().to_vec();
         with_copies
             .load(Bytes::from_bytes_vec(copies.clone()), &device)
@@ -245,5 +338,52 @@ mod tests {
         assert_eq!(with_copies.to_bytes().unwrap().to_vec(), copies);
         let broken = Bytes::from_bytes_vec(bytes[..20].to_vec());
         assert!(reloaded.load(broken, &device).is_err());
+    }
+
+    /// Muon's state becomes a file and comes back to the bit; AdamW takes no file of Muon's.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn muon_is_kept_in_a_file() {
+        use burn::module::ParamId;
+
+        #[derive(Module, Debug)]
+        struct Two {
+            matrix: Param<Tensor<2>>,
+            gain: Param<Tensor<1>>,
+        }
+        let device = Device::flex().autodiff();
+        let plain = Device::flex();
+        let start = Tensor::<2>::from_data([[1.0f32, 2.0], [3.0, 5.0]], &device);
+        let gain = Tensor::<1>::from_data([1.0f32, 1.0], &device);
+        let model = Two {
+            matrix: Param::initialized(ParamId::from(1), start.require_grad()),
+            gain: Param::initialized(ParamId::from(2), gain.require_grad()),
+        };
+        let step = |optimizer: &mut Optimizer, model: Two| {
+            let mut given = GradientsParams::new();
+            let gradient = Tensor::<2>::from_data([[0.5f32, -1.0], [2.0, 0.25]], &plain);
+            given.register(ParamId::from(1), gradient);
+            given.register(ParamId::from(2), Tensor::<1>::ones([2], &plain));
+            optimizer.step(0.1, model, given)
+        };
+        let mut optimizer = Optimizer::muon(0.1, 1.0, FloatDType::F32).unwrap();
+        let model = step(&mut optimizer, model);
+        let bytes = optimizer.to_bytes().unwrap().to_vec();
+        let mut loaded = optimizer.fresh();
+        let given = || Bytes::from_bytes_vec(bytes.clone());
+        loaded.load(given(), &device).unwrap();
+        assert_eq!(loaded.time(), 1);
+        assert_eq!(loaded.to_bytes().unwrap().to_vec(), bytes);
+        let through = step(&mut optimizer, model.clone());
+        let resumed = step(&mut loaded, model);
+        let bits = |model: &Two| model.matrix.val().into_data();
+        assert_eq!(bits(&through), bits(&resumed));
+
+        let mut other = Optimizer::adamw(0.1, 1.0).unwrap();
+        let error = other.load(given(), &device).unwrap_err();
+        assert!(error.to_string().contains("AdamW"), "{error}");
+        let empty = other.to_bytes().unwrap().to_vec();
+        let error = loaded.load(Bytes::from_bytes_vec(empty), &device);
+        assert!(format!("{:#}", error.unwrap_err()).contains("Muon"));
     }
 }

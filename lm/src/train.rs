@@ -18,7 +18,7 @@ use crate::data_parallel::{Others, Rank};
 use crate::memory::MemoryBudget;
 use crate::metrics::{METRICS, METRICS_HEADER, Row, read_lossy, read_metrics, whole_lines};
 use crate::model::LanguageModel;
-use crate::optim::{AdamW, learning_rate};
+use crate::optim::{Optimizer, learning_rate};
 
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
@@ -95,7 +95,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
         let model = M::build(config, &recipe, &devices[0])?;
-        let optimizer = AdamW::new(config.weight_decay, config.grad_clip);
+        let optimizer = Optimizer::new(config)?;
         let mut run = Self {
             config,
             recipe,

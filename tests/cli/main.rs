@@ -5,6 +5,7 @@
 
 #![cfg(feature = "flex")]
 
+mod checkpoints;
 mod cost;
 #[cfg(feature = "cpu")]
 mod decorate;

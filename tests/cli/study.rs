@@ -86,16 +86,9 @@ fn a_study_decorates() {
     });
     fs::write(&plan, written.to_string()).unwrap();
     let out = folder.join("out");
-    let study = |more: &[&str]| {
-        let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        nvfp4("study", &[&arguments, more].concat())
-    };
-    let stopped = study(&["--seconds", "0"]);
-    assert!(String::from_utf8_lossy(&stopped.stderr).contains("resumes"));
-    succeeds(stopped);
-    let plain = out.join("nvidia-seed0");
-    assert!(checkpoint(&plain).ends_with("checkpoint-00000001"));
-    let said = succeeds(study(&[]));
+    // That a decorated run resumes is a test of `decorate`; each process compiles its kernels anew.
+    let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
+    let said = succeeds(nvfp4("study", &arguments));
     for part in [
         "nvidia-seed0: GEMMs by backend",
         "encoder.layers.0.mha.query",

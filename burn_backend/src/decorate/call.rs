@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use burn_core::backend::fusion::custom::{TensorId, TensorIr};
+use burn_core::tensor::Shape;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
 use super::counters::Counters;
@@ -54,6 +55,8 @@ pub(super) struct Layer {
     pub path: String,
     /// Shape of its weight, `[d_in, d_out]`.
     pub dims: [usize; 2],
+    /// How many of these the weight stacks, if it is `[experts, d_in, d_out]`.
+    pub experts: Option<usize>,
     pub group: Arc<Group>,
     pub counters: Counters,
 }
@@ -170,6 +173,30 @@ impl Call {
 
     pub fn fail(&self, what: &str) {
         self.layer.fail(what);
+    }
+
+    /// Whether `shape` is that of the weight, or of the transposed weight; leading axes of 1 do not
+    /// count.
+    pub fn is_weight(&self, shape: &Shape, transposed: bool) -> bool {
+        let [d_in, d_out] = self.dims;
+        let matrix = if transposed {
+            [d_out, d_in]
+        } else {
+            [d_in, d_out]
+        };
+        self.is_stack(shape, matrix)
+    }
+
+    /// Whether `shape` is `matrix`, or where the weight is a stack one for each expert.
+    pub fn is_stack(&self, shape: &Shape, [rows, cols]: [usize; 2]) -> bool {
+        let expected = [self.layer.experts.unwrap_or(1), rows, cols];
+        let elements: usize = expected.iter().product();
+        let rank = shape.num_dims();
+        let skipped = usize::from(self.layer.experts.is_none());
+        let own = &expected[skipped..];
+        rank >= own.len()
+            && shape.num_elements() == elements
+            && (0..own.len()).all(|axis| shape[rank - own.len() + axis] == own[axis])
     }
 }
 

@@ -3,8 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock};
 
-use burn_core::backend::{cubecl::dtype_to_storage_type, ops::FloatTensorOps};
-use burn_core::tensor::{DType, Shape};
+use burn_core::backend::{
+    cubecl::dtype_to_storage_type,
+    ops::{FloatTensorOps, IntTensorOps},
+};
+use burn_core::tensor::{DType, Shape, TensorData};
 use burn_cubecl::{CubeBackend, CubeDevice, ops::numeric::full_device_dtype, tensor::CubeTensor};
 use cubecl::prelude::InputScalar;
 
@@ -41,6 +44,24 @@ fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTens
         buffer.handle.clone(),
         dtype,
     )
+}
+
+/// Where the tokens of each of `experts` experts begin, and where the last end, `u32[experts + 1]`:
+/// equally many rows of `x` for each. Written to the device once for each size.
+pub(super) fn equal_offsets(x: &CubeTensor, experts: usize) -> CubeTensor {
+    type Key = (CubeDevice, usize, usize);
+    static OFFSETS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
+    let tokens = x.meta.shape()[0] / experts;
+    let key = (x.device.clone(), experts, tokens);
+    let mut offsets = lock(OFFSETS.get_or_init(Mutex::default));
+    let offsets = offsets.entry(key).or_insert_with(|| {
+        let starts: Vec<u32> = (0..=experts)
+            .map(|expert| (expert * tokens) as u32)
+            .collect();
+        let data = TensorData::new(starts, [experts + 1]);
+        CubeBackend::int_from_data(data, &x.device)
+    });
+    offsets.clone()
 }
 
 /// The placeholder for the result of a GEMM that is not computed: NaN, `shape` being

@@ -30,7 +30,7 @@ use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
 
 use super::call::{BiasState, Call, lock};
 use super::counters::count;
-use super::fill::placeholder;
+use super::fill::{equal_offsets, placeholder};
 use super::tracker::{Role, tracker};
 use super::wgrad::compute_weight_grad;
 use crate::ops::linear::{LinearRequest, RequiresGrad};
@@ -386,11 +386,15 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         w: call.training && call.weight_tracked,
         bias: bias_dtype,
     };
+    let groups = match call.layer.experts {
+        None => RowGroups::Whole,
+        Some(experts) => RowGroups::Offsets(equal_offsets(&x, experts)),
+    };
     let request = LinearRequest::<CubeBackend> {
         x,
         w: weight,
         bias: bias.into(),
-        groups: RowGroups::Whole,
+        groups,
         spec: call.spec,
         context: call.context.clone(),
         requires_grad,

@@ -75,11 +75,16 @@ pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
 
 impl Mark {
     /// The mark of `base`, which is the weight known by `identity`, or a view of it.
-    fn weight(&self, base: Tensor<2>, identity: Option<WeightIdentity>) -> Tensor<2> {
+    fn weight<const D: usize>(
+        &self,
+        base: Tensor<D>,
+        identity: Option<WeightIdentity>,
+    ) -> Tensor<D> {
         let training = base.is_autodiff();
+        let dims = base.dims();
         let call = Arc::new(Call::new(
             self.layer.clone(),
-            base.dims(),
+            [dims[D - 2], dims[D - 1]],
             self.state.for_forward(&self.recipe, identity, training),
             training,
             base.is_tracked(),
@@ -128,8 +133,16 @@ impl Reparameterization for Mark {
                 // The view is a node of its own in each call.
                 let identity = WeightIdentity::of([&base]);
                 let dims = base.dims();
-                let base: Tensor<2> = base.reshape([dims[0], dims[D - 1]]);
-                self.weight(base, identity).into_dispatch()
+                match self.layer.experts {
+                    None => {
+                        let base: Tensor<2> = base.reshape([dims[0], dims[D - 1]]);
+                        self.weight(base, identity).into_dispatch()
+                    }
+                    Some(experts) => {
+                        let base: Tensor<3> = base.reshape([experts, dims[1], dims[D - 1]]);
+                        self.weight(base, identity).into_dispatch()
+                    }
+                }
             }
             Kind::Bias if self.layer.is_strict() => {
                 let length = base.dims()[0];

@@ -53,6 +53,7 @@ use nvfp4_kernels::Nvfp4Error;
 pub use counters::GemmFormat;
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
+use crate::experts::check_experts;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use call::{Group, Layer, Mode, lock};
@@ -125,6 +126,11 @@ impl Decorator {
     /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank
     /// 2 called `weight` of modules other than `burn_nn::Linear`, which use them as
     /// `x.matmul(weight)` with `[d_in, d_out]`.
+    ///
+    /// One of rank 3 is a stack of experts' weights, `[experts, d_in, d_out]` with at most 512
+    /// experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens, d_in]`, and its
+    /// GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with equally many tokens
+    /// for each expert, bit for bit.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
@@ -182,7 +188,7 @@ impl Decorator {
         {
             return Err(Nvfp4Error::value(
                 "include",
-                format!("{group:?}, which contains no rank 2 parameter called `weight`"),
+                format!("{group:?}, which contains no parameter of rank 2 or 3 called `weight`"),
                 "a group with at least one that is not in a Linear, or in a head or router",
             ));
         }
@@ -216,6 +222,7 @@ impl Decorator {
                 layer: Arc::new(Layer {
                     path: found.path,
                     dims: found.dims,
+                    experts: found.experts,
                     group: group.clone(),
                     counters: Counters::default(),
                 }),
@@ -280,6 +287,9 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
         return Ok(());
     }
     let [d_in, d_out] = mark.layer.dims;
+    if let Some(experts) = mark.layer.experts {
+        check_experts("model", experts)?;
+    }
     let block = nvfp4_kernels::BLOCK;
     if [d_in, d_out].iter().all(|dim| *dim > 0 && dim % block == 0) {
         return Ok(());

@@ -16,8 +16,10 @@ pub(super) struct Found {
     pub path: String,
     pub weight: ParamId,
     pub bias: Option<ParamId>,
-    /// Shape of the weight.
+    /// Shape of the weight, or of each in a stack.
     pub dims: [usize; 2],
+    /// How many weights are stacked, if they are.
+    pub experts: Option<usize>,
 }
 
 /// Finds the linear layers.
@@ -145,7 +147,7 @@ impl ModuleVisitor for Survey<'_> {
             .is_some_and(|container| container == "Struct:Linear");
         let owner = owner.join(".");
         match (name.as_str(), D) {
-            ("weight", 2) => {
+            ("weight", 2 | 3) => {
                 let path = self.path.join(".");
                 let is_in = |group: Option<&ParamGroup>| {
                     group.is_some_and(|group| group.matches(&param.id, Some(&path)))
@@ -158,7 +160,8 @@ impl ModuleVisitor for Survey<'_> {
                             path: owner,
                             weight: param.id,
                             bias: None,
-                            dims: [shape[0], shape[1]],
+                            dims: [shape[D - 2], shape[D - 1]],
+                            experts: (D == 3).then(|| shape[0]),
                         },
                         is_linear,
                         in_include,

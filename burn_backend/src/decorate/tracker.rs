@@ -261,15 +261,7 @@ impl State {
             return;
         };
         let keeps = match &tag {
-            Tag::Weight { call, transposed } => {
-                let [d_in, d_out] = call.dims;
-                let expected = if *transposed {
-                    [d_out, d_in]
-                } else {
-                    [d_in, d_out]
-                };
-                is_matrix(out, expected)
-            }
+            Tag::Weight { call, transposed } => call.is_weight(&out.shape, *transposed),
             Tag::Bias(call) => {
                 let rank = out.shape.num_dims();
                 out.shape[rank - 1] == call.dims[1] && out.shape.num_elements() == call.dims[1]
@@ -425,6 +417,15 @@ impl State {
             );
             return None;
         }
+        let [rows, cols] = last_two(lhs).unwrap_or_default();
+        if call.layer.experts.is_some() && !call.is_stack(&lhs.shape, [rows, cols]) {
+            drop(state);
+            call.fail(
+                "its weights are stacked, and its input is not [experts, tokens, d_in]: repeat an \
+                 input that all experts share",
+            );
+            return None;
+        }
         state.gemm = true;
         drop(state);
         let weak = Arc::downgrade(&call);
@@ -450,6 +451,8 @@ impl State {
                 .iter()
                 .filter_map(Weak::upgrade)
                 .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
+                // The products of batches are summed, those of a stack are the gradient.
+                .filter(|call| call.layer.experts.is_none() || call.is_weight(&out.shape, false))
                 .collect()
         };
         // Calls that were dropped, for example of another model with the same input, get no
@@ -533,11 +536,6 @@ impl Edge {
 fn last_two(tensor: &TensorIr) -> Option<[usize; 2]> {
     let rank = tensor.shape.num_dims();
     (rank >= 2).then(|| [tensor.shape[rank - 2], tensor.shape[rank - 1]])
-}
-
-/// Whether `tensor` is `[1, …, 1, rows, cols]`.
-fn is_matrix(tensor: &TensorIr, [rows, cols]: [usize; 2]) -> bool {
-    last_two(tensor) == Some([rows, cols]) && tensor.shape.num_elements() == rows * cols
 }
 
 fn bias_misread(call: &Call, reader: &str) {

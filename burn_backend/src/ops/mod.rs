@@ -35,6 +35,7 @@ mod cube;
 mod dequantize;
 #[cfg(feature = "flex")]
 mod flex;
+pub mod graph;
 pub mod layers;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;

@@ -35,6 +35,9 @@ pub struct QuantParams {
     pub hadamard: Option<Hadamard>,
     /// How block scales follow from the amax of a block.
     pub scaling: BlockScaling,
+    /// Whether what [`GraphSteps`](crate::graph) keeps in device memory is added to the offset of
+    /// the stream.
+    pub offset_in_memory: bool,
 }
 
 impl QuantParams {
@@ -47,6 +50,7 @@ impl QuantParams {
             rounding: QuantRounding::Elements(Rounding::Nearest),
             hadamard: None,
             scaling: BlockScaling::Standard,
+            offset_in_memory: false,
         }
     }
 
@@ -164,6 +168,9 @@ impl QuantParams {
         let refused = match (*self, self.hadamard) {
             (params, _) if !params.format.has_global_scale() => {
                 (params != Self::new(params.format)).then_some("an MX format without options")
+            }
+            (params, _) if params.is_ms_eden() && params.offset_in_memory => {
+                Some("no MS-EDEN in a step that is captured: its signs are drawn on the host")
             }
             (params, Some(hadamard)) if params.is_ms_eden() => {
                 let QuantRounding::MsEden(stream) = params.rounding else {
@@ -295,6 +302,24 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
+    /// The same, with a part of all random offsets in device memory.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub(crate) fn with_offset_in_memory(mut self) -> Self {
+        for operand in [
+            &mut self.fprop_x,
+            &mut self.fprop_w,
+            &mut self.dgrad_dy,
+            &mut self.dgrad_w,
+            &mut self.wgrad_x,
+            &mut self.wgrad_dy,
+        ] {
+            if let OperandSpec::Quantized(params) = operand {
+                params.offset_in_memory = params.stream().is_some();
+            }
+        }
+        self
+    }
+
     /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 blocks, `dy`
     /// rounded by `dgrad` and `wgrad`, `hadamard` on both operands of wgrad.
     pub fn nvidia(hadamard: Option<Hadamard>, dgrad: Rounding, wgrad: Rounding) -> Self {

@@ -3,110 +3,20 @@
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 
-use burn_core::backend::{Dispatch, DispatchTensor, tensor::FloatTensor};
-use burn_core::module::{Module, ModuleMapper, Param, ParamGroup, ParamId, ParamMapper};
-use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn_core::backend::{Dispatch, tensor::FloatTensor};
+use burn_core::module::{Module, ModuleMapper, Param, ParamId, ParamMapper};
+use burn_core::tensor::{DType, Device, FloatDType, GradientCheckpointingStrategy, Tensor};
 use burn_optim::GradientsParams;
-use nvfp4_kernels::reference::{AdamWParams, AdamWSchedule};
-use nvfp4_kernels::{Nvfp4Error, RandomStream};
+use nvfp4_kernels::Nvfp4Error;
 
+use super::clip::clip_factor;
+use super::config::{AdamWConfig, learning_rate};
+use super::schedule::Schedule;
 use crate::ops::MaybeTensor;
 use crate::ops::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
 use crate::validate;
-
-/// Tells the random bits of moments from those of layers with the same seed.
-const SEED: u64 = 0x41_6461_6d57;
-
-/// How moments are stored.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum MomentType {
-    /// In `f32`.
-    #[default]
-    F32,
-    /// In `bf16`, rounded stochastically: half the memory. The bits depend on the seed, the
-    /// parameter's id, the step and the element alone.
-    Bf16,
-}
-
-impl MomentType {
-    const fn dtype(self) -> FloatDType {
-        match self {
-            Self::F32 => FloatDType::F32,
-            Self::Bf16 => FloatDType::BF16,
-        }
-    }
-}
-
-/// Settings of [`AdamW`].
-#[derive(Debug, Clone)]
-pub struct AdamWConfig {
-    /// Decay of the first moment.
-    pub beta_1: f64,
-    /// Decay of the second moment.
-    pub beta_2: f64,
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
-    /// The decay of parameters of two axes or more, which is multiplied by the learning rate.
-    /// Vectors are not decayed: gains have a scale of their own.
-    pub weight_decay: f64,
-    /// Decays of groups of parameters; the last group that matches counts, before
-    /// [`weight_decay`](Self::weight_decay).
-    pub groups: Vec<(ParamGroup, f64)>,
-    /// The global norm that gradients are scaled down to when theirs is larger.
-    pub grad_clip: Option<f64>,
-    /// How moments are stored.
-    pub moments: MomentType,
-    /// Seed of the random bits that round moments.
-    pub seed: u64,
-}
-
-impl Default for AdamWConfig {
-    fn default() -> Self {
-        Self {
-            beta_1: 0.9,
-            beta_2: 0.95,
-            epsilon: 1e-8,
-            weight_decay: 0.1,
-            groups: Vec::new(),
-            grad_clip: Some(1.0),
-            moments: MomentType::F32,
-            seed: 0,
-        }
-    }
-}
-
-impl AdamWConfig {
-    /// An optimizer that has taken no step.
-    pub fn init(self) -> AdamW {
-        AdamW {
-            config: self,
-            time: 0,
-            moments: BTreeMap::new(),
-        }
-    }
-
-    fn params(&self) -> AdamWParams {
-        AdamWParams {
-            beta_1: self.beta_1,
-            beta_2: self.beta_2,
-            epsilon: self.epsilon,
-        }
-    }
-
-    fn decay(&self, id: ParamId, path: &str, axes: usize) -> f64 {
-        let group = self.groups.iter().rev();
-        match group
-            .into_iter()
-            .find(|(group, _)| group.matches(&id, Some(path)))
-        {
-            Some((_, decay)) => *decay,
-            None if axes > 1 => self.weight_decay,
-            None => 0.0,
-        }
-    }
-}
 
 /// What AdamW keeps of one parameter, flat.
 #[derive(Debug, Clone)]
@@ -125,9 +35,21 @@ pub struct AdamW {
     config: AdamWConfig,
     time: u64,
     moments: BTreeMap<u64, ParameterMoments>,
+    schedule: Schedule,
+    amax: BTreeMap<u64, Tensor<1>>,
 }
 
 impl AdamW {
+    pub(super) fn new(config: AdamWConfig) -> Self {
+        Self {
+            config,
+            time: 0,
+            moments: BTreeMap::new(),
+            schedule: Schedule::default(),
+            amax: BTreeMap::new(),
+        }
+    }
+
     /// The settings.
     pub fn config(&self) -> &AdamWConfig {
         &self.config
@@ -141,6 +63,18 @@ impl AdamW {
     /// The state of each parameter by its id, in ascending order.
     pub fn moments(&self) -> &BTreeMap<u64, ParameterMoments> {
         &self.moments
+    }
+
+    /// The largest magnitude of each parameter that the last step updated, `f32[1]` on the device,
+    /// by the parameter's id; empty unless [`AdamWConfig::amax`] is set. They are the bits that
+    /// computing them anew gives, for the quantization of the new weights.
+    pub fn amax(&self) -> &BTreeMap<u64, Tensor<1>> {
+        &self.amax
+    }
+
+    /// How many elements the state of a parameter has.
+    pub(super) fn elements(&self, id: u64) -> Option<usize> {
+        self.moments.get(&id).map(|moments| moments.first.dims()[0])
     }
 
     /// Goes on from this state, taken after `time` steps.
@@ -179,11 +113,13 @@ impl AdamW {
         Ok(())
     }
 
-    /// One step of all parameters that have a gradient, with learning rate `lr`.
+    /// One step of all parameters that have a gradient, with learning rate `lr`. Other parameters
+    /// stay as they are.
     ///
     /// # Errors
-    /// When a parameter or a gradient is on a device or of a type that has no implementation, or
-    /// a parameter does not fit its gradient or its state. No parameter has changed then, but
+    /// When the learning rate is negative or not finite, parameters with a gradient are on several
+    /// devices, a parameter or a gradient is on a device or of a type that has no implementation,
+    /// or a parameter does not fit its gradient or its state. No parameter has changed then, but
     /// `model` is gone.
     pub fn try_step<M: Module>(
         &mut self,
@@ -191,15 +127,9 @@ impl AdamW {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M, Nvfp4Error> {
-        let mut check = Check {
-            moments: &self.moments,
-            gradients: &gradients,
-            failure: None,
-        };
-        model.visit(&mut check);
-        if let Some(error) = check.failure {
-            return Err(error);
-        }
+        learning_rate(lr)?;
+        let elements = |id| self.elements(id);
+        Check::new(&elements, &gradients).run(&model)?;
         let mut take = Take {
             optimizer: self,
             gradients,
@@ -230,23 +160,25 @@ impl AdamW {
     }
 
     /// The step of what was taken from the model.
-    fn update(&self, lr: f64, device: &Device, taken: &mut VecDeque<Option<Taken>>) {
+    fn update(&mut self, lr: f64, device: &Device, taken: &mut VecDeque<Option<Taken>>) {
         let params = self.config.params();
-        let words = AdamWSchedule::new(&params, lr, self.time).words();
-        let data = TensorData::new(words.to_vec(), [words.len()]);
-        let schedule = Tensor::<1, Int>::from_data(data, (device, DType::U32));
-        let factor = self.config.grad_clip.map(|norm| factor(norm, taken));
+        let schedule = self.schedule.at(&params, lr, self.time, device);
+        let factor = self.config.grad_clip.map(|norm| {
+            let gradients = taken.iter().flatten();
+            clip_factor(norm, gradients.filter_map(|taken| taken.gradient.clone()))
+        });
         let options = AdamWOptions {
             params,
-            amax: false,
+            amax: self.config.amax,
         };
+        self.amax.clear();
         let mut present: Vec<&mut Taken> = taken.iter_mut().flatten().collect();
         for batch in present.chunks_mut(BATCH) {
             let gradients = batch.iter_mut().filter_map(|taken| taken.gradient.take());
             let gradients = GradientBatch::<Dispatch>::new(gradients.collect::<Vec<_>>());
             let states = batch.iter_mut().filter_map(|taken| taken.state.take());
             let states = AdamWBatch::new(states.collect::<Vec<_>>(), None);
-            let (states, _) = Dispatch::nvfp4_adamw(
+            let (states, amax) = Dispatch::nvfp4_adamw(
                 gradients,
                 states,
                 schedule.clone().into_dispatch(),
@@ -254,30 +186,16 @@ impl AdamW {
                 options,
             )
             .into_parts();
-            for (taken, state) in batch.iter_mut().zip(states) {
+            let amax = amax.map(Tensor::<1>::from_dispatch);
+            for (entry, (taken, state)) in batch.iter_mut().zip(states).enumerate() {
                 taken.state = Some(state);
+                if let Some(amax) = &amax {
+                    let own = amax.clone().narrow(0, entry, 1);
+                    self.amax.insert(taken.id.val(), own);
+                }
             }
         }
     }
-}
-
-/// The norm of all gradients and what scales them down to `max_norm`.
-fn factor(max_norm: f64, taken: &VecDeque<Option<Taken>>) -> FloatTensor<Dispatch> {
-    let gradients: Vec<DispatchTensor> = taken
-        .iter()
-        .flatten()
-        .filter_map(|taken| taken.gradient.clone())
-        .collect();
-    let sums = gradients.chunks(BATCH).map(|batch| {
-        let batch = GradientBatch::<Dispatch>::new(batch.iter().cloned());
-        Tensor::<1>::from_dispatch(Dispatch::nvfp4_square_sums(batch))
-    });
-    let sums: Vec<_> = sums.collect();
-    let sums = match <[_; 1]>::try_from(sums) {
-        Ok([sums]) => sums,
-        Err(sums) => Tensor::cat(sums, 0),
-    };
-    Dispatch::nvfp4_clip_factor(sums.into_dispatch(), max_norm as f32)
 }
 
 /// A parameter on its way through the step.
@@ -285,33 +203,114 @@ struct Taken {
     id: ParamId,
     gradient: Option<FloatTensor<Dispatch>>,
     state: Option<ParameterState<Dispatch>>,
-    tracked: bool,
+    /// What the parameter is for autodiff.
+    tracked: Tracking,
     /// A `ParamMapper<Tensor<D>>`.
     mapper: Box<dyn Any>,
 }
 
+/// What a parameter was for autodiff, which it is again after the step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tracking {
+    require_grad: bool,
+    distributed: bool,
+    /// None where autodiff was off.
+    checkpointing: Option<GradientCheckpointingStrategy>,
+}
+
+impl Tracking {
+    pub(super) fn of<const D: usize>(weight: &Tensor<D>) -> Self {
+        Self {
+            require_grad: weight.is_require_grad(),
+            distributed: weight.is_distributed(),
+            checkpointing: weight.gradient_checkpointing_strategy(),
+        }
+    }
+
+    pub(super) fn restore<const D: usize>(self, weight: Tensor<D>, id: ParamId) -> Tensor<D> {
+        let Some(strategy) = self.checkpointing else {
+            return weight;
+        };
+        let weight = weight.autodiff();
+        let weight = weight.with_gradient_checkpointing_strategy(strategy);
+        let weight = match self.require_grad {
+            true => weight.require_grad(),
+            false => weight,
+        };
+        match self.distributed {
+            true => weight.set_distributed(id),
+            false => weight,
+        }
+    }
+}
+
+/// The tensor in `f32` that takes a parameter's steps, which is the parameter itself or `own`, and
+/// the parameter where it is a rounded copy of that.
+pub(super) fn split<const D: usize>(
+    parameter: Tensor<D>,
+    own: Option<Tensor<1>>,
+) -> (FloatTensor<Dispatch>, MaybeTensor<Dispatch>) {
+    if parameter.dtype() == DType::F32 {
+        return (parameter.into_dispatch(), MaybeTensor::Absent);
+    }
+    let elements = parameter.shape().num_elements();
+    let flat = || {
+        let wide = parameter.clone().cast(FloatDType::F32);
+        wide.reshape([elements])
+    };
+    let own = own.unwrap_or_else(flat);
+    let parameter = MaybeTensor::Present(parameter.into_dispatch());
+    (own.into_dispatch(), parameter)
+}
+
 /// Looks for what would fail, before anything is taken.
-struct Check<'a> {
-    moments: &'a BTreeMap<u64, ParameterMoments>,
+pub(super) struct Check<'a> {
+    /// How many elements the state of a parameter has.
+    elements: &'a dyn Fn(u64) -> Option<usize>,
     gradients: &'a GradientsParams,
+    /// That of the first parameter with a gradient.
+    device: Option<Device>,
     failure: Option<Nvfp4Error>,
 }
 
-impl Check<'_> {
+impl<'a> Check<'a> {
+    pub(super) fn new(
+        elements: &'a dyn Fn(u64) -> Option<usize>,
+        gradients: &'a GradientsParams,
+    ) -> Self {
+        Self {
+            elements,
+            gradients,
+            device: None,
+            failure: None,
+        }
+    }
+
+    /// Fails where a step would.
+    pub(super) fn run<M: Module>(mut self, model: &M) -> Result<(), Nvfp4Error> {
+        model.visit(&mut self);
+        self.failure.map_or(Ok(()), Err)
+    }
+
     fn parameter<const D: usize>(
-        &self,
+        &mut self,
         id: ParamId,
         weight: &Tensor<D>,
         gradient: &Tensor<D>,
     ) -> Result<(), Nvfp4Error> {
         validate::operand("parameter", weight)?;
         validate::operand("gradient", gradient)?;
+        let device = weight.device().inner();
+        let first = self.device.get_or_insert_with(|| device.clone());
+        validate::same_device(("the first parameter", first), ("parameter", &device))?;
+        let of_gradient = gradient.device().inner();
+        validate::same_device(("parameter", &device), ("gradient", &of_gradient))?;
         validate::shape("gradient", gradient.dims(), weight.dims(), || {
             format!("that of parameter {id}")
         })?;
-        if let Some(moments) = self.moments.get(&id.val()) {
+        if let Some(found) = (self.elements)(id.val()) {
             let elements = weight.dims().iter().product::<usize>();
-            validate::shape("moments", moments.first.dims(), [elements], || {
+            validate::shape("moments", [found], [elements], || {
                 format!("the elements of parameter {id}")
             })?;
         }
@@ -354,10 +353,10 @@ impl ModuleMapper for Take<'_> {
             return param;
         };
         let (id, weight, mapper) = param.consume();
-        let tracked = weight.is_require_grad();
+        let tracked = Tracking::of(&weight);
         let weight = weight.without_autodiff();
         let device = weight.device();
-        let (dtype, shape) = (weight.dtype(), weight.shape());
+        let shape = weight.shape();
         let elements = shape.num_elements();
         let moment = self.optimizer.config.moments.dtype();
         let zeros = || Tensor::<1>::zeros([elements], (&device, DType::from(moment)));
@@ -365,17 +364,7 @@ impl ModuleMapper for Take<'_> {
             Some(moments) => (moments.first, moments.second, moments.weight),
             None => (zeros(), zeros(), None),
         };
-        let (weight, copy) = match dtype {
-            DType::F32 => (weight.into_dispatch(), MaybeTensor::Absent),
-            _ => {
-                let flat = || weight.clone().cast(FloatDType::F32).reshape([elements]);
-                let own = own.unwrap_or_else(flat);
-                (
-                    own.into_dispatch(),
-                    MaybeTensor::Present(weight.into_dispatch()),
-                )
-            }
-        };
+        let (weight, copy) = split(weight, own);
         let config = &self.optimizer.config;
         let path = self.path.join(".");
         let state = ParameterState {
@@ -384,7 +373,7 @@ impl ModuleMapper for Take<'_> {
             second: second.into_dispatch(),
             copy,
             decay: config.decay(id, &path, D) as f32,
-            key: RandomStream::new(config.seed ^ SEED, id.val(), 0).key(),
+            key: config.key(id),
         };
         self.taken.push_back(Some(Taken {
             id,
@@ -396,7 +385,7 @@ impl ModuleMapper for Take<'_> {
         self.device.get_or_insert(device.clone());
         // Nothing is made of this: the parameter is put back in its place.
         let nothing = move |_: &Device, _: bool| unreachable!("the parameter is put back");
-        Param::uninitialized(id, nothing, device, tracked, shape)
+        Param::uninitialized(id, nothing, device, tracked.require_grad, shape)
     }
 }
 
@@ -429,10 +418,7 @@ impl ModuleMapper for Give<'_> {
         };
         self.optimizer.moments.insert(id.val(), moments);
         let weight = Tensor::<D>::from_dispatch(weight);
-        let weight = match tracked {
-            true => weight.autodiff().require_grad(),
-            false => weight,
-        };
+        let weight = tracked.restore(weight, id);
         let mapper = mapper.downcast::<ParamMapper<Tensor<D>>>();
         let mapper = mapper.expect("modules are traversed in the same order");
         Param::from_mapped_value(id, weight, *mapper)

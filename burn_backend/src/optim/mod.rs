@@ -6,10 +6,22 @@
 //! say) is copied first. Parameters that are not `f32` have a copy in `f32` that takes the steps,
 //! and are rounded from it.
 //!
+//! [`AdamWConfig::module_optimizer`] gives the same optimizer as Burn's own training loop takes it.
+//!
+//! [`Muon`] updates matrices by their orthogonal momentum, and everything else by AdamW.
+//!
 //! A gradient that is NaN makes the norm NaN, and with it every parameter, as in PyTorch; without
 //! clipping it makes the elements NaN that it belongs to. An infinite gradient makes its elements
 //! NaN, and the others take a step of zero gradients.
 
 mod adamw;
+mod clip;
+mod config;
+mod module_optimizer;
+mod muon;
+mod schedule;
 
-pub use adamw::{AdamW, AdamWConfig, MomentType, ParameterMoments};
+pub use adamw::{AdamW, ParameterMoments};
+pub use clip::clip_grad_norm;
+pub use config::{AdamWConfig, MomentType};
+pub use muon::{Muon, MuonConfig, MuonScale, MuonState, NewtonSchulz};

@@ -330,6 +330,7 @@ impl QuantSpec {
                     rounding: QuantRounding::Elements(rounding),
                     hadamard: size.map(|_| transform),
                     scaling: self.scale,
+                    offset_in_memory: false,
                 }
             }
         })

@@ -54,6 +54,17 @@ struct Offsets {
     /// The count at which a rank begins that has not drawn yet.
     start: u64,
     next: BTreeMap<u64, u64>,
+    /// While a graph adds the rest on the device.
+    pinned: Option<Pinned>,
+}
+
+/// What a step draws at while its further offset is in device memory: `base` and what the step has
+/// drawn, whichever step it is, so that a captured step has the arguments of every other.
+#[derive(Debug, Clone, Copy)]
+struct Pinned {
+    base: u64,
+    /// The count at which the step began.
+    step: u64,
 }
 
 impl Offsets {
@@ -61,6 +72,7 @@ impl Offsets {
         Self {
             start,
             next: BTreeMap::new(),
+            pinned: None,
         }
     }
 
@@ -168,12 +180,56 @@ impl LayerState {
             let mut offsets = self.offsets();
             let count = offsets.of(self.rank);
             offsets.next.insert(self.rank, count + 1);
-            count
+            match offsets.pinned {
+                Some(Pinned { base, step }) => base + (count - step),
+                None => count,
+            }
         };
         RngState {
             offset: self.rank << RANK_SHIFT | count,
             ..self.rng_state()
         }
+    }
+
+    /// The offsets of later steps are those of the next one plus what is in device memory, until
+    /// [`unpin`](Self::unpin).
+    pub(crate) fn pin(&self) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.pinned = Some(Pinned {
+            base: count,
+            step: count,
+        });
+    }
+
+    /// A step begins.
+    pub(crate) fn begin_step(&self) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        if let Some(pinned) = &mut offsets.pinned {
+            pinned.step = count;
+        }
+    }
+
+    /// Forwards of the step that began last.
+    pub(crate) fn drawn(&self) -> u64 {
+        let offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.pinned.map_or(0, |pinned| count - pinned.step)
+    }
+
+    /// A replay drew `forwards` times, and changed the weight behind the cache's back.
+    pub(crate) fn replayed(&self, forwards: u64) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.next.insert(self.rank, count + forwards);
+        drop(offsets);
+        self.shared.weights.clear();
+    }
+
+    /// Offsets are counts again.
+    pub(crate) fn unpin(&self) {
+        self.offsets().pinned = None;
     }
 
     fn offsets(&self) -> MutexGuard<'_, Offsets> {
@@ -240,7 +296,13 @@ impl LayerState {
             probe: self.probe(),
             storage: None,
         };
-        (mode.of(recipe.spec(&rng_state)), context)
+        let spec = mode.of(recipe.spec(&rng_state));
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        let spec = match draws && self.offsets().pinned.is_some() {
+            true => spec.with_offset_in_memory(),
+            false => spec,
+        };
+        (spec, context)
     }
 
     /// Where the layer records samples of its operands, while telemetry is on.

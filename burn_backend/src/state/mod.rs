@@ -13,7 +13,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 
-#[cfg(feature = "train")]
+#[cfg(any(feature = "train", feature = "cpu", feature = "cuda"))]
 pub(crate) use layer::FoundLayer;
 pub(crate) use layer::layers;
 

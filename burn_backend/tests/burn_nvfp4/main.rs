@@ -16,6 +16,8 @@ mod draws;
 mod errors;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod graph;
 mod grouped;
 mod layers;
 mod linear;
@@ -24,7 +26,9 @@ mod loss;
 mod memory;
 mod module;
 mod moe;
+mod muon;
 mod operations;
+mod optim;
 mod recipe;
 mod state;
 mod support;

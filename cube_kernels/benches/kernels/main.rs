@@ -26,6 +26,7 @@ mod harness;
 mod inputs;
 mod layers;
 mod loss;
+mod optimizer;
 mod packed;
 mod prologue;
 mod scales;
@@ -228,5 +229,10 @@ fn main() {
     swizzled(&mut bench);
     losses(&mut bench);
     attentions(&mut bench);
+    bench.at(
+        "optimizer, 218 million parameters".into(),
+        Brief,
+        optimizer::adamw,
+    );
     bench.report().expect("the summary could not be written");
 }

@@ -11,8 +11,11 @@ use crate::{
     reference::EMBEDDING_RUN,
 };
 
-/// Rows that are loaded before the first is added.
-const IN_FLIGHT: usize = 4;
+/// Rows that are loaded before the first is added: four, or one of those that are loaded element by
+/// element, whose eight addresses a row do not fit in the registers of more.
+fn rows_in_flight(plan: RowPlan) -> usize {
+    if plan.whole { 4 } else { 1 }
+}
 
 /// Sizes of a look-up.
 #[derive(CubeType, CubeLaunch)]
@@ -36,8 +39,8 @@ pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
     #[comptime] from: RowPlan,
     #[comptime] to: RowPlan,
     #[comptime] conversion: Conversion,
-    #[define(F)] _from: ElemType,
-    #[define(G)] _to: ElemType,
+    #[define(F)] _table_elem: ElemType,
+    #[define(G)] _out_elem: ElemType,
 ) {
     let (in_width, out_width) = (N::value(), M::value());
     let in_vectors = comptime!(from.vectors(in_width));
@@ -129,6 +132,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
 ) {
     let width = N::value();
     let vectors = comptime!(plan.vectors(width));
+    let in_flight = comptime!(rows_in_flight(plan));
     let cols = sorted.cols;
     let row_vectors = cols / comptime!(plan.per_scalar() * width);
     let out_width = M::value();
@@ -153,9 +157,9 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
         }
         let mut position = start;
         while position < end {
-            let mut loaded = Array::<Vector<F, N>>::new(comptime!(IN_FLIGHT * vectors));
+            let mut loaded = Array::<Vector<F, N>>::new(comptime!(in_flight * vectors));
             #[unroll]
-            for j in 0..IN_FLIGHT {
+            for j in 0..in_flight {
                 let token = sorted.order[min(position + j, end - 1usize)] as usize;
                 #[unroll]
                 for v in 0..vectors {
@@ -165,7 +169,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
                 }
             }
             #[unroll]
-            for j in 0..IN_FLIGHT {
+            for j in 0..in_flight {
                 let here = position + j;
                 if here < end {
                     let first = comptime!(j * vectors);
@@ -193,7 +197,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
                     }
                 }
             }
-            position += IN_FLIGHT;
+            position += in_flight;
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
     }

@@ -131,6 +131,7 @@ pub fn count_digits_kernel(
 
 /// One cube of `units` replaces each entry by the sum of those before it. A unit has entries that
 /// follow each other.
+#[allow(clippy::needless_range_loop, reason = "cube code has no iterators")]
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn scan_kernel(counts: &mut [u32], len: usize, #[comptime] units: usize) {
     let mut sums: Shared<[u32]> = Shared::new_slice(units);

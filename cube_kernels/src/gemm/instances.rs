@@ -197,11 +197,7 @@ fn mixed<C: CubePrimitive, D: CubePrimitive>(device: &DummyDevice) -> MixedMatri
 }
 
 /// A map of tiles of `tile` elements of the native type `elem`.
-fn map<T: CubePrimitive>(
-    device: &DummyDevice,
-    tile: [usize; 2],
-    elem: cubecl::ir::ElemType,
-) -> TensorMapArg<Tiled> {
+fn map(device: &DummyDevice, tile: [usize; 2], elem: cubecl::ir::ElemType) -> TensorMapArg<Tiled> {
     // SAFETY: nothing is launched.
     let tensor =
         unsafe { TensorArg::from_raw_parts(device.memory(), [64, 1].into(), [256, 64].into()) };
@@ -306,7 +302,7 @@ fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
             };
             let operand = |rows, major| {
                 let rows = if major == Major::Mn { 64 } else { rows };
-                map::<bf16>(device, [rows, 64], bf16::elem_type_native())
+                map(device, [rows, 64], bf16::elem_type_native())
                     .with_swizzle(TensorMapSwizzle::B128)
             };
             let instance = instance!(
@@ -360,9 +356,9 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
                 format!("{}-{rows_b}-{grouped:?}-{:?}", tile.rows_a, kind.out),
                 Expected::default(),
                 AddressType::U32,
-                map::<bf16>(device, [tile.rows_of_copy(), 64], bf16::elem_type_native())
+                map(device, [tile.rows_of_copy(), 64], bf16::elem_type_native())
                     .with_swizzle(TensorMapSwizzle::B128),
-                map::<u32>(device, [rows_b, 16], u32::elem_type_native()),
+                map(device, [rows_b, 16], u32::elem_type_native()),
                 device.buffer(512),
                 ScheduledProblemLaunch::new(
                     ProblemShapeLaunch::of((ROWS, ROWS, 64), 1),

@@ -71,6 +71,11 @@ fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
 }
 
 /// See [`reference::ln`](crate::reference::ln).
+#[allow(
+    clippy::needless_range_loop,
+    clippy::eq_op,
+    reason = "cube code has no iterators and no is_nan that every runtime has"
+)]
 #[cube]
 fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
     let bits = u32::reinterpret(x);
@@ -273,7 +278,7 @@ fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPla
             max = largest_of(max, shared[lane]);
         }
         for lane in 0..lanes {
-            shared[lanes + lane] = shared[lanes + lane] * exp(shared[lane] - max, conversion);
+            shared[lanes + lane] *= exp(shared[lane] - max, conversion);
         }
         let sum = serial_tree(shared, lanes, lanes);
         shared[lanes] = sum;
@@ -385,6 +390,10 @@ fn store_group<F: Numeric, N: Size>(
 ///
 /// The logits that do not stay in shared memory are read again in the second pass, which goes
 /// through them from the last to the first: the L2 cache then still has most of them.
+#[allow(
+    clippy::collapsible_if,
+    reason = "a comptime condition is decided before the other"
+)]
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn cross_entropy_kernel<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],

@@ -351,7 +351,7 @@ impl RowSum {
             if comptime!(plan.planes > 1) {
                 let planes = comptime!(plan.planes);
                 let first = self.set * plan.cube_planes() + place.slot * planes;
-                if place.unit % 32usize == 0usize {
+                if place.unit & 31usize == 0usize {
                     self.sums[first + place.unit / 32usize] = sum;
                 }
                 sync_cube();

@@ -96,10 +96,13 @@ struct Numbers {
     keep: f32,
 }
 
+/// A parameter by vectors of `N`.
+type VectorSlot<G, M, P, N> = AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>;
+
 /// A unit takes every `units`-th vector of all parameters, one parameter after the other.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn adamw_kernel<G: Numeric, M: Numeric, P: Numeric, N: Size>(
-    mut slots: Sequence<AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>>,
+    mut slots: Sequence<VectorSlot<G, M, P, N>>,
     step: AdamWStep,
     amax: &mut [Atomic<u32>],
     #[comptime] plan: AdamWPlan,
@@ -151,7 +154,7 @@ fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: 
 /// Updates a vector of every buffer; the largest magnitude of the new parameter's.
 #[cube]
 fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
-    slot: &mut AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>,
+    slot: &mut VectorSlot<G, M, P, N>,
     item: usize,
     numbers: &Numbers,
     step: &AdamWStep,

@@ -6,6 +6,7 @@ use super::{
     SLOTS, WIDTH,
     adamw::{AdamWPlan, AdamWSlotLaunch, AdamWStepLaunch, adamw_kernel},
     norm::{GradientSlotLaunch, SquarePlan, clip_factor_kernel, square_sums_kernel},
+    words::set_words_kernel,
 };
 use crate::{
     registry::{DummyDevice, Expected, Instance, instance},
@@ -34,6 +35,17 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         1.0,
         device.conversion
     )];
+    all.push(instance!(
+        device,
+        set_words_kernel,
+        "",
+        NONE,
+        b(4),
+        1,
+        2,
+        3,
+        4
+    ));
     for (slots, width, address) in shapes() {
         for gradient in [FloatKind::F32, FloatKind::Bf16, FloatKind::F16] {
             all.push(instance!(

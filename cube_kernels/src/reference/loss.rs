@@ -86,10 +86,12 @@ impl CrossEntropy {
 
 /// Lanes that share the blocks of a row: a plane for short rows, so that several rows fit a cube.
 pub const fn cross_entropy_lanes(vocab: usize) -> usize {
-    match vocab {
-        ..=2048 => 32,
-        ..=65536 => 512,
-        _ => 1024,
+    if vocab <= 2048 {
+        32
+    } else if vocab <= 65536 {
+        512
+    } else {
+        1024
     }
 }
 

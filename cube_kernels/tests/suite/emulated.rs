@@ -3,9 +3,9 @@
 //! the random word that the instruction would, against the oracle, byte for byte.
 //!
 //! On CUDA devices of sm_89 and later this is the code around the instructions as sm_100a has it,
-//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway. In a process of its
-//! own, since all kernels of a process convert alike; `NVFP4_TEST_EMULATED=1` does the same to all
-//! other tests.
+//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway: there only `--full` runs
+//! these tests. In a process of its own, since all kernels of a process convert alike;
+//! `NVFP4_TEST_EMULATED=1` does the same to all other tests.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_packed, offsets, read_f32, upload};
@@ -28,6 +28,7 @@ use nvfp4_kernels::{
 
 /// The device under test, with the instructions emulated if it can; in a process of its own.
 fn emulated(test: &str) -> Option<Client> {
+    device::client_of_full_run(&format!("emulated::{test}"))?;
     if ran_in_own_process("emulated", test, &[]) {
         return None;
     }

@@ -17,8 +17,9 @@ use nvfp4_kernels::{
         kernels::{Sm90Tile, W4a16Tile},
     },
     moe::GroupOffsets,
+    optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     quantize::{self, EdenRandom, QuantRequest},
-    reference::{self, EdenParams, EdenTarget},
+    reference::{self, AdamWParams, AdamWSchedule, EdenParams, EdenTarget},
     tensor::{
         AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
         Matrix,
@@ -357,6 +358,85 @@ fn graph_replays_products_in_groups() {
             assert_floats(&found[rows.clone()], &expected[rows], &what);
             assert_floats(&maxima, &read_f32s(&client, &amax, groups), &what);
         }
+    }
+}
+
+/// Replays of a captured step of AdamW, each with the schedule of its own step written to the one
+/// buffer, are ordinary steps.
+#[test]
+fn graph_replays_adamw() {
+    let Some((client, _guard)) = alone("graph_replays_adamw") else {
+        return;
+    };
+    const LEN: usize = 20_000;
+    let params = AdamWParams {
+        beta_1: 0.9,
+        beta_2: 0.95,
+        epsilon: 1e-8,
+    };
+    let upload = |x: &[f32]| client.create_from_slice(bytemuck::cast_slice(x));
+    let gradient = Gradient {
+        handle: upload(&values(Kind::Normal, LEN, 2)),
+        elements: LEN,
+        dtype: FloatKind::F32,
+    };
+    let state = || {
+        let zeros = [0.0; LEN];
+        [values(Kind::Normal, LEN, 1), zeros.to_vec(), zeros.to_vec()].map(|x| upload(&x))
+    };
+    // What a graph reads and writes must stay alive.
+    let step = |[weight, first, second]: &[Handle; 3], schedule: &Handle| -> [Handle; 2] {
+        let (sums, count) =
+            optimizer::square_sums(&client, std::slice::from_ref(&gradient)).unwrap();
+        let factor = optimizer::clip_factor(&client, &sums, count, 1.0).unwrap();
+        let update = AdamWUpdate {
+            gradient: gradient.clone(),
+            weight: weight.clone(),
+            first: first.clone(),
+            second: second.clone(),
+            copy: None,
+            decay: 0.1,
+            key: [1, 2],
+        };
+        let spec = AdamWSpec {
+            params,
+            moments: FloatKind::F32,
+            schedule,
+            factor: Some(&factor),
+        };
+        optimizer::adamw(&client, &spec, &[update], None).unwrap();
+        [sums, factor]
+    };
+    let set = |schedule: &Handle, time: u64| {
+        let words = AdamWSchedule::new(&params, 0.01 / time as f64, time).words();
+        optimizer::set_words(&client, schedule, words).unwrap();
+    };
+    let replayed = state();
+    let schedule = client.empty(16);
+    set(&schedule, 1);
+    client.graph_prepare().unwrap();
+    // The warm-up is the first step; what a capture records does not run.
+    drop(step(&replayed, &schedule));
+    client.start_capture().unwrap();
+    let _alive = step(&replayed, &schedule);
+    let graph = client.stop_capture().unwrap();
+    for time in 2..=20 {
+        set(&schedule, time);
+        // SAFETY: every buffer of the graph is alive, and nothing else runs on this stream.
+        unsafe { graph.replay() }.unwrap();
+    }
+    let ordinary = state();
+    for time in 1..=20 {
+        let schedule = client.empty(16);
+        set(&schedule, time);
+        step(&ordinary, &schedule);
+    }
+    for (replayed, ordinary) in replayed.iter().zip(&ordinary) {
+        let bits = |handle| -> Vec<u32> {
+            let found = read_f32s(&client, handle, LEN);
+            found.iter().map(|x| x.to_bits()).collect()
+        };
+        assert!(bits(replayed) == bits(ordinary));
     }
 }
 

@@ -3,8 +3,6 @@
 //! `NVFP4_TEST_DEVICE` names the device that kernels run on: `cpu` (CubeCL's CPU runtime, the default)
 //! or `cuda`. The modules `*_source` need no device: they compile the kernels' CUDA source.
 
-#![allow(clippy::manual_is_multiple_of, clippy::type_complexity)]
-
 #[macro_use]
 mod support;
 

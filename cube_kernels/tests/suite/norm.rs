@@ -63,7 +63,7 @@ impl<T: DeviceElement> Case<T> {
             x: draw(seed),
             residual: with_residual.then(|| draw(seed + 1)),
             gain: factors(cols, seed + 2),
-            bias: (norm == Norm::Layer && seed % 3 != 0).then(|| factors(cols, seed + 3)),
+            bias: (norm == Norm::Layer && !seed.is_multiple_of(3)).then(|| factors(cols, seed + 3)),
             grad: convert::<T>(&values(Kind::Normal, rows * cols, seed + 4)),
             sum_grad: with_residual.then(|| draw(seed + 5)),
         }

@@ -197,6 +197,21 @@ fn f16_parameters_are_the_oracles() {
     check::<f16, f32, f16>(&client, FloatKind::F32, Some(1.0), Kind::Normal);
 }
 
+/// A buffer has the words of the last step that was set, in the memory that it had.
+#[test]
+fn words_are_written_in_place() {
+    let client = client!("words_are_written_in_place");
+    let out = upload_bytes(&client, &[0; 16]);
+    for step in [1, u64::from(u32::MAX) + 3] {
+        let words = AdamWSchedule::new(&PARAMS, 0.3, step).words();
+        optimizer::set_words(&client, &out, words).unwrap();
+        assert_eq!(read::<u32>(&client, &out, 4), words);
+    }
+    let short = client.empty(12);
+    let error = optimizer::set_words(&client, &short, [0; 4]).unwrap_err();
+    assert!(error.to_string().contains("`out`"), "{error}");
+}
+
 #[test]
 fn short_buffers_are_refused() {
     let client = client!("short_buffers_are_refused");

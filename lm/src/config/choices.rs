@@ -163,6 +163,18 @@ pub enum Decoration {
     Lenient,
 }
 
+/// How the parameters of a run are updated.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[value(rename_all = "lower")]
+pub enum OptimizerName {
+    /// AdamW for all parameters.
+    #[default]
+    AdamW,
+    /// Muon for the matrices of the blocks, AdamW for embedding, head and vectors.
+    Muon,
+}
+
 /// Type of the activations between the GEMMs. Norms, softmax and loss are always f32 inside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -10,6 +10,8 @@ mod run;
 #[cfg(test)]
 mod tests;
 
-pub use choices::{Activation, Decoration, HealingOption, ModelKind, Preset, RecipeName};
+pub use choices::{
+    Activation, Decoration, HealingOption, ModelKind, OptimizerName, Preset, RecipeName,
+};
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};

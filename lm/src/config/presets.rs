@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::choices::{Activation, ModelKind, Preset, RecipeName};
+use super::choices::{Activation, ModelKind, OptimizerName, Preset, RecipeName};
 use super::model::ModelConfig;
 use super::run::RunConfig;
 
@@ -46,6 +46,7 @@ impl RunConfig {
             balance_loss: None,
             steps: 300,
             batch: 8,
+            optimizer: OptimizerName::default(),
             lr: 4e-3,
             warmup: 40,
             weight_decay: 0.1,

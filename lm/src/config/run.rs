@@ -10,7 +10,7 @@ use burn_nvfp4::recipe::Healing;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Serialize};
 
-use super::choices::{Activation, Decoration, HealingOption, Preset, RecipeName};
+use super::choices::{Activation, Decoration, HealingOption, OptimizerName, Preset, RecipeName};
 use super::model::ModelConfig;
 
 /// Share of a block's load-balancing loss in the training loss.
@@ -85,6 +85,10 @@ pub struct RunConfig {
     /// Train on this many sequences in a step [default: the preset's]
     #[arg(long)]
     pub batch: usize,
+    /// Update the parameters by this optimizer [default: adamw]
+    #[arg(long, value_name = "NAME", hide_possible_values = true)]
+    #[serde(default)]
+    pub optimizer: OptimizerName,
     /// Set the highest learning rate [default: the preset's]
     #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub lr: f64,

@@ -23,6 +23,19 @@ use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
 use crate::model::check_dtype;
 
+/// Fails for a folder of quantized weights, which its configuration says.
+fn refuse_quantized(folder: &Path) -> Result<()> {
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap_or_default();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    ensure!(
+        json["quantization_config"].is_null(),
+        "{}: `quantization_config` says that the weights are quantized, but a decoder is loaded from \
+         weights in high precision",
+        folder.display()
+    );
+    Ok(())
+}
+
 impl Decoder {
     /// The model in `folder`, of high-precision tensors, on `device`; parameters and activations
     /// get type `dtype`.
@@ -32,6 +45,7 @@ impl Decoder {
     /// unknown or of another shape or type than the configuration says (all of them are named), or
     /// the device does not compute in `dtype`.
     pub fn load(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
+        refuse_quantized(folder)?;
         let config = DecoderConfig::read(folder)?;
         let tensors = TensorFolder::open(folder)?;
         Self::from_tensors(&config, &tensors, device, dtype)

@@ -2,7 +2,7 @@
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
-use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::optimizer::{self, AdamWSpec, AdamWUpdate, Gradient};
 
 use super::super::optimizer::{
@@ -23,9 +23,13 @@ fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradien
 }
 
 /// `tensor`, or a copy where its memory is another tensor's too.
+///
+/// What CubeCL's CPU runtime reads is the memory itself and no copy of it, so that a record that
+/// was taken before would see the step: there it is always a copy.
 fn owned(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
-    match tensor.can_mut() {
+    let is_read = matches!(tensor.device, CubeDevice::Cpu(_));
+    match tensor.can_mut() && !is_read {
         true => tensor,
         false => {
             trace_op("optimizer", "copy", 1, tensor.meta.shape().num_elements());
@@ -58,6 +62,12 @@ impl OptimizerOps for CubeBackend {
         let count = sums.meta.shape()[0];
         let made = optimizer::clip_factor(&sums.client, &sums.handle, count, max_norm);
         new_tensor(&sums, launched(made), Shape::new([2]), DType::F32)
+    }
+
+    fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
+        let out = owned(out);
+        launched(optimizer::set_words(&out.client, &out.handle, words));
+        out
     }
 
     fn nvfp4_adamw(

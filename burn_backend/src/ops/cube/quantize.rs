@@ -6,10 +6,13 @@ use cubecl::server::Handle;
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{self, AmaxRequest, EdenSource, QuantRequest};
 use nvfp4_kernels::reference::EdenTarget;
-use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::tensor::{
+    DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
+};
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
@@ -90,7 +93,7 @@ impl GroupedSource {
             && params.hadamard.is_none()
             && storage == Storage::Packed;
         if is_one_read {
-            let params_on_device = device_params(params);
+            let params_on_device = device_params(&self.x.tensor, params);
             let made = launched(quantize::quantize_per_token(
                 client,
                 matrix,
@@ -99,7 +102,7 @@ impl GroupedSource {
             return self.made(made, params, usage, storage);
         }
         let amax = self.amax(params, usage);
-        let request = request(params, &amax);
+        let request = request(&self.x.tensor, params, &amax);
         let made = match (groups, storage) {
             (Groups::Offsets { .. }, _) => {
                 let (row, col) = match usage {
@@ -153,7 +156,9 @@ impl GroupedSource {
             ))
         } else {
             let (row_amax, col_amax) = self.pair_amax(&row, &col);
-            let (for_row, for_col) = (request(&row, &row_amax), request(&col, &col_amax));
+            let like = &self.x.tensor;
+            let for_row = request(like, &row, &row_amax);
+            let for_col = request(like, &col, &col_amax);
             match groups {
                 Groups::Offsets { .. } => {
                     let (row, col) = self.side_by_side(Some(&for_row), Some(&for_col));
@@ -326,10 +331,15 @@ pub(super) fn dequantize_matrix(
 }
 
 /// How the kernels quantize.
-fn device_params(params: &QuantParams) -> DeviceNvfp4Params {
+fn device_params(like: &CubeTensor, params: &QuantParams) -> DeviceNvfp4Params {
     let rounding = match params.rounding {
-        QuantRounding::Elements(rounding) => rounding,
-        QuantRounding::MsEden(_) => Rounding::Nearest,
+        QuantRounding::Elements(Rounding::Stochastic(stream)) => match params.offset_in_memory {
+            true => DeviceRounding::StochasticAt(stream, offset_beside(like)),
+            false => DeviceRounding::Stochastic(stream),
+        },
+        QuantRounding::Elements(Rounding::Nearest) | QuantRounding::MsEden(_) => {
+            DeviceRounding::Nearest
+        }
     };
     DeviceNvfp4Params {
         hadamard: params.hadamard,
@@ -338,10 +348,10 @@ fn device_params(params: &QuantParams) -> DeviceNvfp4Params {
     }
 }
 
-fn request<'a>(params: &QuantParams, amax: &'a Handle) -> QuantRequest<'a> {
+fn request<'a>(like: &CubeTensor, params: &QuantParams, amax: &'a Handle) -> QuantRequest<'a> {
     QuantRequest {
         amax,
         scope: params.amax,
-        copy: device_params(params),
+        copy: device_params(like, params),
     }
 }

@@ -100,6 +100,12 @@ impl OptimizerOps for Flex {
         vector(vec![norm, factor])
     }
 
+    fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
+        let mut out = contiguous(out);
+        out.storage_mut::<u32>().copy_from_slice(&words);
+        out
+    }
+
     fn nvfp4_adamw(
         gradients: GradientBatch<Self>,
         batch: AdamWBatch<Self>,

@@ -52,6 +52,11 @@ pub trait OptimizerOps: Backend {
     #[fusion(meta = meta::clip_factor)]
     fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self>;
 
+    /// `words` in the buffer of `out`, `u32[4]`, unless others hold that too: then in a new one. A
+    /// kernel writes them, after all that was queued before.
+    #[fusion(meta = meta::set_words)]
+    fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self>;
+
     /// A step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result has the
     /// buffers of `batch`, but for those that others hold too, which are copied first.
     ///
@@ -87,6 +92,10 @@ mod meta {
         TensorSpec::new(Shape::new([2]), DType::F32)
     }
 
+    pub(super) fn set_words(out: &TensorSpec, _words: &[u32; 4]) -> TensorSpec {
+        out.clone()
+    }
+
     pub(super) fn adamw(
         _gradients: &GradientBatchMetadata,
         batch: &AdamWBatchMetadata,
@@ -111,6 +120,10 @@ impl<B: OptimizerOps, C: CheckpointStrategy> OptimizerOps for Autodiff<B, C> {
 
     fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_clip_factor(sums.into_primitive(), max_norm))
+    }
+
+    fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
+        B::nvfp4_set_words(out, words)
     }
 
     fn nvfp4_adamw(

@@ -8,5 +8,6 @@ mod formats;
 mod misuse;
 mod models;
 mod refuse;
+mod stacked;
 mod transformer;
 mod uses;

@@ -261,7 +261,7 @@ pub fn first_highest(#[comptime] plan: MmaPlan) -> f32 {
 #[cube]
 pub fn first_sum(#[comptime] plan: MmaPlan) -> f32 {
     if comptime!(plan.quiet_softmax) {
-        f32::cast_from(u32::cast_from(UNIT_POS % 4u32 == 0u32))
+        f32::cast_from(u32::cast_from(UNIT_POS & 3u32 == 0u32))
     } else {
         0.0f32.runtime()
     }
@@ -317,7 +317,7 @@ fn finish(
         let half = comptime!(2 * (i % 2));
         let row = own + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32) + lane / 4u32;
         let factors = row_factors(problem, rows, i, plan);
-        if lane % 4u32 == 0u32 && at.row + row < at.extent.q_len {
+        if lane & 3u32 == 0u32 && at.row + row < at.extent.q_len {
             let index =
                 head as usize * problem.q_tokens as usize + (at.extent.q + at.row + row) as usize;
             // A token of no sequence has no sum either, an additional score or not.

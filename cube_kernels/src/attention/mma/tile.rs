@@ -93,6 +93,10 @@ impl HeadsView {
 
 /// Queues copies of tokens `first..first + rows` to the tile at `target`, with zeros for those from
 /// `end` on.
+#[allow(
+    clippy::if_same_then_else,
+    reason = "a comptime condition is decided before the other"
+)]
 #[cube]
 pub fn copy_rows(
     source: Source,

@@ -234,6 +234,10 @@ fn blocks_of(
 /// Gradients of keys and values (`first`, `second`), or of queries (`first`). `own_a` and `own_b`
 /// are what a CTA holds, `block_a` and `block_b` what it passes over: keys and values, queries and
 /// the gradient of the output, or the other way round.
+#[allow(
+    clippy::collapsible_if,
+    reason = "a comptime condition is decided before the other"
+)]
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_backward_kernel(
     own_a: &TensorMap<bf16, Tiled>,

@@ -471,7 +471,7 @@ fn write(
         let half = comptime!(2 * i);
         let row = warp_row + comptime!(8 * i as u32) + lane / 4u32;
         let factors = row_factors(problem, rows, i, comptime!(plan.plan));
-        if lane % 4u32 == 0u32 && row < place.rows {
+        if lane & 3u32 == 0u32 && row < place.rows {
             let index =
                 place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
             lse[index] = factors.lse;

@@ -1,6 +1,6 @@
 //! The device under test, and moving tensors there and back.
 
-use super::inputs::TestElement;
+use super::{inputs::TestElement, is_full};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
@@ -32,6 +32,22 @@ pub fn client(test: &str) -> Option<Client> {
     }
 }
 
+/// Whether this run leaves out what only repeats other tests: on CubeCL's CPU runtime, which compiles a
+/// kernel for seconds, without `cargo xtask test --full`.
+pub fn is_brief(client: &Client) -> bool {
+    client.name() == "cpu" && !is_full()
+}
+
+/// The device under test, or `None` (after saying so) where a run without `--full` leaves `test` out.
+pub fn client_of_full_run(test: &str) -> Option<Client> {
+    let client = client(test)?;
+    if is_brief(&client) {
+        println!("SKIPPED: {test}: minutes on the CPU runtime: `cargo xtask test --full`");
+        return None;
+    }
+    Some(client)
+}
+
 /// The client, or an early return.
 macro_rules! client {
     ($test:expr) => {
@@ -55,7 +71,10 @@ macro_rules! element_tests {
         }
         #[test]
         fn $f16() {
-            $check::<f16>(&client!(stringify!($f16)));
+            // All that is different from bf16 is the conversion, which other tests have.
+            if let Some(client) = $crate::support::device::client_of_full_run(stringify!($f16)) {
+                $check::<f16>(&client);
+            }
         }
     )*};
 }

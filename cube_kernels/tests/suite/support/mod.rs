@@ -24,3 +24,8 @@ pub mod nvrtc;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 #[macro_use]
 pub mod sources;
+
+/// Whether this run leaves nothing out: `cargo xtask test --full`.
+pub fn is_full() -> bool {
+    std::env::var_os("NVFP4_TEST_FULL").is_some()
+}

@@ -31,11 +31,6 @@ pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
         .to_string()
 }
 
-/// Whether this run compiles for all architectures: `cargo xtask test --full`.
-pub fn is_full() -> bool {
-    std::env::var_os("NVFP4_TEST_FULL").is_some()
-}
-
 /// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.
 pub fn is_left_out(name: &str) -> bool {
     std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only))

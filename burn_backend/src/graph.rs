@@ -1,0 +1,250 @@
+//! A training step as a CUDA graph: captured once, replayed by one launch.
+//!
+//! A step of a small model is hundreds of launches, each of which takes the host longer than the GPU.
+//! A graph has them recorded: a replay launches them all at once, with the buffers and the scalar
+//! arguments of the recording. So what changes from step to step has to be in device memory:
+//!
+//! - the batch: in tensors that [`copy_into`] fills;
+//! - the numbers of the optimizer: its [`Schedule`](crate::optim);
+//! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances it
+//!   at the end of each step.
+//!
+//! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a graph
+//! would repeat: a layer with it refuses to run in such a step.
+//!
+//! Of this module the capture itself has never run on a GPU; tests take its steps kernel by kernel on
+//! CubeCL's CPU runtime. `nvfp4 train` does not use it yet.
+//!
+//! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would draw
+//! the same bits at each replay.
+
+use std::sync::{Mutex, PoisonError};
+
+use burn_core::backend::{Backend, BackendGraph, Dispatch};
+use burn_core::module::Module;
+use burn_core::tensor::{DType, Device, Int, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::ops::graph::GraphOps;
+use crate::state::{FoundLayer, layers};
+
+/// Ordinary steps before the captured one: allocations, tuning and what fusion finds out have settled
+/// by then. Burn's `capture` takes as many.
+const WARM_UP: usize = 3;
+
+/// How [`GraphSteps::step`] took a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TakenBy {
+    /// By the closure, kernel by kernel.
+    Launches,
+    /// By the closure, whose launches were captured and then replayed.
+    Capture,
+    /// By a replay; the closure was not called.
+    Replay,
+}
+
+/// Steps of one model, from ordinary ones over a captured one to replays.
+///
+/// Everything that the step reads and writes has to stay alive, and where it is, as long as this:
+/// parameters and their optimizer's state are updated in place, and the batch is in tensors of
+/// [`copy_into`].
+pub struct GraphSteps {
+    _busy: Busy,
+    /// Without autodiff.
+    device: Device,
+    layers: Vec<FoundLayer>,
+    /// `u32[2]`: forwards of each layer since the beginning.
+    offset: Tensor<1, Int>,
+    /// Forwards of each layer in a step.
+    forwards: Option<u64>,
+    ordinary: usize,
+    graph: Option<BackendGraph<Dispatch>>,
+}
+
+impl GraphSteps {
+    /// Begins: the device's allocations are those of a capture from now on.
+    ///
+    /// # Errors
+    /// On Flex, and while other steps on the device are captured or replayed: it has one offset.
+    pub fn begin<M: Module>(model: &M, device: &Device) -> Result<Self, Nvfp4Error> {
+        let device = device.clone().without_autodiff();
+        refuse_flex(&device)?;
+        let busy = Busy::new(&device)?;
+        let layers = layers(model);
+        let offset = Tensor::<1, Int>::zeros([2], (&device, DType::U32));
+        let offset = Dispatch::nvfp4_draw_at(offset.into_dispatch(), true);
+        for layer in &layers {
+            layer.state.pin();
+        }
+        Dispatch::graph_prepare(device.as_dispatch()).map_err(|error| failed("prepare", error))?;
+        Ok(Self {
+            _busy: busy,
+            device,
+            layers,
+            offset: Tensor::from_dispatch(offset),
+            forwards: None,
+            ordinary: 0,
+            graph: None,
+        })
+    }
+
+    /// Whether steps are replays by now.
+    pub fn is_captured(&self) -> bool {
+        self.graph.is_some()
+    }
+
+    /// Takes a step: by `step`, or by a replay of what `step` did when it was captured. `step` may
+    /// read nothing back and must not copy to the device.
+    ///
+    /// # Errors
+    /// When the device cannot capture or replay, or when the layers of the model have not all run
+    /// equally often: their offsets are one number.
+    pub fn step(&mut self, step: impl FnOnce()) -> Result<TakenBy, Nvfp4Error> {
+        if let (Some(graph), Some(forwards)) = (&self.graph, self.forwards) {
+            // SAFETY: by this type's contract, which `begin`'s caller keeps, every tensor of the
+            // step is alive; the queue is drained before, on the stream of the capture.
+            unsafe { Dispatch::graph_replay(self.device.as_dispatch(), graph) }
+                .map_err(|error| failed("replay", error))?;
+            for layer in &self.layers {
+                layer.state.replayed(forwards);
+            }
+            return Ok(TakenBy::Replay);
+        }
+        if self.ordinary < WARM_UP {
+            self.launch(step)?;
+            self.ordinary += 1;
+            return Ok(TakenBy::Launches);
+        }
+        let device = self.device.as_dispatch().clone();
+        Dispatch::graph_start_capture(&device).map_err(|error| failed("capture", error))?;
+        let launched = self.launch(step);
+        let graph =
+            Dispatch::graph_stop_capture(&device).map_err(|error| failed("capture", error))?;
+        launched?;
+        // SAFETY: as above.
+        unsafe { Dispatch::graph_replay(&device, &graph) }
+            .map_err(|error| failed("replay", error))?;
+        self.graph = Some(graph);
+        Ok(TakenBy::Capture)
+    }
+
+    /// Takes a step kernel by kernel, whatever was captured: to look at what it does.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn launch(&mut self, step: impl FnOnce()) -> Result<(), Nvfp4Error> {
+        for layer in &self.layers {
+            layer.state.begin_step();
+        }
+        step();
+        let drawn = self.layers.iter().map(|layer| layer.state.drawn());
+        // Layers that have not run, or are in high precision, draw nothing.
+        let mut drawn: Vec<u64> = drawn.filter(|drawn| *drawn > 0).collect();
+        drawn.sort_unstable();
+        drawn.dedup();
+        if let Some(forwards) = self.forwards {
+            drawn.retain(|drawn| *drawn != forwards);
+            if !drawn.is_empty() {
+                return Err(Nvfp4Error::value(
+                    "step",
+                    format!("one with {drawn:?} forwards of a layer"),
+                    format!("steps alike: {forwards} forwards of each layer"),
+                ));
+            }
+        } else {
+            if drawn.len() > 1 {
+                return Err(Nvfp4Error::value(
+                    "step",
+                    format!("one with {drawn:?} forwards of different layers"),
+                    "as many forwards of each NVFP4 layer",
+                ));
+            }
+            self.forwards = Some(drawn.first().copied().unwrap_or(0));
+        }
+        let forwards = u32::try_from(self.forwards.unwrap_or(0)).unwrap_or(u32::MAX);
+        let offset = Dispatch::nvfp4_advance_offset(self.offset.clone().into_dispatch(), forwards);
+        self.offset = Tensor::from_dispatch(offset);
+        Ok(())
+    }
+}
+
+/// Offsets are counts of the host again.
+impl Drop for GraphSteps {
+    fn drop(&mut self) {
+        for layer in &self.layers {
+            layer.state.unpin();
+        }
+        // The result is dropped with the queue's work done: the offset is forgotten in its turn.
+        let offset = Dispatch::nvfp4_draw_at(self.offset.clone().into_dispatch(), false);
+        self.offset = Tensor::from_dispatch(offset);
+        let _ = self.device.sync();
+    }
+}
+
+/// The devices that have a [`GraphSteps`], by their texts.
+static BUSY: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// The entry of one of them.
+struct Busy(String);
+
+impl Busy {
+    fn new(device: &Device) -> Result<Self, Nvfp4Error> {
+        let name = format!("{device:?}");
+        let mut busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
+        if busy.contains(&name) {
+            let found = format!("{name}, which has the steps of another graph");
+            return Err(Nvfp4Error::value("device", found, "one without"));
+        }
+        busy.push(name.clone());
+        Ok(Self(name))
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let mut busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
+        busy.retain(|name| *name != self.0);
+    }
+}
+
+/// Copies `from` into the memory of `out`, which is nobody else's: a graph that reads `out` reads
+/// `from` at its next replay.
+///
+/// # Errors
+/// When shapes, types or devices differ, or on Flex.
+pub fn copy_into<const D: usize>(
+    out: Tensor<D, Int>,
+    from: Tensor<D, Int>,
+) -> Result<Tensor<D, Int>, Nvfp4Error> {
+    refuse_flex(&out.device())?;
+    let of = |tensor: &Tensor<D, Int>| {
+        format!(
+            "{:?} {:?} on {:?}",
+            tensor.dims(),
+            tensor.dtype(),
+            tensor.device()
+        )
+    };
+    let [found, expected] = [of(&from), of(&out)];
+    if found != expected {
+        return Err(Nvfp4Error::value("from", found, expected));
+    }
+    let made = Dispatch::nvfp4_copy_into(out.into_dispatch(), from.into_dispatch());
+    Ok(Tensor::from_dispatch(made))
+}
+
+fn refuse_flex(device: &Device) -> Result<(), Nvfp4Error> {
+    let name = format!("{device:?}");
+    match name.contains("Flex") {
+        true => Err(Nvfp4Error::value("device", name, "a CUDA GPU")),
+        false => Ok(()),
+    }
+}
+
+fn failed(what: &str, error: impl std::fmt::Debug) -> Nvfp4Error {
+    Nvfp4Error::value(
+        "device",
+        format!("one that cannot {what}: {error:?}"),
+        "a CUDA GPU",
+    )
+}

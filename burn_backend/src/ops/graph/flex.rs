@@ -1,0 +1,22 @@
+//! Flex: it has no graphs, and a tensor's memory is whoever's holds it.
+
+use burn_core::backend::{Flex, tensor::IntTensor};
+
+use super::GraphOps;
+
+/// What [`graph`](crate::graph) says before any of these is queued.
+const NO_GRAPHS: &str = "Flex has no graphs: crate::graph refuses it";
+
+impl GraphOps for Flex {
+    fn nvfp4_copy_into(_out: IntTensor<Self>, _from: IntTensor<Self>) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
+
+    fn nvfp4_advance_offset(_offset: IntTensor<Self>, _step: u32) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
+
+    fn nvfp4_draw_at(_offset: IntTensor<Self>, _begins: bool) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
+}

@@ -1,0 +1,203 @@
+//! Settings of AdamW, and what they may be.
+
+use burn_core::module::{Module, ParamGroup, ParamId};
+use burn_core::tensor::FloatDType;
+use burn_optim::ModuleOptimizer;
+use nvfp4_kernels::reference::AdamWParams;
+use nvfp4_kernels::{Nvfp4Error, RandomStream};
+
+use super::adamw::AdamW;
+use super::module_optimizer;
+
+/// Tells the random bits of moments from those of layers with the same seed.
+const SEED: u64 = 0x41_6461_6d57;
+
+/// How moments are stored.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MomentType {
+    /// In `f32`.
+    #[default]
+    F32,
+    /// In `bf16`, rounded stochastically: half the memory. The bits depend on the seed, the
+    /// parameter's id, the step and the element alone.
+    Bf16,
+}
+
+impl MomentType {
+    pub(super) const fn dtype(self) -> FloatDType {
+        match self {
+            Self::F32 => FloatDType::F32,
+            Self::Bf16 => FloatDType::BF16,
+        }
+    }
+}
+
+/// Settings of [`AdamW`].
+#[derive(Debug, Clone)]
+pub struct AdamWConfig {
+    /// Decay of the first moment, in `[0, 1)`.
+    pub beta_1: f64,
+    /// Decay of the second moment, in `[0, 1)`.
+    pub beta_2: f64,
+    /// Added to the root of the second moment; above 0.
+    pub epsilon: f64,
+    /// The decay of parameters of two axes or more, which is multiplied by the learning rate; not
+    /// negative. Vectors are not decayed: gains have a scale of their own.
+    pub weight_decay: f64,
+    /// Decays of groups of parameters, by path or id; the last group that matches counts, before
+    /// [`weight_decay`](Self::weight_decay).
+    pub groups: Vec<(ParamGroup, f64)>,
+    /// The global norm that gradients are scaled down to when theirs is larger; above 0.
+    pub grad_clip: Option<f64>,
+    /// How moments are stored.
+    pub moments: MomentType,
+    /// Seed of the random bits that round moments.
+    pub seed: u64,
+    /// Whether each step also gives [the amax of each new parameter](AdamW::amax).
+    pub amax: bool,
+}
+
+impl Default for AdamWConfig {
+    fn default() -> Self {
+        Self {
+            beta_1: 0.9,
+            beta_2: 0.95,
+            epsilon: 1e-8,
+            weight_decay: 0.1,
+            groups: Vec::new(),
+            grad_clip: Some(1.0),
+            moments: MomentType::F32,
+            seed: 0,
+            amax: false,
+        }
+    }
+}
+
+impl AdamWConfig {
+    /// An optimizer that has taken no step.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn try_init(self) -> Result<AdamW, Nvfp4Error> {
+        self.check()?;
+        Ok(AdamW::new(self))
+    }
+
+    /// [`try_init`](Self::try_init) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn init(self) -> AdamW {
+        crate::functions::or_panic("AdamW", self.try_init())
+    }
+
+    /// The same optimizer as Burn's learner takes it, for the parameters of `model`: one launch a
+    /// parameter, in place, with the bits of [`AdamW`]. Parameters that `model` has not, by their
+    /// ids, are updated too, decayed by their axes alone.
+    ///
+    /// Burn shows such an optimizer one gradient at a time, so gradients are not clipped to a
+    /// global norm by it: [`grad_clip`](Self::grad_clip) must be `None`, and
+    /// [`clip_grad_norm`](super::clip_grad_norm) scales gradients before they are handed over. Nor
+    /// is there an [`amax`](Self::amax).
+    ///
+    /// # Errors
+    /// When a setting is outside of its range, or one of those two is set.
+    pub fn try_module_optimizer<M: Module>(
+        &self,
+        model: &M,
+    ) -> Result<ModuleOptimizer, Nvfp4Error> {
+        self.check()?;
+        if let Some(norm) = self.grad_clip {
+            let expected = "None: a ModuleOptimizer sees one gradient at a time; \
+                            optim::clip_grad_norm clips all of them";
+            return Err(Nvfp4Error::value("grad_clip", format!("{norm}"), expected));
+        }
+        if self.amax {
+            let expected = "false: a ModuleOptimizer gives nothing but parameters back";
+            return Err(Nvfp4Error::value("amax", "true", expected));
+        }
+        Ok(module_optimizer::build(self, model))
+    }
+
+    /// [`try_module_optimizer`](Self::try_module_optimizer) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn module_optimizer<M: Module>(&self, model: &M) -> ModuleOptimizer {
+        crate::functions::or_panic("AdamW", self.try_module_optimizer(model))
+    }
+
+    pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
+        let betas = [("beta_1", self.beta_1), ("beta_2", self.beta_2)];
+        for (name, beta) in betas {
+            in_range(name, beta, (0.0..1.0).contains(&beta), "in [0, 1)")?;
+        }
+        positive("epsilon", self.epsilon)?;
+        not_negative("weight_decay", self.weight_decay)?;
+        for (_, decay) in &self.groups {
+            not_negative("groups", *decay)?;
+        }
+        self.grad_clip
+            .map_or(Ok(()), |norm| positive("grad_clip", norm))
+    }
+
+    pub(super) fn params(&self) -> AdamWParams {
+        AdamWParams {
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            epsilon: self.epsilon,
+        }
+    }
+
+    /// The decay of a parameter.
+    pub(super) fn decay(&self, id: ParamId, path: &str, axes: usize) -> f64 {
+        let group = self.groups.iter().rev();
+        match group
+            .into_iter()
+            .find(|(group, _)| group.matches(&id, Some(path)))
+        {
+            Some((_, decay)) => *decay,
+            None => self.decay_by_axes(axes),
+        }
+    }
+
+    /// The decay of a parameter that belongs to no group.
+    pub(super) fn decay_by_axes(&self, axes: usize) -> f64 {
+        if axes > 1 { self.weight_decay } else { 0.0 }
+    }
+
+    /// The key of the random bits of a parameter's moments.
+    pub(super) fn key(&self, id: ParamId) -> [u32; 2] {
+        RandomStream::new(self.seed ^ SEED, id.val(), 0).key()
+    }
+}
+
+/// Fails unless `valid`.
+pub(super) fn in_range(
+    argument: &'static str,
+    found: f64,
+    valid: bool,
+    expected: &str,
+) -> Result<(), Nvfp4Error> {
+    match valid {
+        true => Ok(()),
+        false => Err(Nvfp4Error::value(argument, format!("{found}"), expected)),
+    }
+}
+
+/// Fails unless `found` is finite and above 0.
+pub(super) fn positive(argument: &'static str, found: f64) -> Result<(), Nvfp4Error> {
+    let valid = found.is_finite() && found > 0.0;
+    in_range(argument, found, valid, "a finite number above 0")
+}
+
+/// Fails unless `found` is finite and 0 or more.
+pub(super) fn not_negative(argument: &'static str, found: f64) -> Result<(), Nvfp4Error> {
+    let valid = found.is_finite() && found >= 0.0;
+    in_range(argument, found, valid, "a finite number, 0 or more")
+}
+
+/// Fails unless `lr` is a learning rate.
+pub(super) fn learning_rate(lr: f64) -> Result<(), Nvfp4Error> {
+    not_negative("lr", lr)
+}

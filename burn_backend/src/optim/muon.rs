@@ -1,0 +1,411 @@
+//! Muon for matrices, and AdamW for everything else.
+//!
+//! The update of a matrix is its momentum made orthogonal: the singular values of the momentum are
+//! all brought near 1 by five Newton-Schulz iterations of Jordan et al.,
+//! <https://kellerjordan.github.io/posts/muon/>. The scales are theirs and those of Liu et al.,
+//! "Muon is scalable for LLM training" (arXiv 2502.16982).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup, ParamId};
+use burn_core::tensor::{DType, FloatDType, Tensor};
+use burn_optim::GradientsParams;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::adamw::{AdamW, Check, ParameterMoments, Tracking};
+use super::config::{AdamWConfig, in_range, learning_rate, not_negative, positive};
+
+/// Added to the norm of a matrix, which may be zero.
+const EPSILON: f64 = 1e-7;
+
+/// What the orthogonal update of a matrix is multiplied by, beside the learning rate.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MuonScale {
+    /// `sqrt(max(1, d_out / d_in))`, of Jordan et al.; learning rates near 0.02.
+    Original,
+    /// `0.2 * sqrt(max(d_in, d_out))`, of Liu et al.: updates have the root mean square that those
+    /// of AdamW usually have, so that its learning rates and decays fit.
+    #[default]
+    MatchAdamW,
+}
+
+impl MuonScale {
+    /// The factor for a weight `[d_in, d_out]`, as Burn's linear layers have them.
+    pub fn factor(self, d_in: usize, d_out: usize) -> f64 {
+        match self {
+            Self::Original => (d_out as f64 / d_in as f64).max(1.0).sqrt(),
+            Self::MatchAdamW => 0.2 * (d_in.max(d_out) as f64).sqrt(),
+        }
+    }
+}
+
+/// The iteration that makes a matrix orthogonal.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NewtonSchulz {
+    /// `a`, `b` and `c` of `a X + b (X X^T) X + c (X X^T)^2 X`, which acts on each singular value.
+    pub coefficients: [f64; 3],
+    /// How often; at least once.
+    pub steps: usize,
+    /// The type of its matrices.
+    pub precision: FloatDType,
+}
+
+impl Default for NewtonSchulz {
+    /// Five steps in `bf16` with the coefficients of Jordan et al.
+    fn default() -> Self {
+        Self {
+            coefficients: [3.4445, -4.7750, 2.0315],
+            steps: 5,
+            precision: FloatDType::BF16,
+        }
+    }
+}
+
+impl NewtonSchulz {
+    /// `x`, matrices in its last two axes, with singular values near 1 in place of its own: between
+    /// 0.68 and 1.14 by the default, where they were not below a hundredth of the norm. A matrix of
+    /// zeros stays.
+    ///
+    /// # Panics
+    /// When `x` has one axis only.
+    pub fn orthogonalize<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        assert!(D > 1, "a vector cannot be made orthogonal");
+        let dtype = x.dtype();
+        let dims = x.dims();
+        // The products are those of the shorter axis.
+        let tall = dims[D - 2] > dims[D - 1];
+        let x = if tall { x.swap_dims(D - 2, D - 1) } else { x };
+        let x = x.cast(FloatDType::F32);
+        let squares = x.clone() * x.clone();
+        let norm = squares.sum_dim(D - 1).sum_dim(D - 2).sqrt();
+        let mut x = (x / norm.add_scalar(EPSILON)).cast(self.precision);
+        let [a, b, c] = self.coefficients;
+        for _ in 0..self.steps {
+            let gram = x.clone().matmul(x.clone().swap_dims(D - 2, D - 1));
+            let square = gram.clone().matmul(gram.clone());
+            let polynomial = gram.mul_scalar(b) + square.mul_scalar(c);
+            x = x.clone().mul_scalar(a) + polynomial.matmul(x);
+        }
+        let x = if tall { x.swap_dims(D - 2, D - 1) } else { x };
+        x.cast(dtype)
+    }
+
+    fn check(&self) -> Result<(), Nvfp4Error> {
+        if self.steps == 0 {
+            return Err(Nvfp4Error::value("steps", "0", "at least 1"));
+        }
+        for coefficient in self.coefficients {
+            let valid = coefficient.is_finite();
+            in_range("coefficients", coefficient, valid, "finite numbers")?;
+        }
+        match self.precision {
+            FloatDType::F32 | FloatDType::BF16 | FloatDType::F16 => Ok(()),
+            other => Err(Nvfp4Error::value(
+                "precision",
+                format!("{other:?}"),
+                "F32, BF16 or F16",
+            )),
+        }
+    }
+}
+
+/// Settings of [`Muon`].
+#[derive(Debug, Clone)]
+pub struct MuonConfig {
+    /// Decay of the momentum, in `[0, 1)`.
+    pub momentum: f64,
+    /// Whether the update looks ahead: `(1 - momentum) g + momentum m` in place of `m`.
+    pub nesterov: bool,
+    /// The iteration.
+    pub newton_schulz: NewtonSchulz,
+    /// What updates are multiplied by.
+    pub scale: MuonScale,
+    /// What the learning rate of a step is multiplied by for matrices; above 0.
+    pub learning_rate: f64,
+    /// The decay of matrices, which is multiplied by their learning rate; not negative.
+    pub weight_decay: f64,
+    /// Parameters that AdamW updates though they have two or three axes. Embeddings and heads
+    /// belong here; by default those with `embed` or `head` in their path.
+    pub except: ParamGroup,
+    /// The settings for all other parameters. Its clipping counts their gradients alone: the size
+    /// of a matrix's gradient does not matter to Muon.
+    pub adamw: AdamWConfig,
+}
+
+impl Default for MuonConfig {
+    fn default() -> Self {
+        Self {
+            momentum: 0.95,
+            nesterov: true,
+            newton_schulz: NewtonSchulz::default(),
+            scale: MuonScale::default(),
+            learning_rate: 1.0,
+            weight_decay: 0.1,
+            except: ParamGroup::from_any_predicates(vec!["embed", "head"]),
+            adamw: AdamWConfig::default(),
+        }
+    }
+}
+
+impl MuonConfig {
+    /// An optimizer that has taken no step.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn try_init(self) -> Result<Muon, Nvfp4Error> {
+        let momentum = self.momentum;
+        in_range(
+            "momentum",
+            momentum,
+            (0.0..1.0).contains(&momentum),
+            "in [0, 1)",
+        )?;
+        self.newton_schulz.check()?;
+        positive("learning_rate", self.learning_rate)?;
+        not_negative("weight_decay", self.weight_decay)?;
+        Ok(Muon {
+            adamw: self.adamw.clone().try_init()?,
+            config: self,
+            time: 0,
+            states: BTreeMap::new(),
+        })
+    }
+
+    /// [`try_init`](Self::try_init) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn init(self) -> Muon {
+        crate::functions::or_panic("Muon", self.try_init())
+    }
+
+    /// Whether Muon updates a parameter: one of two axes, or a stack of matrices of three, that is
+    /// not excepted.
+    pub fn takes(&self, id: ParamId, path: &str, axes: usize) -> bool {
+        (axes == 2 || axes == 3) && !self.except.matches(&id, Some(path))
+    }
+}
+
+/// What Muon keeps of one parameter, flat.
+#[derive(Debug, Clone)]
+pub struct MuonState {
+    /// Running mean of the gradient, `f32`.
+    pub momentum: Tensor<1>,
+    /// The parameter in `f32`, if it is not `f32` itself.
+    pub weight: Option<Tensor<1>>,
+}
+
+/// Muon with its state, and AdamW for what is no matrix. The matrices of a stack `[n, d_in, d_out]`,
+/// experts' weights say, are made orthogonal each by itself.
+///
+/// All of it is tensor operations of Burn and its matmul, and [`AdamW`]'s kernels; nothing is read
+/// back from the device.
+#[derive(Debug, Clone)]
+pub struct Muon {
+    config: MuonConfig,
+    time: u64,
+    states: BTreeMap<u64, MuonState>,
+    adamw: AdamW,
+}
+
+impl Muon {
+    /// The settings.
+    pub fn config(&self) -> &MuonConfig {
+        &self.config
+    }
+
+    /// Steps taken so far.
+    pub fn time(&self) -> u64 {
+        self.time
+    }
+
+    /// The state of each matrix by its parameter's id, in ascending order.
+    pub fn states(&self) -> &BTreeMap<u64, MuonState> {
+        &self.states
+    }
+
+    /// The optimizer of the other parameters.
+    pub fn adamw(&self) -> &AdamW {
+        &self.adamw
+    }
+
+    /// Goes on from this state, taken after `time` steps; `adamw_time` of them were AdamW's, as
+    /// [`adamw`](Self::adamw) counts them, and `moments` is its state.
+    ///
+    /// # Errors
+    /// When the tensors of a parameter have different lengths or other types than the
+    /// configuration says.
+    pub fn restore(
+        &mut self,
+        (time, adamw_time): (u64, u64),
+        states: BTreeMap<u64, MuonState>,
+        moments: BTreeMap<u64, ParameterMoments>,
+    ) -> Result<(), Nvfp4Error> {
+        for state in states.values() {
+            let tensors = [("momentum", Some(&state.momentum))];
+            let weight = [("weight", state.weight.as_ref())];
+            for (name, tensor) in tensors.into_iter().chain(weight) {
+                let Some(tensor) = tensor else { continue };
+                crate::validate::shape(name, tensor.dims(), state.momentum.dims(), || {
+                    "that of the momentum".into()
+                })?;
+                if tensor.dtype() != DType::F32 {
+                    return Err(Nvfp4Error::DType {
+                        argument: name,
+                        found: format!("{:?}", tensor.dtype()),
+                        expected: "F32".into(),
+                    });
+                }
+            }
+        }
+        self.adamw.restore(adamw_time, moments)?;
+        self.time = time;
+        self.states = states;
+        Ok(())
+    }
+
+    /// One step of all parameters that have a gradient, with learning rate `lr`. Other parameters
+    /// stay as they are.
+    ///
+    /// # Errors
+    /// As [`AdamW::try_step`], whichever of the two a parameter belongs to. No parameter has changed
+    /// then, but `model` is gone.
+    pub fn try_step<M: Module>(
+        &mut self,
+        lr: f64,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<M, Nvfp4Error> {
+        learning_rate(lr)?;
+        let elements = |id: u64| {
+            let of_muon = self.states.get(&id).map(|state| state.momentum.dims()[0]);
+            of_muon.or_else(|| self.adamw.elements(id))
+        };
+        Check::new(&elements, &gradients).run(&model)?;
+        let mut matrices = Matrices {
+            config: &self.config,
+            path: Vec::new(),
+            found: BTreeSet::new(),
+        };
+        model.visit(&mut matrices);
+        let mut step = Step {
+            found: matrices.found,
+            optimizer: self,
+            lr,
+            gradients,
+            any: false,
+        };
+        let model = model.map(&mut step);
+        let Step { gradients, any, .. } = step;
+        let time = self.adamw.time();
+        let model = self.adamw.try_step(lr, model, gradients)?;
+        self.time += u64::from(any || self.adamw.time() > time);
+        Ok(model)
+    }
+
+    /// [`try_step`](Self::try_step) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
+        crate::functions::or_panic("Muon", self.try_step(lr, model, gradients))
+    }
+
+    /// The step of one parameter, without autodiff.
+    fn update<const D: usize>(
+        &mut self,
+        lr: f64,
+        id: ParamId,
+        parameter: Tensor<D>,
+        gradient: Tensor<D>,
+    ) -> Tensor<D> {
+        let config = &self.config;
+        let dims = parameter.dims();
+        let dtype = parameter.dtype();
+        let gradient = gradient.cast(FloatDType::F32);
+        let fresh = gradient.clone().mul_scalar(1.0 - config.momentum);
+        let (momentum, own) = match self.states.remove(&id.val()) {
+            Some(state) => {
+                let before = state.momentum.reshape(dims);
+                let own = state.weight.map(|weight| weight.reshape(dims));
+                (before.mul_scalar(config.momentum) + fresh.clone(), own)
+            }
+            None => (fresh.clone(), None),
+        };
+        let direction = match config.nesterov {
+            true => momentum.clone().mul_scalar(config.momentum) + fresh,
+            false => momentum.clone(),
+        };
+        let update = config.newton_schulz.orthogonalize(direction);
+        let lr = lr * config.learning_rate;
+        let scale = lr * config.scale.factor(dims[D - 2], dims[D - 1]);
+        let weight = own.unwrap_or_else(|| parameter.cast(FloatDType::F32));
+        let kept = weight.mul_scalar(1.0 - lr * config.weight_decay);
+        let weight = kept - update.mul_scalar(scale);
+        let elements = dims.iter().product::<usize>();
+        let (parameter, own) = match dtype {
+            DType::F32 => (weight, None),
+            _ => {
+                let own = weight.clone().reshape([elements]);
+                (weight.cast(dtype), Some(own))
+            }
+        };
+        let state = MuonState {
+            momentum: momentum.reshape([elements]),
+            weight: own,
+        };
+        self.states.insert(id.val(), state);
+        parameter
+    }
+}
+
+/// Finds the parameters that Muon takes.
+struct Matrices<'a> {
+    config: &'a MuonConfig,
+    path: Vec<String>,
+    found: BTreeSet<u64>,
+}
+
+impl ModuleVisitor for Matrices<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.config.takes(param.id, &self.path.join("."), D) {
+            self.found.insert(param.id.val());
+        }
+    }
+}
+
+/// Updates the parameters that Muon takes.
+struct Step<'a> {
+    optimizer: &'a mut Muon,
+    found: BTreeSet<u64>,
+    lr: f64,
+    gradients: GradientsParams,
+    any: bool,
+}
+
+impl ModuleMapper for Step<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !self.found.contains(&param.id.val()) {
+            return param;
+        }
+        let Some(gradient) = self.gradients.remove::<D>(param.id) else {
+            return param;
+        };
+        self.any = true;
+        let (id, weight, mapper) = param.consume();
+        let tracking = Tracking::of(&weight);
+        let gradient = gradient.without_autodiff();
+        let made = self
+            .optimizer
+            .update(self.lr, id, weight.without_autodiff(), gradient);
+        Param::from_mapped_value(id, tracking.restore(made, id), mapper)
+    }
+}

@@ -1,0 +1,116 @@
+//! Steps by a captured graph have the bits of ordinary ones; CUDA captures, CubeCL's CPU runtime takes
+//! the same steps kernel by kernel.
+
+use burn_core::tensor::{DType, Int, Tensor, TensorData};
+use burn_nvfp4::graph::{GraphSteps, TakenBy, copy_into};
+use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
+
+use crate::support::{Matrix, device};
+
+const ROWS: usize = 32;
+const D_IN: usize = 48;
+const D_OUT: usize = 64;
+
+fn is_flex() -> bool {
+    format!("{:?}", device()).contains("Flex")
+}
+
+/// A layer that has run 5 times.
+fn layer() -> Nvfp4Linear {
+    let device = device().autodiff();
+    let config = Nvfp4LinearConfig::new(D_IN, D_OUT).with_recipe(Nvfp4Recipe::new());
+    let layer = config.with_layer(Some(3)).init(&device);
+    let mut state = Nvfp4State::collect(&layer);
+    for rng_state in state.layers.values_mut() {
+        *rng_state = RngState {
+            offset: 5,
+            ..*rng_state
+        };
+    }
+    state.apply(&layer).unwrap();
+    layer
+}
+
+/// The gradient of the input, whose rounding is stochastic.
+fn gradient(layer: &Nvfp4Linear, x: &Tensor<2>, upstream: &Tensor<2>) -> Tensor<2> {
+    let x = x.clone().require_grad();
+    let y = layer.forward(x.clone()) * upstream.clone();
+    x.grad(&y.sum().backward()).unwrap()
+}
+
+fn matrix(rows: usize, cols: usize, seed: u64) -> Tensor<2> {
+    Matrix::gaussian(rows, cols, DType::F32, seed).tensor(&device().autodiff())
+}
+
+fn bytes(tensor: &Tensor<2>) -> Vec<u8> {
+    tensor.clone().into_data().as_bytes().to_vec()
+}
+
+#[test]
+fn steps_have_the_bits_of_ordinary_ones() {
+    if is_flex() {
+        println!("SKIPPED: graph::steps_have_the_bits_of_ordinary_ones: Flex has no graphs");
+        return;
+    }
+    let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
+    let layer = layer();
+    // The same weight, and offsets of its own.
+    let mut ordinary = layer.clone();
+    ordinary.state = self::layer().state;
+    let expected: Vec<_> = (0..8)
+        .map(|_| bytes(&gradient(&ordinary, &x, &upstream)))
+        .collect();
+    assert!(expected[0] != expected[1], "fresh bits in every step");
+
+    let mut steps = GraphSteps::begin(&layer, &device()).unwrap();
+    let error = GraphSteps::begin(&layer, &device()).err().unwrap();
+    assert!(error.to_string().contains("another graph"), "{error}");
+    let mut found = None;
+    let mut taken = Vec::new();
+    for (i, expected) in expected.iter().enumerate() {
+        let step = steps.step(|| found = Some(gradient(&layer, &x, &upstream)));
+        match step {
+            Ok(by) => taken.push(by),
+            Err(error) => {
+                assert!(
+                    !format!("{:?}", device()).to_lowercase().contains("cuda"),
+                    "{error}"
+                );
+                assert!(error.to_string().contains("capture"), "{error}");
+                assert_eq!(i, 3, "after the ordinary steps");
+                break;
+            }
+        }
+        assert!(bytes(found.as_ref().unwrap()) == *expected, "step {i}");
+        let state = Nvfp4State::collect(&layer);
+        assert_eq!(state.layers.values().next().unwrap().offset, 6 + i as u64);
+    }
+    assert_eq!(taken[..3], [TakenBy::Launches; 3]);
+    if taken.len() == 8 {
+        assert_eq!(taken[3], TakenBy::Capture);
+        assert_eq!(taken[4..], [TakenBy::Replay; 4]);
+    }
+    // Offsets are the host's again.
+    drop(steps);
+    let before = Nvfp4State::collect(&layer);
+    before.apply(&ordinary).unwrap();
+    let after = [&layer, &ordinary].map(|layer| bytes(&gradient(layer, &x, &upstream)));
+    assert!(after[0] == after[1]);
+}
+
+#[test]
+fn copies_go_where_the_tensor_is() {
+    let numbers = |values: [i32; 3]| {
+        Tensor::<1, Int>::from_data(TensorData::new(values.to_vec(), [3]), &device())
+    };
+    let made = copy_into(numbers([1, 2, 3]), numbers([4, 5, 6]));
+    if is_flex() {
+        assert!(made.unwrap_err().to_string().contains("Flex"));
+        return;
+    }
+    let made: Vec<i32> = made.unwrap().into_data().iter::<i32>().collect();
+    assert_eq!(made, [4, 5, 6]);
+    let short = Tensor::<1, Int>::from_data([1i32], &device());
+    let error = copy_into(numbers([1, 2, 3]), short).unwrap_err();
+    assert!(error.to_string().contains("from"), "{error}");
+}

@@ -1,0 +1,57 @@
+//! `nvfp4 convert`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+use nvfp4_lm::interchange::{Checkpoint, Dialect, convert};
+
+use crate::layers::LayerBar;
+
+#[derive(Args)]
+pub(crate) struct Convert {
+    /// Convert the quantized model in this folder
+    #[arg(value_name = "DIR")]
+    model: PathBuf,
+    /// Write it for the readers of this dialect
+    #[arg(long, value_name = "DIALECT")]
+    to: Dialect,
+    /// Write it to this folder, which must be empty or absent
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+impl Convert {
+    pub(crate) fn run(self) -> Result<()> {
+        let checkpoint = Checkpoint::open(&self.model)?;
+        let mut bar = LayerBar::new("convert");
+        let done = convert(&checkpoint, self.to, &self.out, &mut |done, total| {
+            bar.show(done, total, "");
+        })?;
+        bar.finish();
+        println!(
+            "{} quantized layers written to {}, their codes and block scales unchanged",
+            done.layers,
+            self.out.display()
+        );
+        match done.moved {
+            0 => println!(
+                "all {} global scales dequantize by the same factor",
+                done.globals
+            ),
+            moved => println!(
+                "{moved} of {} global scales dequantize by a factor one unit in the last place \
+                 away: {} cannot hold the old one, and greedy decoding may differ",
+                done.globals,
+                self.to.name()
+            ),
+        }
+        if done.renamed > 0 {
+            println!(
+                "{} experts have the names that transformers gives them",
+                done.renamed
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,39 @@
+//! Writes the words of a step's schedule.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::launch::buffer;
+use crate::{Nvfp4Error, memory::check_memory};
+
+/// Writes `words` to the first four words of `out`, after the kernels that were queued before: the
+/// memory stays where it is, so that a captured graph that reads it takes the next step with them.
+///
+/// # Errors
+/// When `out` does not hold four words.
+pub fn set_words(client: &Client, out: &Handle, words: [u32; 4]) -> Result<(), Nvfp4Error> {
+    check_memory("out", out, 16)?;
+    let [w0, w1, w2, w3] = words;
+    // SAFETY: checked to hold four words.
+    unsafe {
+        set_words_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            buffer(out, 4),
+            w0,
+            w1,
+            w2,
+            w3,
+        );
+    }
+    Ok(())
+}
+
+/// One unit writes all words.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
+    out[0] = w0;
+    out[1] = w1;
+    out[2] = w2;
+    out[3] = w3;
+}

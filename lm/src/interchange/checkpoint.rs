@@ -1,0 +1,354 @@
+//! A folder's tensors as modules, with everything that its readers would choke on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use safetensors::Dtype;
+use serde_json::Value;
+
+use super::names::{FusedGroup, fused_group, is_linear, is_router};
+use super::packed::GlobalScale;
+pub use super::tensors::LayerInfo;
+use super::tensors::{read_info, read_scalar};
+use super::{Dialect, PackedWeight, QuantConfig, Scheme};
+use crate::hf::TensorFolder;
+
+/// The model's configuration.
+pub const CONFIG: &str = "config.json";
+/// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
+pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
+
+/// Something for which a checkpoint is refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The tensor or module.
+    pub name: String,
+    /// What is wrong with it.
+    pub what: String,
+}
+
+/// The FP8 scales of one attention layer: keys, values.
+pub type KvScales = [Option<f32>; 2];
+
+/// A checkpoint: the tensors of a folder, and what they are.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    json: Value,
+    tensors: TensorFolder,
+    config: Option<QuantConfig>,
+    layers: BTreeMap<String, LayerInfo>,
+    kv_scales: BTreeMap<String, KvScales>,
+    plain: Vec<String>,
+    problems: Vec<Problem>,
+}
+
+impl Checkpoint {
+    /// Look at the folder `folder`, quantized or not; what is wrong with its layers becomes
+    /// [`problems`](Self::problems).
+    ///
+    /// # Errors
+    /// When config.json, hf_quant_config.json or a safetensors file cannot be read at all.
+    pub fn scan(folder: &Path) -> Result<Self> {
+        let json = read_json(&folder.join(CONFIG))?;
+        let path = folder.join(HF_QUANT_CONFIG);
+        let file = path.exists().then(|| read_json(&path)).transpose()?;
+        let config = QuantConfig::read(&json, file.as_ref())
+            .with_context(|| folder.display().to_string())?;
+        let mut checkpoint = Self {
+            folder: folder.to_owned(),
+            json,
+            tensors: TensorFolder::open(folder)?,
+            config,
+            layers: BTreeMap::new(),
+            kv_scales: BTreeMap::new(),
+            plain: Vec::new(),
+            problems: Vec::new(),
+        };
+        checkpoint.sort_tensors();
+        checkpoint.check_groups();
+        checkpoint.check_exclusions();
+        Ok(checkpoint)
+    }
+
+    /// Open the quantized checkpoint `folder` with everything checked.
+    ///
+    /// # Errors
+    /// As [`Self::scan`], when it is not quantized, and when there is any problem.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let checkpoint = Self::scan(folder)?;
+        ensure!(
+            checkpoint.config.is_some(),
+            "{} is not quantized: {CONFIG} has no quantization_config",
+            folder.display()
+        );
+        if let Some(Problem { name, what }) = checkpoint.problems.first() {
+            let more = match checkpoint.problems.len() - 1 {
+                0 => String::new(),
+                more => format!(" (and {more} more: `nvfp4 inspect` lists them)"),
+            };
+            anyhow::bail!("{}: {name}: {what}{more}", folder.display());
+        }
+        Ok(checkpoint)
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The content of config.json.
+    pub fn json(&self) -> &Value {
+        &self.json
+    }
+
+    /// All tensors.
+    pub fn tensors(&self) -> &TensorFolder {
+        &self.tensors
+    }
+
+    /// How it is quantized; `None` where it is not.
+    pub fn config(&self) -> Option<&QuantConfig> {
+        self.config.as_ref()
+    }
+
+    /// The quantized layers by module, those without problems.
+    pub fn layers(&self) -> &BTreeMap<String, LayerInfo> {
+        &self.layers
+    }
+
+    /// FP8 scales by attention module.
+    pub fn kv_scales(&self) -> &BTreeMap<String, KvScales> {
+        &self.kv_scales
+    }
+
+    /// The names of the tensors that belong to no quantized layer and are no FP8 scale.
+    pub fn plain(&self) -> &[String] {
+        &self.plain
+    }
+
+    /// The linear layers by name that are not quantized.
+    pub fn unquantized(&self) -> impl Iterator<Item = &str> {
+        let modules = self
+            .plain
+            .iter()
+            .filter_map(|name| name.strip_suffix(".weight"));
+        modules.filter(|module| is_linear(module))
+    }
+
+    /// What is wrong.
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+
+    /// The weight of the quantized layer `module`.
+    ///
+    /// # Errors
+    /// When there is no such layer, or it is wrong.
+    pub fn weight(&self, module: &str) -> Result<PackedWeight> {
+        let config = self.config.as_ref();
+        let config = config.with_context(|| format!("{module} is not quantized"))?;
+        config.dialect.read(&self.tensors, module)
+    }
+
+    fn problem(&mut self, name: &str, what: impl Into<String>) {
+        let (name, what) = (name.to_owned(), what.into());
+        self.problems.push(Problem { name, what });
+    }
+
+    /// Takes every tensor for part of a quantized layer, for an FP8 scale, or for plain.
+    fn sort_tensors(&mut self) {
+        let names: Vec<String> = self.tensors.names().map(String::from).collect();
+        let Some(config) = self.config.clone() else {
+            for name in &names {
+                if name.ends_with(".weight_scale") {
+                    self.problem(name, format!("{CONFIG} has no quantization_config for it"));
+                }
+            }
+            self.plain = names;
+            return;
+        };
+        let leaves = config.dialect.leaves();
+        let modules: BTreeSet<&str> = names
+            .iter()
+            .filter_map(|name| name.strip_suffix(leaves.scales)?.strip_suffix('.'))
+            .collect();
+        for name in &names {
+            let (module, leaf) = name.rsplit_once('.').unwrap_or(("", name));
+            if let Some((attention, which)) = kv_scale_of(config.dialect, module, leaf) {
+                self.read_kv_scale(name, attention, which);
+            } else if !modules.contains(module) {
+                let is_code = self
+                    .tensors
+                    .find(name)
+                    .is_some_and(|t| t.dtype == Dtype::U8);
+                let is_part = is_code || leaves.all()[1..].contains(&leaf);
+                if is_part || config.dialect.other().leaves().all()[2..].contains(&leaf) {
+                    let scales = leaves.scales;
+                    self.problem(name, format!("there is no {module}.{scales} for it"));
+                }
+                self.plain.push(name.clone());
+            } else if leaf == "bias" {
+                self.plain.push(name.clone());
+            } else if !leaves.all().contains(&leaf) {
+                let what = format!(
+                    "quantized layers of {} have no such tensor: it would be ignored",
+                    config.dialect.name()
+                );
+                self.problem(name, what);
+            }
+        }
+        for module in modules {
+            self.read_layer(&config, module);
+        }
+        if config.kv_cache_fp8 && self.kv_scales.is_empty() {
+            self.problem("kv_cache_scheme", "FP8, but no attention layer has scales");
+        }
+    }
+
+    fn read_kv_scale(&mut self, name: &str, attention: &str, which: usize) {
+        match read_scalar(&self.tensors, name) {
+            Ok(scale) if scale.is_finite() && scale > 0.0 => {
+                self.kv_scales.entry(attention.to_owned()).or_default()[which] = Some(scale);
+            }
+            Ok(scale) => {
+                let what = format!("the scale is {scale}, but it must be positive and finite");
+                self.problem(name, what);
+            }
+            Err(error) => self.problem(name, format!("{error:#}")),
+        }
+    }
+
+    fn read_layer(&mut self, config: &QuantConfig, module: &str) {
+        let leaves = config.dialect.leaves();
+        let form = match config.dialect {
+            Dialect::ModelOpt => GlobalScale::Multiply,
+            Dialect::CompressedTensors => GlobalScale::Divide,
+        };
+        let info = match read_info(&self.tensors, (module, leaves), form) {
+            Ok(info) => info,
+            Err(error) => return self.problem(module, format!("{error:#}")),
+        };
+        let input = format!("{module}.{}", leaves.input);
+        match (config.scheme, info.input_global) {
+            (Scheme::W4a4, None) => self.problem(
+                &input,
+                "is missing, but activations are quantized (w4a4): readers divide by zero",
+            ),
+            (Scheme::W4a16, Some(_)) => {
+                self.problem(
+                    &input,
+                    "is there, but activations are not quantized (w4a16)",
+                );
+            }
+            _ => {}
+        }
+        self.layers.insert(module.to_owned(), info);
+    }
+
+    /// Consumers fuse q/k/v and gate/up, and take one member's global scale for all.
+    fn check_groups(&mut self) {
+        let Some(leaves) = self.config.as_ref().map(|config| config.dialect.leaves()) else {
+            return;
+        };
+        let mut groups: BTreeMap<FusedGroup, Vec<&String>> = BTreeMap::new();
+        for module in self.layers.keys() {
+            if let Some(group) = fused_group(module) {
+                groups.entry(group).or_default().push(module);
+            }
+        }
+        let mut found = Vec::new();
+        for (group, members) in &groups {
+            let first = &self.layers[members[0]];
+            let bits = |scale: Option<GlobalScale>| scale.map(|scale| scale.value().to_bits());
+            for member in &members[1..] {
+                let layer = &self.layers[*member];
+                for (leaf, ours, theirs) in [
+                    (leaves.global, Some(layer.global), Some(first.global)),
+                    (leaves.input, layer.input_global, first.input_global),
+                ] {
+                    if bits(ours) != bits(theirs) {
+                        let value = |scale: Option<GlobalScale>| scale.map_or(0.0, |s| s.value());
+                        let what = format!(
+                            "is {:e}, but {} has {:e}: readers fuse them to one {} with one scale",
+                            value(ours),
+                            members[0],
+                            value(theirs),
+                            group.kind
+                        );
+                        found.push((format!("{member}.{leaf}"), what));
+                    }
+                }
+            }
+        }
+        for module in self.unquantized() {
+            let members = fused_group(module).and_then(|group| groups.get(&group));
+            if let Some(&quantized) = members.and_then(|members| members.first()) {
+                let what = format!("is not quantized, but {quantized} is: readers fuse them");
+                found.push((module.to_owned(), what));
+            }
+        }
+        for (name, what) in found {
+            self.problem(&name, what);
+        }
+    }
+
+    /// Every unquantized linear layer must be excluded, and no quantized one.
+    fn check_exclusions(&mut self) {
+        let Some(config) = &self.config else { return };
+        let exclusions = match config.exclusions() {
+            Ok(exclusions) => exclusions,
+            Err(error) => return self.problem("ignore", format!("{error:#}")),
+        };
+        let excluded = |module: &str| exclusions.iter().find(|entry| entry.matches(module));
+        let mut found = Vec::new();
+        for module in self.layers.keys() {
+            if is_router(module) {
+                found.push((
+                    module.clone(),
+                    "is a router, but it is quantized".to_owned(),
+                ));
+            }
+            if let Some(entry) = excluded(module) {
+                let what = format!(
+                    "is quantized, but the exclusion {:?} matches it",
+                    entry.text()
+                );
+                found.push((module.clone(), what));
+            }
+        }
+        for module in self
+            .unquantized()
+            .filter(|module| excluded(module).is_none())
+        {
+            let what = match is_router(module) {
+                true => "is a router and not quantized, but no exclusion names it",
+                false => "is not quantized, but no exclusion names it",
+            };
+            found.push((module.to_owned(), what.to_owned()));
+        }
+        for (name, what) in found {
+            self.problem(&name, what);
+        }
+    }
+}
+
+/// The attention module of an FP8 scale, and 0 for keys or 1 for values.
+fn kv_scale_of<'a>(dialect: Dialect, module: &'a str, leaf: &str) -> Option<(&'a str, usize)> {
+    let which = ["k_scale", "v_scale"]
+        .iter()
+        .position(|&name| name == leaf)?;
+    let attention = match dialect {
+        Dialect::ModelOpt => module.strip_suffix([".k_proj", ".v_proj"][which])?,
+        Dialect::CompressedTensors => module,
+    };
+    Some((attention, which))
+}
+
+fn read_json(path: &Path) -> Result<Value> {
+    let name = || path.display().to_string();
+    let text = fs::read_to_string(path).with_context(name)?;
+    serde_json::from_str(&text).with_context(name)
+}

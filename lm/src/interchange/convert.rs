@@ -1,0 +1,165 @@
+//! A quantized folder to another folder, in its own or the other dialect.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use safetensors::Dtype;
+use serde_json::Value;
+
+use super::checkpoint::{CONFIG, HF_QUANT_CONFIG};
+use super::names::canonical;
+use super::{Checkpoint, Dialect, QuantConfig};
+use crate::hf::{INDEX_FILE, TensorWriter};
+
+/// What a conversion did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Conversion {
+    /// Quantized layers.
+    pub layers: usize,
+    /// Global scales of weights and inputs.
+    pub globals: usize,
+    /// Of these, those that dequantize by a factor one unit in the last place away.
+    pub moved: usize,
+    /// Layers with another name than before: experts of Mixtral.
+    pub renamed: usize,
+}
+
+/// Write `from` to the folder `out` in the dialect `to`. `progress` is told of every layer that is
+/// written, of how many.
+///
+/// Codes and block scales are the same bytes. In its own dialect everything is, names included;
+/// in the other, experts of Mixtral get the names of transformers, and exclusions are written out
+/// as the names that they match. Files beside the tensors (tokenizer, chat template) are copied.
+///
+/// # Errors
+/// When `out` exists and is not empty, or the disk refuses.
+pub fn convert(
+    from: &Checkpoint,
+    to: Dialect,
+    out: &Path,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Conversion> {
+    let config = from.config();
+    let config = config.context("there is no quantization to convert")?;
+    let same = config.dialect == to;
+    create_empty(out)?;
+    let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+    for name in from.plain() {
+        let tensor = from.tensors().get(name)?;
+        writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+    }
+    for (attention, scales) in from.kv_scales() {
+        for (which, scale) in ['k', 'v'].into_iter().zip(scales) {
+            let name = to.kv_scale(attention, which);
+            match scale {
+                // In its own dialect the type of the file: BF16 or F32.
+                Some(_) if same => {
+                    let tensor = from.tensors().get(&name)?;
+                    writer.add(&name, tensor.dtype, tensor.shape, tensor.bytes)?;
+                }
+                Some(scale) => {
+                    let bytes = scale.to_le_bytes();
+                    writer.add(&name, Dtype::F32, to.scalar_shape(), &bytes)?;
+                }
+                None => {}
+            }
+        }
+    }
+    let mut done = Conversion::default();
+    for module in from.layers().keys() {
+        let weight = from.weight(module)?;
+        let name = if same {
+            module.clone()
+        } else {
+            canonical(module)
+        };
+        done.moved += to.write(&mut writer, &name, &weight)? as usize;
+        done.globals += 1 + usize::from(weight.input_global().is_some());
+        done.renamed += usize::from(name != *module);
+        done.layers += 1;
+        progress(done.layers, from.layers().len());
+    }
+    writer.finish()?;
+    let exclude = match same {
+        true => config.exclude.clone(),
+        false => exclusions(from, to),
+    };
+    let written = QuantConfig {
+        dialect: to,
+        exclude,
+        ..config.clone()
+    };
+    let mut json = from.json().clone();
+    // What the tool wrote says more than what is understood of it: it stays.
+    if !same || json.get("quantization_config").is_none() {
+        json["quantization_config"] = written.inline();
+    }
+    write_configs(out, &json, &written)?;
+    copy_companions(from.folder(), out)?;
+    Ok(done)
+}
+
+/// The modules that are not quantized, by name. The head is always among them, also where its
+/// weight is that of the embeddings; ModelOpt names the embeddings too.
+fn exclusions(from: &Checkpoint, to: Dialect) -> Vec<String> {
+    let mut names: Vec<String> = from.unquantized().map(String::from).collect();
+    names.push("lm_head".into());
+    if to == Dialect::ModelOpt {
+        names.push("model.embed_tokens".into());
+    }
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// Create the folder `out`, or take an empty one.
+///
+/// # Errors
+/// When there is something in it.
+pub fn create_empty(out: &Path) -> Result<()> {
+    let name = || out.display().to_string();
+    fs::create_dir_all(out).with_context(name)?;
+    let is_empty = fs::read_dir(out).with_context(name)?.next().is_none();
+    ensure!(is_empty, "{} must be empty, but it is not", out.display());
+    Ok(())
+}
+
+/// Write config.json with `json`, and what `config` has beside it.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn write_configs(out: &Path, json: &Value, config: &QuantConfig) -> Result<()> {
+    let write = |name: &str, value: &Value| -> Result<()> {
+        let path = out.join(name);
+        let text = format!("{value:#}\n");
+        fs::write(&path, text).with_context(|| path.display().to_string())
+    };
+    if let Some(file) = config.hf_quant_config() {
+        write(HF_QUANT_CONFIG, &file)?;
+    }
+    write(CONFIG, json)
+}
+
+/// Copy the files of `from` that are neither tensors nor written anew: tokenizer, chat template,
+/// generation_config.json, licence.
+///
+/// # Errors
+/// When the disk refuses.
+pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
+    for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
+        let path = entry?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+            continue;
+        };
+        let is_tensors = [".safetensors", ".bin", ".pt", ".pth", ".gguf"]
+            .iter()
+            .any(|extension| name.ends_with(extension));
+        let is_ours = [CONFIG, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
+        if path.is_file() && !is_tensors && !is_ours && !name.starts_with('.') {
+            let copy = fs::copy(&path, out.join(name));
+            copy.with_context(|| path.display().to_string())?;
+        }
+    }
+    Ok(())
+}

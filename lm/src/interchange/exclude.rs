@@ -1,0 +1,146 @@
+//! Which modules a checkpoint says are not quantized, by the rules of those who read it.
+
+use anyhow::{Context, Result};
+use regex::Regex;
+
+use super::Dialect;
+
+/// One entry of `exclude_modules` or `ignore`.
+#[derive(Debug, Clone)]
+pub struct Exclusion {
+    text: String,
+    rule: Rule,
+}
+
+#[derive(Debug, Clone)]
+enum Rule {
+    /// The whole name.
+    Exact,
+    /// From the start of the name, as Python's `re.match`.
+    Regex(Regex),
+    /// The whole name, anything inside it, or a pattern of fnmatch for all of it (vLLM).
+    ExactSubstringOrGlob(Regex),
+}
+
+impl Exclusion {
+    /// Read `text` as consumers of `dialect` do. compressed-tensors: an exact name, or `re:` and a
+    /// regular expression that is matched from the start. ModelOpt: an exact name, a part of one,
+    /// or a pattern with `*`, `?` and `[]`.
+    ///
+    /// # Errors
+    /// When the regular expression is none, or uses look-around, which the `regex` crate lacks.
+    pub fn new(dialect: Dialect, text: &str) -> Result<Self> {
+        let compile = |pattern: &str| {
+            Regex::new(pattern).with_context(|| format!("the exclusion {text:?} cannot be read"))
+        };
+        let rule = match (dialect, text.strip_prefix("re:")) {
+            (Dialect::CompressedTensors, Some(regex)) => {
+                Rule::Regex(compile(&format!("^(?:{regex})"))?)
+            }
+            (Dialect::CompressedTensors, None) => Rule::Exact,
+            (Dialect::ModelOpt, _) => Rule::ExactSubstringOrGlob(compile(&fnmatch(text))?),
+        };
+        let text = text.to_owned();
+        Ok(Self { text, rule })
+    }
+
+    /// The entry as written.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Whether a consumer takes `module` for excluded.
+    pub fn matches(&self, module: &str) -> bool {
+        match &self.rule {
+            Rule::Exact => self.text == module,
+            Rule::Regex(regex) => regex.is_match(module),
+            Rule::ExactSubstringOrGlob(glob) => {
+                !self.text.is_empty() && (module.contains(&self.text) || glob.is_match(module))
+            }
+        }
+    }
+}
+
+/// The regular expression of a pattern of Python's `fnmatch`.
+fn fnmatch(pattern: &str) -> String {
+    let mut regex = String::from("^");
+    let mut rest = pattern;
+    while let Some(c) = rest.chars().next() {
+        rest = &rest[c.len_utf8()..];
+        match c {
+            '*' => regex.push_str(".*"),
+            '?' => regex.push('.'),
+            // A bracket that nothing closes is itself; one closes after at least one character.
+            '[' => match rest.char_indices().skip(1).find(|&(_, c)| c == ']') {
+                Some((end, _)) => {
+                    let (set, after) = (&rest[..end], &rest[end + 1..]);
+                    let (negation, set) = match set.strip_prefix('!') {
+                        Some(set) => ("^", set),
+                        None => ("", set),
+                    };
+                    let set = set.replace('\\', r"\\").replace('[', r"\[");
+                    regex.push_str(&format!("[{negation}{}]", set.replace('^', r"\^")));
+                    rest = after;
+                }
+                None => regex.push_str(r"\["),
+            },
+            c => regex.push_str(&regex::escape(&c.to_string())),
+        }
+    }
+    regex.push('$');
+    regex
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matches(dialect: Dialect, text: &str, module: &str) -> bool {
+        Exclusion::new(dialect, text).unwrap().matches(module)
+    }
+
+    #[test]
+    fn compressed_tensors_takes_exact_names_and_expressions_from_the_start() {
+        let ct = Dialect::CompressedTensors;
+        assert!(matches(ct, "lm_head", "lm_head"));
+        assert!(!matches(ct, "lm_head", "model.lm_head"));
+        assert!(matches(ct, "re:.*mlp.gate$", "model.layers.0.mlp.gate"));
+        assert!(!matches(
+            ct,
+            "re:.*mlp.gate$",
+            "model.layers.0.mlp.gate_proj"
+        ));
+        assert!(!matches(ct, "re:mlp.gate$", "model.layers.0.mlp.gate"));
+        assert!(matches(ct, "re:model.layers.1", "model.layers.10.mlp"));
+        assert!(matches(ct, "re:a|b", "bc"), "the start binds all branches");
+        assert!(!matches(ct, "re:a|b", "cb"));
+        let error = Exclusion::new(ct, "re:(?!a)").unwrap_err().to_string();
+        assert!(error.contains("re:(?!a)"), "{error}");
+    }
+
+    #[test]
+    fn modelopt_takes_exact_names_parts_and_patterns() {
+        let mo = Dialect::ModelOpt;
+        assert!(matches(mo, "lm_head", "lm_head"));
+        assert!(
+            matches(mo, "model.layers.1", "model.layers.10.self_attn.q_proj"),
+            "a part of the name, as vLLM reads it"
+        );
+        assert!(matches(mo, "*.gate", "model.layers.0.mlp.gate"));
+        assert!(!matches(mo, "*.gate", "model.layers.0.mlp.gate_proj"));
+        assert!(matches(
+            mo,
+            "model.layers.[!1].mlp*",
+            "model.layers.2.mlp.gate"
+        ));
+        assert!(!matches(
+            mo,
+            "model.layers.[!1].mlp*",
+            "model.layers.1.mlp.gate"
+        ));
+        assert!(matches(mo, "model.layers.?.mlp", "model.layers.0.mlp"));
+        assert!(!matches(mo, "model.layers.?.mlp", "model.layers.00.mlp"));
+        assert!(!matches(mo, "", "model.layers.0"));
+        assert!(Exclusion::new(mo, "a[").is_ok());
+    }
+}

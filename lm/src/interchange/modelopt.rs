@@ -1,0 +1,45 @@
+//! Names, types and shapes of NVIDIA Model Optimizer's checkpoints (`export_hf_checkpoint` of
+//! modelopt 0.47).
+//!
+//! Scales multiply: `weight_scale_2` and `input_scale` are about amax / 2688, F32 scalars of shape
+//! `[]`. The FP8 cache has `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, amax / 448.
+
+use anyhow::Result;
+
+use super::packed::{GlobalScale, PackedWeight};
+use super::{Leaves, tensors};
+use crate::hf::{TensorFolder, TensorWriter};
+
+/// Names of a layer's tensors.
+pub const LEAVES: Leaves = Leaves {
+    codes: "weight",
+    scales: "weight_scale",
+    global: "weight_scale_2",
+    input: "input_scale",
+};
+
+/// Shape of a global scale.
+pub const SCALAR: &[usize] = &[];
+
+/// The name of the FP8 scale of the keys (`'k'`) or values (`'v'`) of the attention `module`.
+pub fn kv_scale(module: &str, which: char) -> String {
+    format!("{module}.{which}_proj.{which}_scale")
+}
+
+/// The weight of `module`.
+///
+/// # Errors
+/// By the name of the tensor that is missing or wrong.
+pub fn read(tensors: &TensorFolder, module: &str) -> Result<PackedWeight> {
+    tensors::read(tensors, (module, LEAVES), GlobalScale::Multiply)
+}
+
+/// Add the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
+///
+/// # Errors
+/// As [`TensorWriter::add`].
+pub fn write(writer: &mut TensorWriter, module: &str, weight: &PackedWeight) -> Result<u32> {
+    tensors::write(writer, (module, LEAVES, SCALAR), weight, |scale| {
+        (scale.to_multiplier(), 0)
+    })
+}

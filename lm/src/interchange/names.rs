@@ -1,0 +1,133 @@
+//! What the names of modules say: routers, experts, and projections that share a global scale.
+
+/// Where a projection stands among those that consumers fuse into one GEMM.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FusedGroup {
+    /// The module that holds the projections, `model.layers.0.self_attn`.
+    pub parent: String,
+    /// What they are fused to: `qkv_proj` or `gate_up_proj`.
+    pub kind: &'static str,
+}
+
+/// The last part of a module's name, and what is before it.
+fn split(module: &str) -> (&str, &str) {
+    module.rsplit_once('.').unwrap_or(("", module))
+}
+
+/// The group of projections with which `module` must share global scales, if it has one: consumers
+/// fuse q/k/v and gate/up (w1/w3 of Mixtral) and keep one scale for all.
+pub fn fused_group(module: &str) -> Option<FusedGroup> {
+    let (parent, leaf) = split(module);
+    let kind = match leaf {
+        "q_proj" | "k_proj" | "v_proj" => "qkv_proj",
+        "gate_proj" | "up_proj" | "w1" | "w3" => "gate_up_proj",
+        _ => return None,
+    };
+    let parent = parent.to_owned();
+    Some(FusedGroup { parent, kind })
+}
+
+/// The projection of all experts of one layer to which `module` belongs, its number left out:
+/// `model.layers.0.mlp.experts.*.down_proj`.
+pub fn expert_projection(module: &str) -> Option<String> {
+    let (layer, rest) = module.split_once(".experts.")?;
+    let (expert, projection) = rest.split_once('.')?;
+    let is_number = !expert.is_empty() && expert.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| format!("{layer}.experts.*.{projection}"))
+}
+
+/// Whether `module` chooses experts: never quantized, and always excluded by name.
+pub fn is_router(module: &str) -> bool {
+    [
+        ".mlp.gate",
+        ".block_sparse_moe.gate",
+        ".mlp.shared_expert_gate",
+    ]
+    .iter()
+    .any(|suffix| module.ends_with(suffix))
+}
+
+/// Whether `module` is the output head.
+pub fn is_head(module: &str) -> bool {
+    split(module).1 == "lm_head"
+}
+
+/// Whether `module` is the embedding table.
+pub fn is_embedding(module: &str) -> bool {
+    split(module).1 == "embed_tokens"
+}
+
+/// Whether `module` is a linear layer of the supported families by its name.
+pub fn is_linear(module: &str) -> bool {
+    let leaf = split(module).1;
+    is_head(module)
+        || is_router(module)
+        || leaf.ends_with("_proj")
+        || matches!(leaf, "w1" | "w2" | "w3")
+}
+
+/// The name that transformers gives the module: Mixtral's experts are `w1`, `w2` and `w3` there,
+/// where llm-compressor writes `gate_proj`, `down_proj` and `up_proj`.
+pub fn canonical(module: &str) -> String {
+    let (parent, leaf) = split(module);
+    let is_mixtral = module.contains(".block_sparse_moe.experts.");
+    let name = match leaf {
+        "gate_proj" if is_mixtral => "w1",
+        "down_proj" if is_mixtral => "w2",
+        "up_proj" if is_mixtral => "w3",
+        _ => return module.to_owned(),
+    };
+    format!("{parent}.{name}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn projections_are_grouped_as_consumers_fuse_them() {
+        let same = |a: &str, b: &str| fused_group(a).unwrap() == fused_group(b).unwrap();
+        let attention = "model.layers.3.self_attn";
+        assert!(same(
+            &format!("{attention}.q_proj"),
+            &format!("{attention}.v_proj")
+        ));
+        assert!(same("a.mlp.experts.7.gate_proj", "a.mlp.experts.7.up_proj"));
+        assert!(!same(
+            "a.mlp.experts.7.gate_proj",
+            "a.mlp.experts.8.up_proj"
+        ));
+        let experts = "a.block_sparse_moe.experts.0";
+        assert!(same(&format!("{experts}.w1"), &format!("{experts}.w3")));
+        for alone in [
+            "a.self_attn.o_proj",
+            "a.mlp.down_proj",
+            "lm_head",
+            "a.experts.0.w2",
+        ] {
+            assert_eq!(fused_group(alone), None);
+        }
+    }
+
+    #[test]
+    fn modules_are_told_apart_by_name() {
+        assert!(is_router("model.layers.0.mlp.gate"));
+        assert!(is_router("model.layers.0.block_sparse_moe.gate"));
+        assert!(!is_router("model.layers.0.mlp.gate_proj"));
+        assert!(is_linear("lm_head") && is_linear("a.self_attn.o_proj"));
+        assert!(!is_linear("model.norm") && !is_linear("model.embed_tokens"));
+        assert!(is_embedding("model.embed_tokens"));
+        let expert = "m.layers.0.block_sparse_moe.experts.11.up_proj";
+        assert_eq!(
+            canonical(expert),
+            "m.layers.0.block_sparse_moe.experts.11.w3"
+        );
+        assert_eq!(
+            canonical("m.mlp.experts.1.up_proj"),
+            "m.mlp.experts.1.up_proj"
+        );
+        let all = "m.layers.0.block_sparse_moe.experts.*.up_proj";
+        assert_eq!(expert_projection(expert).as_deref(), Some(all));
+        assert_eq!(expert_projection("m.mlp.experts.up_proj"), None);
+    }
+}

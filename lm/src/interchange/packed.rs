@@ -1,0 +1,427 @@
+//! One NVFP4 weight as checkpoints hold it, and what its global scale means.
+
+use anyhow::{Result, bail, ensure};
+use nvfp4_kernels::format::{e2m1, e4m3};
+use nvfp4_kernels::{
+    Amax, BLOCK, BlockScaling, Format, QuantizedTensor, ScaleLayout, Storage, Usage,
+};
+
+/// 6 · 448: the largest magnitude that codes and block scales express under a global scale of 1.
+pub const RANGE: f32 = 2688.0;
+
+/// A global scale, as the bits that a file or a quantizer holds and what they mean.
+///
+/// The forms are never turned into one another except by [`GlobalScale::to_multiplier`] and
+/// [`GlobalScale::to_divisor`], because amax cannot be recovered: one `f32` in seven has no amax
+/// with `fl(amax / 2688)` equal to it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GlobalScale {
+    /// The factor that dequantizes, about amax / 2688 (ModelOpt).
+    Multiply(f32),
+    /// What dequantization divides by, about 2688 / amax (compressed-tensors).
+    Divide(f32),
+    /// The largest magnitude of the tensor (this project's training).
+    Amax(f32),
+}
+
+impl GlobalScale {
+    /// The stored scalar.
+    pub const fn value(self) -> f32 {
+        match self {
+            Self::Multiply(value) | Self::Divide(value) | Self::Amax(value) => value,
+        }
+    }
+
+    /// The factor that dequantizes: the stored one, `fl(1 / g)`, or `fl(amax / 2688)`.
+    pub fn decode(self) -> f32 {
+        match self {
+            Self::Multiply(factor) => factor,
+            Self::Divide(divisor) => 1.0 / divisor,
+            Self::Amax(amax) => amax / RANGE,
+        }
+    }
+
+    /// Fails unless the scalar and the factor that it stands for are positive and finite.
+    ///
+    /// # Errors
+    /// For zero, negative and non-finite scalars, and for those whose factor is zero or infinite.
+    pub fn check(self) -> Result<()> {
+        let (value, factor) = (self.value(), self.decode());
+        ensure!(
+            value.is_finite() && value > 0.0,
+            "the global scale is {value}, but it must be positive and finite"
+        );
+        ensure!(
+            factor.is_finite() && factor > 0.0,
+            "the global scale {value:e} dequantizes by {factor:e}, which must be positive and \
+             finite"
+        );
+        Ok(())
+    }
+
+    /// The same scale as a multiplier; it dequantizes by exactly the same factor.
+    pub fn to_multiplier(self) -> Self {
+        Self::Multiply(self.decode())
+    }
+
+    /// The same scale as a divisor, and how many units in the last place the factor that
+    /// dequantizes has moved: 0 or 1.
+    ///
+    /// `fl(1 / x)` is the best divisor there is. Below a mantissa of √2 its reciprocal is `x`
+    /// again; above, reciprocals are further apart than multipliers, and it may be a neighbour.
+    pub fn to_divisor(self) -> (Self, u32) {
+        if let Self::Divide(_) = self {
+            return (self, 0);
+        }
+        let factor = self.decode();
+        let divisor = Self::Divide(1.0 / factor);
+        let moved = divisor.decode().to_bits().abs_diff(factor.to_bits());
+        (divisor, moved)
+    }
+}
+
+/// Fails when one of the E4M3 bytes `scales`, `blocks` in a row, is NaN or negative.
+pub(super) fn check_scales(scales: &[u8], blocks: usize) -> Result<()> {
+    let Some(at) = scales.iter().position(|&byte| byte >= e4m3::NAN_BYTE) else {
+        return Ok(());
+    };
+    let what = match scales[at] & e4m3::NAN_BYTE {
+        e4m3::NAN_BYTE => "NaN",
+        _ => "negative",
+    };
+    bail!(
+        "the block scale of row {}, block {} is {what} (byte {:#04x})",
+        at / blocks,
+        at % blocks,
+        scales[at]
+    )
+}
+
+/// The order of operations in which codes become values. All are `f32`, one rounding each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// `fl((code · scale) · factor)`: this project, whose product of code and scale is exact.
+    CodeTimesScale,
+    /// `fl(code · fl(scale · factor))`: ModelOpt's `NVFP4QTensor.dequantize`.
+    ModelOpt,
+    /// `fl(code · fl(scale / g))`: compressed-tensors' `dequantize`, before its rounding to bf16.
+    CompressedTensors,
+}
+
+/// One weight `[n, k]` of a checkpoint: bytes exactly as in the file.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PackedWeight {
+    n: usize,
+    k: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    global: GlobalScale,
+    input_global: Option<GlobalScale>,
+}
+
+impl PackedWeight {
+    /// A weight of `n` output and `k` input features.
+    ///
+    /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` `[n, k / 16]`
+    /// E4M3 bytes; both row-major, not swizzled. `input_global` is the static global scale of the
+    /// input, where activations are quantized too.
+    ///
+    /// # Errors
+    /// When `k` is no multiple of 16, a length does not fit the shape, a scale byte is NaN or
+    /// negative, or a global scale is zero, negative or not finite.
+    pub fn new(
+        [n, k]: [usize; 2],
+        codes: Vec<u8>,
+        scales: Vec<u8>,
+        global: GlobalScale,
+        input_global: Option<GlobalScale>,
+    ) -> Result<Self> {
+        ensure!(
+            k.is_multiple_of(BLOCK),
+            "the weight has {k} input features, but blocks need a multiple of {BLOCK}"
+        );
+        let elements = n.checked_mul(k);
+        ensure!(
+            elements.is_some_and(|elements| codes.len() == elements / 2),
+            "{} bytes of codes for a weight of {n} x {k}",
+            codes.len()
+        );
+        ensure!(
+            scales.len() == n * (k / BLOCK),
+            "{} block scales for a weight of {n} x {k}, but {} are needed",
+            scales.len(),
+            n * (k / BLOCK)
+        );
+        check_scales(&scales, k / BLOCK)?;
+        global.check()?;
+        if let Some(scale) = input_global {
+            scale.check().map_err(|error| error.context("input"))?;
+        }
+        Ok(Self {
+            n,
+            k,
+            codes,
+            scales,
+            global,
+            input_global,
+        })
+    }
+
+    /// The weight that training quantized: the codes that it was trained with.
+    ///
+    /// 16x16 blocks export exactly, their scale byte repeated in each of the 16 rows. The range of
+    /// four over six, 1536, is folded into the global scale.
+    ///
+    /// # Errors
+    /// When the tensor is not rowwise NVFP4 with one amax, row-major scales and no rotation.
+    pub fn from_quantized(tensor: &QuantizedTensor) -> Result<Self> {
+        let layout = tensor.layout();
+        let plain = layout.usage == Usage::Rowwise
+            && layout.format == Format::Nvfp4
+            && layout.storage == Storage::Packed
+            && layout.scale_layout == ScaleLayout::Compact
+            && layout.hadamard.is_none()
+            && layout.cols.is_multiple_of(BLOCK);
+        let &Amax::Tensor(amax) = tensor.amax() else {
+            bail!("the weight has no single amax: {:?}", tensor.amax());
+        };
+        ensure!(
+            plain,
+            "the weight is {layout:?}, but checkpoints hold rowwise tensors with row-major scales, \
+             without rotation, of a multiple of {BLOCK} columns"
+        );
+        let range = layout.scaling.range();
+        let global = match layout.scaling {
+            // A zero tensor has no scale of its own; any will do, and zero would be refused.
+            _ if amax == 0.0 => GlobalScale::Multiply(1.0),
+            BlockScaling::FourOverSix(_) => GlobalScale::Multiply(amax / range),
+            _ => GlobalScale::Amax(amax),
+        };
+        let (codes, scales) = (tensor.codes().to_vec(), tensor.scales().to_vec());
+        Self::new([layout.rows, layout.cols], codes, scales, global, None)
+    }
+
+    /// Output features (rows).
+    pub const fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input features (columns).
+    pub const fn k(&self) -> usize {
+        self.k
+    }
+
+    /// The codes `[n, k / 2]`.
+    pub fn codes(&self) -> &[u8] {
+        &self.codes
+    }
+
+    /// The E4M3 bytes `[n, k / 16]`.
+    pub fn scales(&self) -> &[u8] {
+        &self.scales
+    }
+
+    /// The global scale of the weight.
+    pub const fn global(&self) -> GlobalScale {
+        self.global
+    }
+
+    /// The static global scale of the input, if activations are quantized.
+    pub const fn input_global(&self) -> Option<GlobalScale> {
+        self.input_global
+    }
+
+    /// The same weight with this global scale of its input.
+    ///
+    /// # Errors
+    /// As [`GlobalScale::check`].
+    pub fn with_input_global(mut self, scale: Option<GlobalScale>) -> Result<Self> {
+        if let Some(scale) = scale {
+            scale.check().map_err(|error| error.context("input"))?;
+        }
+        self.input_global = scale;
+        Ok(self)
+    }
+
+    /// Bytes of codes, block scales and global scales.
+    pub fn bytes(&self) -> usize {
+        let globals = 1 + usize::from(self.input_global.is_some());
+        self.codes.len() + self.scales.len() + 4 * globals
+    }
+
+    /// Set the codes of blocks whose scale byte is 0 to 0, and count the bytes that changed.
+    ///
+    /// TransformerEngine's rule leaves ±7 there, which become garbage if a tool raises the scale.
+    /// The dequantized values stay what they are, but for the sign of zeros.
+    pub fn clear_zero_blocks(&mut self) -> usize {
+        let mut changed = 0;
+        for (&scale, codes) in self.scales.iter().zip(self.codes.chunks_mut(BLOCK / 2)) {
+            if scale == 0 {
+                changed += codes.iter().filter(|&&byte| byte != 0).count();
+                codes.fill(0);
+            }
+        }
+        changed
+    }
+
+    /// The values `[n, k]`, row-major.
+    pub fn dequantize(&self, arithmetic: Arithmetic) -> Vec<f32> {
+        let factor = self.global.decode();
+        let (divisor, _) = self.global.to_divisor();
+        let mut values = Vec::with_capacity(self.n * self.k);
+        for (&scale, codes) in self.scales.iter().zip(self.codes.chunks(BLOCK / 2)) {
+            let scale = e4m3::decode(scale);
+            let block = match arithmetic {
+                Arithmetic::CodeTimesScale => scale,
+                Arithmetic::ModelOpt => scale * factor,
+                Arithmetic::CompressedTensors => scale / divisor.value(),
+            };
+            let last = match arithmetic {
+                Arithmetic::CodeTimesScale => factor,
+                Arithmetic::ModelOpt | Arithmetic::CompressedTensors => 1.0,
+            };
+            for &byte in codes {
+                values.extend(e2m1::decode_byte(byte).map(|code| code * block * last));
+            }
+        }
+        values
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nvfp4_kernels::{BlockShape, ErrorNorm, Nvfp4Params, Rounding, reference};
+
+    use super::*;
+
+    fn weight(scales: Vec<u8>, global: GlobalScale) -> Result<PackedWeight> {
+        let codes = (0..16u8).flat_map(|i| [i, i.wrapping_mul(29)]).collect();
+        PackedWeight::new([2, 32], codes, scales, global, None)
+    }
+
+    #[test]
+    fn the_factor_of_a_divisor_is_kept_and_that_of_a_multiplier_moves_by_one_ulp_at_most() {
+        let (mut moved, mut bits) = (0, 1u32);
+        for _ in 0..20_000 {
+            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // From 2^-40 to 2^24: what scales of models are.
+            let value = f32::from_bits((87 + (bits >> 26)) << 23 | bits & 0x7F_FFFF);
+            let divide = GlobalScale::Divide(value);
+            assert_eq!(divide.decode(), divide.to_multiplier().decode());
+            assert_eq!(divide.to_divisor(), (divide, 0));
+            let (divisor, ulps) = GlobalScale::Multiply(value).to_divisor();
+            let distance = divisor.decode().to_bits().abs_diff(value.to_bits());
+            assert_eq!(distance, ulps);
+            assert!(ulps <= 1, "{value:e} moved by {ulps}");
+            moved += ulps;
+        }
+        // Reciprocals of mantissas x from √2 on hit 2 / x² of the floats: of evenly spread
+        // mantissas the integral of 1 - 2 / x² from √2 to 2 is not hit, 17.2 %.
+        assert!((3300..3560).contains(&moved), "{moved}");
+    }
+
+    #[test]
+    fn the_arithmetics_are_those_of_their_tools() {
+        let scales = vec![0x38, 0x41, 0x77, 0x03];
+        for global in [GlobalScale::Multiply(1.3e-3), GlobalScale::Divide(597.3)] {
+            let packed = weight(scales.clone(), global).unwrap();
+            for arithmetic in [
+                Arithmetic::CodeTimesScale,
+                Arithmetic::ModelOpt,
+                Arithmetic::CompressedTensors,
+            ] {
+                let values = packed.dequantize(arithmetic);
+                assert_eq!(values.len(), 64);
+                for (i, &value) in values.iter().enumerate() {
+                    let code = packed.codes()[i / 2] >> (4 * (i % 2)) & 15;
+                    let code = e2m1::VALUES[code as usize];
+                    let scale = e4m3::decode(scales[i / 16]);
+                    let expected = match (arithmetic, global) {
+                        (Arithmetic::CodeTimesScale, _) => (code * scale) * global.decode(),
+                        (Arithmetic::ModelOpt, _) => code * (scale * global.decode()),
+                        (_, GlobalScale::Divide(g)) => code * (scale / g),
+                        (_, _) => code * (scale / (1.0 / global.decode())),
+                    };
+                    assert_eq!(value.to_bits(), expected.to_bits(), "{arithmetic:?}, {i}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bad_scales_are_refused() {
+        let good = vec![0x38; 4];
+        let refuses = |scales: &[u8], global, says: &str| {
+            let error = weight(scales.to_vec(), global).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        };
+        assert!(weight(good.clone(), GlobalScale::Multiply(1.0)).is_ok());
+        let one = GlobalScale::Multiply(1.0);
+        refuses(&[0x38, 0x38, 0x38, 0x7F], one, "row 1, block 1 is NaN");
+        refuses(&[0x38, 0xFF, 0x38, 0x38], one, "row 0, block 1 is NaN");
+        refuses(&[0x80, 0x38, 0x38, 0x38], one, "row 0, block 0 is negative");
+        refuses(&[0x38; 3], one, "3 block scales");
+        for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY] {
+            refuses(&good, GlobalScale::Multiply(bad), "global scale");
+            refuses(&good, GlobalScale::Divide(bad), "global scale");
+            refuses(&good, GlobalScale::Amax(bad), "global scale");
+        }
+        // Its reciprocal is infinite.
+        refuses(&good, GlobalScale::Divide(1e-39), "dequantizes by inf");
+        let zero_blocks = weight(vec![0, 0x20, 0x38, 0], one).unwrap();
+        let mut cleared = zero_blocks.clone();
+        assert_eq!(
+            cleared.clear_zero_blocks(),
+            14,
+            "two of the bytes are 0 already"
+        );
+        assert_eq!(
+            cleared.dequantize(Arithmetic::CodeTimesScale),
+            zero_blocks.dequantize(Arithmetic::CodeTimesScale)
+        );
+        assert_eq!(cleared.codes()[8..24], zero_blocks.codes()[8..24]);
+    }
+    #[test]
+    fn trained_weights_export_with_the_codes_and_values_that_they_were_trained_with() {
+        let x: Vec<f32> = (0..32 * 64)
+            .map(|i| (i as f32 * 0.7).sin().powi(3))
+            .collect();
+        for (block, scaling) in [
+            (BlockShape::Block1d, BlockScaling::Standard),
+            (BlockShape::Block2d, BlockScaling::Standard),
+            (
+                BlockShape::Block2d,
+                BlockScaling::FourOverSix(ErrorNorm::Mae),
+            ),
+        ] {
+            let mut policy = Nvfp4Params::new(Rounding::Nearest);
+            policy.scaling = scaling;
+            let amax = Amax::Tensor(reference::amax(&x));
+            let tensor = match block {
+                BlockShape::Block1d => {
+                    reference::quantize(&x, 32, 64, Usage::Rowwise, &amax, &policy, 0)
+                }
+                BlockShape::Block2d => {
+                    let layouts = [ScaleLayout::Compact; 2];
+                    reference::quantize_tile(&x, 32, 64, &amax, scaling, layouts)
+                        .map(|(rowwise, _)| rowwise)
+                }
+            };
+            let tensor = tensor.unwrap();
+            let exported = PackedWeight::from_quantized(&tensor).unwrap();
+            assert_eq!(exported.codes(), tensor.codes());
+            assert_eq!(exported.scales(), tensor.scales());
+            let values = exported.dequantize(Arithmetic::CodeTimesScale);
+            assert_eq!(
+                values,
+                reference::dequantize(&tensor),
+                "{block:?}, {scaling:?}"
+            );
+        }
+        let policy = Nvfp4Params::new(Rounding::Nearest);
+        let amax = Amax::Tensor(1.0);
+        let other = reference::quantize(&x, 32, 64, Usage::Columnwise, &amax, &policy, 0);
+        let error = PackedWeight::from_quantized(&other.unwrap()).unwrap_err();
+        assert!(error.to_string().contains("rowwise"), "{error}");
+    }
+}

@@ -1,0 +1,139 @@
+//! The tensors of one quantized layer, whatever their names: what both dialects share.
+
+use anyhow::{Context, Result, ensure};
+use nvfp4_kernels::BLOCK;
+use safetensors::Dtype;
+
+use super::Leaves;
+use super::packed::{GlobalScale, PackedWeight, check_scales};
+use crate::hf::{TensorFolder, TensorWriter};
+
+/// A quantized layer without its codes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerInfo {
+    /// Output features.
+    pub n: usize,
+    /// Input features.
+    pub k: usize,
+    /// The global scale of the weight.
+    pub global: GlobalScale,
+    /// The global scale of the input.
+    pub input_global: Option<GlobalScale>,
+    /// Bytes of its four tensors.
+    pub bytes: usize,
+}
+
+/// The one F32 or BF16 number of the tensor `name`, of shape `[]` or `[1]`.
+///
+/// # Errors
+/// When there is no such tensor, or it has another type or shape.
+pub fn read_scalar(tensors: &TensorFolder, name: &str) -> Result<f32> {
+    let tensor = tensors.get(name)?;
+    ensure!(
+        matches!(tensor.shape, [] | [1]) && matches!(tensor.dtype, Dtype::F32 | Dtype::BF16),
+        "{tensor} is {:?}{:?}, but it must be one number, F32 or BF16 of shape [] or [1]",
+        tensor.dtype,
+        tensor.shape
+    );
+    Ok(tensor.to_f32()?[0])
+}
+
+/// Reads and checks all of `module` but its codes, of which it looks at type and shape.
+pub(super) fn read_info(
+    tensors: &TensorFolder,
+    (module, leaves): (&str, Leaves),
+    form: impl Fn(f32) -> GlobalScale,
+) -> Result<LayerInfo> {
+    let name = |leaf: &str| format!("{module}.{leaf}");
+    let codes = tensors.get(&name(leaves.codes))?;
+    ensure!(
+        codes.dtype == Dtype::U8 && codes.shape.len() == 2,
+        "{codes} is {:?}{:?}, but codes are U8 [n, k / 2]",
+        codes.dtype,
+        codes.shape
+    );
+    let (n, k) = (codes.shape[0], 2 * codes.shape[1]);
+    ensure!(
+        k.is_multiple_of(BLOCK) && n > 0 && k > 0,
+        "{codes} has {n} rows of {k} codes, but blocks need a multiple of {BLOCK}"
+    );
+    let scales = tensors.get(&name(leaves.scales))?;
+    ensure!(
+        scales.dtype == Dtype::F8_E4M3 && *scales.shape == [n, k / BLOCK],
+        "{scales} is {:?}{:?}, but the codes {n} x {k} need F8_E4M3{:?}",
+        scales.dtype,
+        scales.shape,
+        [n, k / BLOCK]
+    );
+    check_scales(scales.bytes, k / BLOCK).with_context(|| scales.to_string())?;
+    let scalar = |leaf: &str| -> Result<GlobalScale> {
+        let name = name(leaf);
+        let scale = form(read_scalar(tensors, &name)?);
+        scale.check().with_context(|| name)?;
+        Ok(scale)
+    };
+    let input_global = match tensors.contains(&name(leaves.input)) {
+        true => Some(scalar(leaves.input)?),
+        false => None,
+    };
+    let globals = 1 + usize::from(input_global.is_some());
+    Ok(LayerInfo {
+        n,
+        k,
+        global: scalar(leaves.global)?,
+        input_global,
+        bytes: codes.bytes.len() + scales.bytes.len() + 4 * globals,
+    })
+}
+
+/// The weight of `module`, whose scalars mean `form`.
+pub(super) fn read(
+    tensors: &TensorFolder,
+    (module, leaves): (&str, Leaves),
+    form: impl Fn(f32) -> GlobalScale,
+) -> Result<PackedWeight> {
+    let info = read_info(tensors, (module, leaves), form)?;
+    let bytes = |leaf: &str| -> Result<Vec<u8>> {
+        Ok(tensors.get(&format!("{module}.{leaf}"))?.bytes.to_vec())
+    };
+    let (codes, scales) = (bytes(leaves.codes)?, bytes(leaves.scales)?);
+    let shape = [info.n, info.k];
+    PackedWeight::new(shape, codes, scales, info.global, info.input_global)
+        .with_context(|| module.to_owned())
+}
+
+/// Adds the tensors of `module` with scalars of shape `scalar`, in the form that `convert` gives
+/// with the units in the last place by which the factor moved. Returns how many moved.
+pub(super) fn write(
+    writer: &mut TensorWriter,
+    (module, leaves, scalar): (&str, Leaves, &[usize]),
+    weight: &PackedWeight,
+    convert: impl Fn(GlobalScale) -> (GlobalScale, u32),
+) -> Result<u32> {
+    let name = |leaf: &str| format!("{module}.{leaf}");
+    // Where the scale is 0, codes must be 0 too: readers may raise the scale.
+    let mut weight = weight.clone();
+    weight.clear_zero_blocks();
+    let (n, k) = (weight.n(), weight.k());
+    writer.add(&name(leaves.codes), Dtype::U8, &[n, k / 2], weight.codes())?;
+    let blocks = [n, k / BLOCK];
+    writer.add(
+        &name(leaves.scales),
+        Dtype::F8_E4M3,
+        &blocks,
+        weight.scales(),
+    )?;
+    let mut moved = 0;
+    for (leaf, scale) in [
+        (leaves.global, Some(weight.global())),
+        (leaves.input, weight.input_global()),
+    ] {
+        let Some(scale) = scale else { continue };
+        let (scale, ulps) = convert(scale);
+        scale.check().with_context(|| name(leaf))?;
+        moved += u32::from(ulps > 0);
+        let bytes = scale.value().to_le_bytes();
+        writer.add(&name(leaf), Dtype::F32, scalar, &bytes)?;
+    }
+    Ok(moved)
+}

@@ -1,0 +1,465 @@
+//! Golden exports of both tools, and checkpoints that must be refused.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nvfp4_kernels::format::{e2m1, e4m3};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::hf::golden::{Scratch, golden};
+use crate::hf::{TensorFolder, TensorWriter};
+
+/// Every export of the golden folder, with its scheme, quantized layers and FP8 scales.
+const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
+    use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};
+    use Scheme::{W4a4, W4a16};
+    [
+        ("llama3-tiny-ct-nvfp4", Ct, W4a4, 14, false),
+        ("llama3-tiny-ct-nvfp4-f32", Ct, W4a4, 14, false),
+        ("llama3-tiny-ct-nvfp4-kvfp8", Ct, W4a4, 14, true),
+        ("llama3-tiny-ct-nvfp4a16", Ct, W4a16, 14, false),
+        ("llama3-tiny-modelopt-nvfp4", Mo, W4a4, 14, false),
+        ("llama3-tiny-modelopt-nvfp4-kvfp8", Mo, W4a4, 14, true),
+        ("mixtral-tiny-modelopt-nvfp4", Mo, W4a4, 32, false),
+        ("qwen3-tiny-ct-nvfp4", Ct, W4a4, 14, false),
+        ("qwen3moe-tiny-modelopt-nvfp4", Mo, W4a4, 32, false),
+    ]
+};
+
+/// The tensors of a folder: type, shape and bytes by name.
+fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
+    let tensors = TensorFolder::open(folder).unwrap();
+    let all = tensors.iter().map(|tensor| {
+        let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes.to_vec());
+        (tensor.name.to_owned(), content)
+    });
+    all.collect()
+}
+
+fn quiet(_: usize, _: usize) {}
+
+#[test]
+fn golden_exports_are_read_with_their_conventions() {
+    let root = golden!("");
+    for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        let config = checkpoint.config().unwrap();
+        assert_eq!((config.dialect, config.scheme), (dialect, scheme), "{name}");
+        assert_eq!(config.kv_cache_fp8, kv_cache_fp8, "{name}");
+        assert_eq!(checkpoint.layers().len(), layers, "{name}");
+        let scales = checkpoint.kv_scales();
+        assert_eq!(scales.len(), if kv_cache_fp8 { 2 } else { 0 }, "{name}");
+        assert!(scales.values().flatten().all(Option::is_some));
+        let tensors = checkpoint.tensors();
+        for module in checkpoint.layers().keys() {
+            let weight = checkpoint.weight(module).unwrap();
+            assert_eq!(weight.input_global().is_some(), scheme == Scheme::W4a4);
+            // By the rule with which the reference logits were computed, from the bytes of the
+            // file: code · scale · factor, the factor of compressed-tensors being fl(1 / g).
+            let bytes = |leaf: &str| tensors.get(&format!("{module}.{leaf}")).unwrap();
+            let (codes, scales, factor) = match dialect {
+                Dialect::ModelOpt => {
+                    let factor = bytes("weight_scale_2").to_f32().unwrap()[0];
+                    (bytes("weight").bytes, bytes("weight_scale"), factor)
+                }
+                Dialect::CompressedTensors => {
+                    let divisor = bytes("weight_global_scale").to_f32().unwrap()[0];
+                    let codes = bytes("weight_packed").bytes;
+                    (codes, bytes("weight_scale"), 1.0 / divisor)
+                }
+            };
+            let scales = scales.to_f32().unwrap();
+            let values = weight.dequantize(Arithmetic::CodeTimesScale);
+            assert_eq!(values.len(), weight.n() * weight.k());
+            for (i, value) in values.iter().enumerate() {
+                let code = e2m1::VALUES[(codes[i / 2] >> (4 * (i % 2)) & 15) as usize];
+                let expected = code * scales[i / 16] * factor;
+                assert_eq!(value.to_bits(), expected.to_bits(), "{name}: {module}, {i}");
+            }
+        }
+    }
+}
+
+/// Bounds the error of the dequantized weight by what the format can lose: half a step of the code,
+/// and what the rounded scale clips. A wrong nibble, axis, scale or convention breaks it.
+#[test]
+fn golden_exports_dequantize_to_the_weights_of_their_models() {
+    let root = golden!("");
+    for (name, dialect, ..) in EXPORTS {
+        let base = name.split("-modelopt").next().unwrap();
+        let base = base.split("-ct").next().unwrap();
+        let base = TensorFolder::open(&root.join(base)).unwrap();
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        for module in checkpoint.layers().keys() {
+            let weight = checkpoint.weight(module).unwrap();
+            let original = base.get(&format!("{module}.weight")).unwrap();
+            let original = original.to_f32().unwrap();
+            let values = weight.dequantize(dialect.arithmetic());
+            let factor = weight.global().decode();
+            for (i, (value, original)) in values.iter().zip(&original).enumerate() {
+                let scale = e4m3::decode(weight.scales()[i / 16]);
+                // What rounding the scale down clips of a 6: a sixteenth, or half of 2⁻⁹.
+                let clipped = if scale < 1.0 / 64.0 { 3.0 } else { 6.0 / 16.0 };
+                let bound = (1.0 + clipped) * scale * factor;
+                let error = (value - original).abs();
+                assert!(
+                    error <= bound,
+                    "{name}: {module}, {i}: {original} -> {value}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn golden_exports_are_written_again_byte_for_byte() {
+    let root = golden!("");
+    for (name, dialect, ..) in EXPORTS {
+        let scratch = Scratch::new(&format!("same-{name}"));
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        let done = convert(&checkpoint, dialect, &scratch, &mut quiet).unwrap();
+        assert_eq!((done.moved, done.renamed), (0, 0), "{name}");
+        assert_eq!(contents(&scratch), contents(&root.join(name)), "{name}");
+        let again = Checkpoint::open(&scratch).unwrap();
+        assert_eq!(again.config(), checkpoint.config());
+        assert_eq!(again.json(), checkpoint.json(), "{name}: config.json");
+        assert!(scratch.join("generation_config.json").exists());
+    }
+}
+
+#[test]
+fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() {
+    let root = golden!("");
+    for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
+        let scratch = Scratch::new(&format!("other-{name}"));
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        let to = dialect.other();
+        let done = convert(&checkpoint, to, &scratch, &mut quiet).unwrap();
+        let other = Checkpoint::open(&scratch).unwrap();
+        let config = other.config().unwrap();
+        assert_eq!((config.dialect, config.scheme), (to, scheme), "{name}");
+        assert_eq!(config.kv_cache_fp8, kv_cache_fp8);
+        assert_eq!(other.kv_scales(), checkpoint.kv_scales(), "{name}");
+        assert_eq!(other.plain(), checkpoint.plain());
+        let mut moved = 0;
+        for module in checkpoint.layers().keys() {
+            let (old, new) = (checkpoint.weight(module), other.weight(module));
+            let (old, new) = (old.unwrap(), new.unwrap());
+            assert_eq!(old.codes(), new.codes());
+            assert_eq!(old.scales(), new.scales());
+            let decode = |scale: Option<GlobalScale>| scale.map(|s| s.decode().to_bits());
+            for (old, new) in [
+                (Some(old.global()), Some(new.global())),
+                (old.input_global(), new.input_global()),
+            ] {
+                let (old, new) = (decode(old), decode(new));
+                assert_eq!(old.is_some(), new.is_some());
+                let distance = old.unwrap_or(0).abs_diff(new.unwrap_or(0));
+                assert!(distance <= 1, "{name}: {module} moved by {distance} ulp");
+                moved += distance as usize;
+            }
+        }
+        assert_eq!((done.layers, done.moved), (layers, moved), "{name}");
+        if to == Dialect::ModelOpt {
+            assert_eq!(
+                moved, 0,
+                "{name}: fl(1 / g) is what the divisor dequantizes by"
+            );
+        }
+        // And back again: nothing else than those scalars has changed.
+        let back = Scratch::new(&format!("back-{name}"));
+        convert(&other, dialect, &back, &mut quiet).unwrap();
+        let (old, new) = (contents(&root.join(name)), contents(&back));
+        for (tensor, (dtype, shape, bytes)) in &old {
+            let is_scalar = shape.iter().product::<usize>() == 1;
+            if !is_scalar {
+                assert_eq!(new[tensor], (*dtype, shape.clone(), bytes.clone()));
+            }
+        }
+        assert_eq!(old.len(), new.len());
+    }
+}
+
+/// A checkpoint of one layer of a model with two experts, to be broken.
+struct Model {
+    tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
+    config: QuantConfig,
+}
+
+impl Model {
+    fn new(dialect: Dialect, scheme: Scheme) -> Self {
+        let scratch = Scratch::new(&format!("model-{}-{}", dialect.name(), scheme.name()));
+        let mut writer = TensorWriter::create(&scratch, u64::MAX).unwrap();
+        let attention = ["q", "k", "v", "o"].map(|p| format!("model.layers.0.self_attn.{p}_proj"));
+        let experts = (0..2).flat_map(|expert| {
+            let name = |p| format!("model.layers.0.mlp.experts.{expert}.{p}_proj");
+            ["gate", "up", "down"].map(name)
+        });
+        for (i, module) in attention.into_iter().chain(experts).enumerate() {
+            let codes = (0..256).map(|j| (i + 7 * j) as u8).collect();
+            let input = GlobalScale::Multiply(0.03);
+            let input = (scheme == Scheme::W4a4).then_some(input);
+            let global = GlobalScale::Multiply(1.1e-3);
+            let weight = PackedWeight::new([16, 32], codes, vec![0x3A; 32], global, input);
+            dialect
+                .write(&mut writer, &module, &weight.unwrap())
+                .unwrap();
+        }
+        for name in ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"] {
+            let bytes = [0; 64];
+            writer
+                .add(&format!("{name}.weight"), Dtype::BF16, &[2, 16], &bytes)
+                .unwrap();
+        }
+        writer.finish().unwrap();
+        Self {
+            tensors: contents(&scratch),
+            config: QuantConfig {
+                dialect,
+                scheme,
+                kv_cache_fp8: false,
+                exclude: vec!["lm_head".into(), "model.layers.0.mlp.gate".into()],
+            },
+        }
+    }
+
+    /// Write it, and what opening it says.
+    fn open(&self, test: &str) -> Result<Checkpoint> {
+        let scratch = Scratch::new(test);
+        self.write(&scratch);
+        Checkpoint::open(&scratch)
+    }
+
+    fn write(&self, folder: &Path) {
+        let mut writer = TensorWriter::create(folder, u64::MAX).unwrap();
+        for (name, (dtype, shape, bytes)) in &self.tensors {
+            writer.add(name, *dtype, shape, bytes).unwrap();
+        }
+        writer.finish().unwrap();
+        let json = json!({"quantization_config": self.config.inline()});
+        super::convert::write_configs(folder, &json, &self.config).unwrap();
+    }
+
+    fn refused(&self, test: &str, names: &[&str]) {
+        let error = format!("{:#}", self.open(test).unwrap_err());
+        for name in names {
+            assert!(error.contains(name), "does not say {name:?}: {error}");
+        }
+    }
+
+    fn bytes(&mut self, tensor: &str) -> &mut Vec<u8> {
+        &mut self.tensors.get_mut(tensor).unwrap().2
+    }
+}
+
+const ATTENTION: &str = "model.layers.0.self_attn";
+const EXPERT: &str = "model.layers.0.mlp.experts.1";
+
+#[test]
+fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
+    let good = || Model::new(Dialect::ModelOpt, Scheme::W4a4);
+    good().open("good").unwrap();
+    let ct = || Model::new(Dialect::CompressedTensors, Scheme::W4a16);
+    ct().open("good-ct").unwrap();
+
+    let mut model = good();
+    model.bytes(&format!("{ATTENTION}.o_proj.weight_scale"))[5] = 0x7F;
+    model.refused("nan", &["o_proj.weight_scale", "row 2, block 1", "NaN"]);
+    for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        for leaf in ["weight_scale_2", "input_scale"] {
+            let mut model = good();
+            let name = format!("{ATTENTION}.o_proj.{leaf}");
+            model.bytes(&name).copy_from_slice(&bad.to_le_bytes());
+            model.refused("global", &[&name, "global scale"]);
+        }
+    }
+    for (module, kind) in [(ATTENTION, "q_proj"), (EXPERT, "up_proj")] {
+        for leaf in ["weight_scale_2", "input_scale"] {
+            let mut model = good();
+            let bytes = model.bytes(&format!("{module}.{kind}.{leaf}"));
+            bytes[0] ^= 1;
+            model.refused("unequal", &[module, leaf, "readers fuse them"]);
+        }
+    }
+    let mut model = ct();
+    model.bytes(&format!("{ATTENTION}.k_proj.weight_global_scale"))[0] ^= 1;
+    model.refused("unequal-ct", &["weight_global_scale", "qkv_proj"]);
+
+    let mut model = good();
+    let input = format!("{EXPERT}.down_proj.input_scale");
+    model.tensors.remove(&input);
+    model.refused("no-input", &[&input, "missing", "w4a4"]);
+
+    let mut model = good();
+    model.config.exclude.pop();
+    model.refused("router", &["model.layers.0.mlp.gate", "router"]);
+    let mut model = ct();
+    model.config.exclude.remove(0);
+    model.refused("head", &["lm_head", "no exclusion names it"]);
+    let mut model = good();
+    model.config.exclude.push("model.layers.0".into());
+    model.refused("substring", &["is quantized", "model.layers.0"]);
+
+    let mut model = ct();
+    let name = format!("{ATTENTION}.v_proj.weight_packed");
+    model.tensors.remove(&name);
+    model.refused("no-codes", &[&name]);
+    let mut model = good();
+    let scale = model
+        .tensors
+        .get_mut(&format!("{ATTENTION}.v_proj.weight_scale"));
+    scale.unwrap().1 = vec![32, 1];
+    model.refused("shape", &["v_proj.weight_scale", "[32, 1]", "[16, 2]"]);
+    let mut model = good();
+    let extra = format!("{ATTENTION}.o_proj.pre_quant_scale");
+    model
+        .tensors
+        .insert(extra.clone(), (Dtype::F32, vec![1], vec![0; 4]));
+    model.refused("extra", &[&extra]);
+    let mut model = good();
+    let scales = format!("{ATTENTION}.o_proj.weight_scale");
+    model.tensors.remove(&scales);
+    model.refused("no-scales", &["o_proj", "weight_scale"]);
+    let mut model = good();
+    model.config.kv_cache_fp8 = true;
+    model.refused("kv", &["kv_cache_scheme"]);
+    let name = format!("{ATTENTION}.k_proj.k_scale");
+    let zero = (Dtype::F32, vec![], vec![0; 4]);
+    model.tensors.insert(name.clone(), zero);
+    model.refused("kv-zero", &[&name, "positive"]);
+}
+
+#[test]
+fn codes_of_zero_blocks_are_written_as_zero() {
+    let scratch = Scratch::new("zero-blocks");
+    let mut scales = vec![0x3A; 32];
+    scales[3] = 0;
+    let global = GlobalScale::Amax(0.7);
+    let weight = PackedWeight::new([16, 32], vec![0x7F; 256], scales, global, None).unwrap();
+    let mut writer = TensorWriter::create(&scratch, u64::MAX).unwrap();
+    for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+        dialect.write(&mut writer, dialect.name(), &weight).unwrap();
+    }
+    writer.finish().unwrap();
+    let tensors = contents(&scratch);
+    for name in ["modelopt.weight", "compressed-tensors.weight_packed"] {
+        let codes = &tensors[name].2;
+        assert_eq!(codes[24..32], [0; 8]);
+        assert!(codes.iter().filter(|&&byte| byte == 0x7F).count() == 248);
+    }
+    let factor = &tensors["modelopt.weight_scale_2"];
+    assert_eq!(factor.2, (0.7f32 / 2688.0).to_le_bytes());
+    assert!(factor.1.is_empty(), "a scalar of shape []");
+    assert_eq!(tensors["compressed-tensors.weight_global_scale"].1, [1]);
+}
+
+#[test]
+fn experts_of_mixtral_have_two_namings() {
+    let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
+    let rename = |name: &str| name.replace(".mlp.experts.", ".block_sparse_moe.experts.");
+    let tensors = std::mem::take(&mut model.tensors);
+    model.tensors = tensors.into_iter().map(|(k, v)| (rename(&k), v)).collect();
+    let (folder, out) = (Scratch::new("llm-compressor"), Scratch::new("mixtral"));
+    model.write(&folder);
+    let checkpoint = Checkpoint::open(&folder).unwrap();
+    let done = convert(&checkpoint, Dialect::ModelOpt, &out, &mut quiet).unwrap();
+    assert_eq!(done.renamed, 6);
+    let written = Checkpoint::open(&out).unwrap();
+    let experts = "model.layers.0.block_sparse_moe.experts.1";
+    for (theirs, ours) in [("gate", "w1"), ("up", "w3"), ("down", "w2")] {
+        let old = checkpoint.weight(&format!("{experts}.{theirs}_proj"));
+        let new = written.weight(&format!("{experts}.{ours}"));
+        assert_eq!(old.unwrap().codes(), new.unwrap().codes());
+    }
+}
+
+/// The JSON of the tools, field by field as they write it.
+#[test]
+fn written_json_has_the_fields_of_the_tools() {
+    let root: PathBuf = golden!("");
+    for (name, ..) in EXPORTS {
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        let config = checkpoint.config().unwrap();
+        let theirs = &checkpoint.json()["quantization_config"];
+        check_fields(&config.inline(), theirs, name);
+        if let Some(ours) = config.hf_quant_config() {
+            let text = fs::read_to_string(root.join(name).join("hf_quant_config.json"));
+            let theirs: Value = serde_json::from_str(&text.unwrap()).unwrap();
+            assert_eq!(ours, theirs, "{name}");
+        }
+    }
+}
+
+/// Every field of `ours` is in `theirs` with the same value.
+fn check_fields(ours: &Value, theirs: &Value, path: &str) {
+    match ours {
+        Value::Object(fields) => {
+            for (key, value) in fields {
+                check_fields(value, &theirs[key], &format!("{path}.{key}"));
+            }
+        }
+        _ => assert_eq!(ours, theirs, "{path}"),
+    }
+}
+
+/// Any JSON is read, or refused with an error: no panic, whatever a field holds.
+#[test]
+fn damaged_configurations_are_refused_without_a_panic() {
+    let root: PathBuf = golden!("");
+    let values = [
+        json!(null),
+        json!(-1),
+        json!("re:["),
+        json!([]),
+        json!({}),
+        json!([["a"], 3]),
+    ];
+    let (mut read, mut refused) = (0, 0);
+    for (name, ..) in EXPORTS {
+        let folder = root.join(name);
+        let text = |file: &str| fs::read_to_string(folder.join(file)).ok();
+        let config: Value = serde_json::from_str(&text("config.json").unwrap()).unwrap();
+        let file: Option<Value> =
+            text("hf_quant_config.json").map(|text| serde_json::from_str(&text).unwrap());
+        let mut damage =
+            |config: &Value, file: Option<&Value>| match QuantConfig::read(config, file) {
+                Ok(config) => {
+                    let _ = config.map(|config| config.exclusions().is_ok());
+                    read += 1;
+                }
+                Err(_) => refused += 1,
+            };
+        for pointer in pointers(&config["quantization_config"], "/quantization_config") {
+            for value in &values {
+                let mut damaged = config.clone();
+                *damaged.pointer_mut(&pointer).unwrap() = value.clone();
+                damage(&damaged, None);
+            }
+        }
+        for pointer in file.iter().flat_map(|file| pointers(file, "")) {
+            for value in &values {
+                let mut damaged = file.clone().unwrap();
+                *damaged.pointer_mut(&pointer).unwrap() = value.clone();
+                damage(&json!({}), Some(&damaged));
+            }
+        }
+    }
+    assert!(
+        read > 500 && refused > 500,
+        "{read} read, {refused} refused"
+    );
+}
+
+/// The pointers to every value inside `value`.
+fn pointers(value: &Value, path: &str) -> Vec<String> {
+    let mut all = vec![path.to_owned()];
+    if let Value::Object(fields) = value {
+        for (key, value) in fields {
+            all.extend(pointers(value, &format!("{path}/{key}")));
+        }
+    }
+    all
+}

@@ -1,0 +1,96 @@
+//! The inputs of a model's linear layers, collected while it reads text.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+
+use super::folder::Calibration;
+use super::stats::InputStats;
+use crate::interchange::names::fused_group;
+
+/// Collects the statistics of every linear layer's input.
+///
+/// Layers that read the same input (q/k/v, gate/up) are counted once: a model reports its input
+/// under the name of any one of them.
+#[derive(Debug, Clone)]
+pub struct Collector {
+    products: bool,
+    inputs: BTreeMap<String, InputStats>,
+}
+
+impl Collector {
+    /// Of no inputs yet. `products` keeps the second moments E[x xᵀ] that GPTQ needs: 8 k² bytes
+    /// for each input of k features.
+    pub fn new(products: bool) -> Self {
+        let inputs = BTreeMap::new();
+        Self { products, inputs }
+    }
+
+    /// Count the inputs `x` `[tokens, k]` of the layer `module`.
+    ///
+    /// # Errors
+    /// When `k` is 0 or not what it was before, the length is no multiple of it, or a value is not
+    /// finite; by the name of the layer.
+    pub fn observe(&mut self, module: &str, k: usize, x: &[f32]) -> Result<()> {
+        ensure!(k > 0, "{module}: an input of no features");
+        let products = self.products;
+        let stats = self.inputs.entry(input_of(module));
+        let stats = stats.or_insert_with(|| InputStats::new(k, products));
+        ensure!(
+            stats.k() == k,
+            "{module}: an input of {k} features, but there were {}",
+            stats.k()
+        );
+        stats.add(x).with_context(|| module.to_owned())
+    }
+
+    /// What is known of the inputs of `modules`, of those that were observed.
+    pub fn finish<'a>(self, modules: impl IntoIterator<Item = &'a str>) -> Calibration {
+        let inputs: BTreeMap<String, Arc<InputStats>> = (self.inputs.into_iter())
+            .map(|(name, stats)| (name, Arc::new(stats)))
+            .collect();
+        let of = |module: &'a str| {
+            let stats = inputs.get(&input_of(module))?;
+            Some((module.to_owned(), stats.clone()))
+        };
+        modules.into_iter().filter_map(of).collect()
+    }
+}
+
+/// The name of the input that `module` reads.
+fn input_of(module: &str) -> String {
+    match fused_group(module) {
+        Some(group) => format!("{}.{}", group.parent, group.kind),
+        None => module.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_that_read_the_same_input_share_its_statistics() {
+        let mut collector = Collector::new(false);
+        let (q, k) = ("m.layers.0.self_attn.q_proj", "m.layers.0.self_attn.k_proj");
+        collector.observe(q, 2, &[1.0, 2.0, 3.0, -4.0]).unwrap();
+        collector.observe(q, 2, &[2.0, 0.0]).unwrap();
+        collector
+            .observe("m.layers.0.mlp.down_proj", 1, &[0.5])
+            .unwrap();
+        let error = collector.observe(k, 3, &[0.0; 3]).unwrap_err().to_string();
+        assert!(
+            error.contains("k_proj") && error.contains("3 features"),
+            "{error}"
+        );
+        let error = collector.observe(q, 2, &[f32::NAN, 0.0]).unwrap_err();
+        assert!(format!("{error:#}").contains("q_proj: an input is not finite"));
+        let other = "m.layers.0.self_attn.o_proj";
+        let calibration = collector.finish([q, k, other]);
+        assert_eq!(calibration.len(), 2);
+        assert_eq!(calibration[k].tokens(), 3);
+        assert_eq!(calibration[k].amax(), 4.0);
+        assert_eq!(calibration[q].mean_squares(), [14.0 / 3.0, 20.0 / 3.0]);
+    }
+}

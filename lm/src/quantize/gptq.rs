@@ -1,0 +1,110 @@
+//! GPTQ: each column's rounding error is made up for by the columns after it.
+//!
+//! With H = E[x xᵀ] of the layer's input and H⁻¹ = Uᵀ U, quantizing column j of the weight with
+//! error e changes the output least if the columns m > j move by −e U(j, m) / U(j, j) (Frantar et
+//! al., arXiv 2210.17323). The scale of a block is found when its first column is reached, from the
+//! weights as they are then. Columns stay in their order.
+
+use anyhow::Result;
+use nvfp4_kernels::BLOCK;
+use nvfp4_kernels::format::{e2m1, e4m3};
+use rayon::prelude::*;
+
+use super::block::BlockQuantizer;
+use super::linalg::inverse_upper_factor;
+
+/// Rows that one task quantizes: they share every row of U that is read.
+const ROWS: usize = 32;
+/// Columns whose errors are applied to the rest of the row together, and columns of that rest: what
+/// is in use of U and of the rows fits into the caches.
+const PANEL: usize = 128;
+const TILE: usize = 256;
+
+/// The damping that the authors use: this much of the mean of H's diagonal is added to it.
+pub const DAMPING: f64 = 0.01;
+
+/// The codes and scale bytes of the weight `values` `[n, k]`, for inputs with the second moments
+/// `hessian` `[k, k]`. `weights` are E[x²], by which the search for block scales counts errors.
+///
+/// # Errors
+/// When the Hessian with its damping is not positive definite: it has values that are not finite.
+pub fn gptq(
+    values: &[f32],
+    k: usize,
+    quantizer: &BlockQuantizer,
+    (hessian, damping): (&[f64], f64),
+    weights: &[f32],
+) -> Result<(Vec<u8>, Vec<u8>)> {
+    let upper = inverse_upper_factor(&damped(hessian, k, damping), k)?;
+    let parts: Vec<(Vec<u8>, Vec<u8>)> = values
+        .par_chunks(ROWS * k)
+        .map(|rows| quantize_rows(rows, k, quantizer, &upper, weights))
+        .collect();
+    let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    Ok((codes.concat(), scales.concat()))
+}
+
+/// `hessian` with `damping` times the mean of its diagonal added to the diagonal. An input that was
+/// always zero gets 1 there: its column is rounded to nearest.
+fn damped(hessian: &[f64], k: usize, damping: f64) -> Vec<f64> {
+    let mut damped = hessian.to_vec();
+    let mean = (0..k).map(|i| hessian[i * k + i]).sum::<f64>() / k as f64;
+    for i in 0..k {
+        let diagonal = &mut damped[i * k + i];
+        if *diagonal == 0.0 {
+            *diagonal = 1.0;
+        }
+        *diagonal += damping * mean;
+    }
+    damped
+}
+
+fn quantize_rows(
+    values: &[f32],
+    k: usize,
+    quantizer: &BlockQuantizer,
+    upper: &[f64],
+    weights: &[f32],
+) -> (Vec<u8>, Vec<u8>) {
+    let rows = values.len() / k;
+    let mut w: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
+    let mut codes = vec![0; values.len() / 2];
+    let mut scales = vec![0; values.len() / BLOCK];
+    let mut errors = vec![0.0; rows * PANEL];
+    for start in (0..k).step_by(PANEL) {
+        let end = (start + PANEL).min(k);
+        for row in 0..rows {
+            let w = &mut w[row * k..(row + 1) * k];
+            let errors = &mut errors[row * PANEL..(row + 1) * PANEL];
+            for block in (start..end).step_by(BLOCK) {
+                let now: [f32; BLOCK] = std::array::from_fn(|i| w[block + i] as f32);
+                let byte = quantizer.scale_byte(&now, &weights[block..block + BLOCK]);
+                scales[(row * k + block) / BLOCK] = byte;
+                let scale = e4m3::decode(byte) * quantizer.global.decode();
+                for j in block..block + BLOCK {
+                    // Alone in its block: elements do not depend on one another here.
+                    let code = quantizer.rule.codes(&[w[j] as f32], byte, quantizer.global)[0];
+                    codes[(row * k + j) / 2] |= code << (4 * (j % 2));
+                    let u = &upper[j * k..(j + 1) * k];
+                    let error = (w[j] - f64::from(e2m1::decode(code) * scale)) / u[j];
+                    errors[j - start] = error;
+                    for (w, u) in w[j + 1..end].iter_mut().zip(&u[j + 1..end]) {
+                        *w -= error * u;
+                    }
+                }
+            }
+        }
+        for tile in (end..k).step_by(TILE) {
+            let tile = tile..(tile + TILE).min(k);
+            for row in 0..rows {
+                let w = &mut w[row * k..(row + 1) * k][tile.clone()];
+                for j in start..end {
+                    let error = errors[row * PANEL + j - start];
+                    let u = &upper[j * k..(j + 1) * k][tile.clone()];
+                    w.iter_mut().zip(u).for_each(|(w, u)| *w -= error * u);
+                }
+            }
+        }
+    }
+    (codes, scales)
+}

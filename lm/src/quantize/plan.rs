@@ -1,0 +1,139 @@
+//! Which layers of a model are quantized, and which share a global scale.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use nvfp4_kernels::BLOCK;
+use regex::Regex;
+use safetensors::Dtype;
+
+use crate::hf::TensorFolder;
+use crate::interchange::names::{FusedGroup, fused_group, is_head, is_linear, is_router};
+
+/// Why a linear layer stays as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kept {
+    /// It chooses experts.
+    Router,
+    /// It is the output head.
+    Head,
+    /// The user excluded it, or a projection that readers fuse with it.
+    Excluded,
+    /// Its input features are no multiple of 16.
+    Width,
+}
+
+impl Kept {
+    /// The reason in a table.
+    pub const fn reason(self) -> &'static str {
+        match self {
+            Self::Router => "router",
+            Self::Head => "head",
+            Self::Excluded => "excluded",
+            Self::Width => "width not in 16s",
+        }
+    }
+}
+
+/// What becomes of each tensor.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// The modules that are quantized, in groups that share their global scales, in the order of
+    /// the model's names. Most groups have one member.
+    pub groups: Vec<Vec<String>>,
+    /// The linear layers that are not, and why.
+    pub kept: BTreeMap<String, Kept>,
+    /// The tensors that are copied: those of the layers that are kept too.
+    pub copied: Vec<String>,
+}
+
+impl Plan {
+    /// Decide for the tensors of a model. `exclude` are regular expressions, of which one must
+    /// match anywhere in the name of a module that is to stay as it is.
+    ///
+    /// A projection that readers fuse with an excluded one (q/k/v, gate/up) is excluded too.
+    ///
+    /// # Errors
+    /// When the model is quantized already, a weight is no matrix of floats, or nothing is left to
+    /// quantize.
+    pub fn new(tensors: &TensorFolder, exclude: &[Regex]) -> Result<Self> {
+        let mut plan = Self::default();
+        let mut groups: BTreeMap<FusedGroup, Vec<String>> = BTreeMap::new();
+        let mut order = Vec::new();
+        for tensor in tensors.iter() {
+            let module = tensor.name.strip_suffix(".weight");
+            let module = module.filter(|module| is_linear(module));
+            let Some(module) = module else {
+                let is_quantized = [".weight_scale", ".weight_packed"];
+                ensure!(
+                    !is_quantized.iter().any(|leaf| tensor.name.ends_with(leaf)),
+                    "{tensor}: the model is quantized already"
+                );
+                ensure!(
+                    !(tensor.name.contains(".experts.") && tensor.shape.len() == 3),
+                    "{tensor} holds all experts, {:?}: save the model with one tensor for each \
+                     expert, as transformers does",
+                    tensor.shape
+                );
+                plan.copied.push(tensor.name.to_owned());
+                continue;
+            };
+            ensure!(
+                tensor.shape.len() == 2
+                    && matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
+                "{tensor} is {:?}{:?}, but the weight of a linear layer is a matrix of F32, BF16 \
+                 or F16",
+                tensor.dtype,
+                tensor.shape
+            );
+            let kept = if is_router(module) {
+                Some(Kept::Router)
+            } else if is_head(module) {
+                Some(Kept::Head)
+            } else if exclude.iter().any(|regex| regex.is_match(module)) {
+                Some(Kept::Excluded)
+            } else if !tensor.shape[1].is_multiple_of(BLOCK) {
+                Some(Kept::Width)
+            } else {
+                None
+            };
+            if let Some(kept) = kept {
+                plan.kept.insert(module.to_owned(), kept);
+            }
+            match fused_group(module) {
+                Some(group) => {
+                    let members = groups.entry(group.clone()).or_default();
+                    if members.is_empty() {
+                        order.push(Err(group));
+                    }
+                    members.push(module.to_owned());
+                }
+                None => order.push(Ok(module.to_owned())),
+            }
+        }
+        for entry in order {
+            let members = match entry {
+                Ok(module) => vec![module],
+                Err(group) => groups.remove(&group).context("every group has members")?,
+            };
+            let kept = members
+                .iter()
+                .find_map(|member| plan.kept.get(member).copied());
+            match kept {
+                None => plan.groups.push(members),
+                Some(kept) => {
+                    for member in members {
+                        plan.copied.push(format!("{member}.weight"));
+                        plan.kept.entry(member).or_insert(kept);
+                    }
+                }
+            }
+        }
+        ensure!(
+            !plan.groups.is_empty(),
+            "nothing is left to quantize: every linear layer is excluded"
+        );
+        plan.copied.sort();
+        Ok(plan)
+    }
+}

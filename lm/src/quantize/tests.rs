@@ -1,0 +1,460 @@
+//! The tools' codes, and the order of the methods by the errors that they leave.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use nvfp4_kernels::format::e2m1;
+use regex::Regex;
+
+use super::rules::block_amax;
+use super::*;
+use crate::hf::TensorFolder;
+use crate::hf::golden::{Scratch, golden};
+use crate::interchange::names::fused_group;
+use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme};
+
+/// Deterministic numbers like those of a normal distribution: the sum of four uniform ones.
+fn noise(len: usize, seed: u32) -> Vec<f32> {
+    let mut bits = seed;
+    let mut uniform = || {
+        bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (bits >> 8) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..len).map(|_| (0..4).map(|_| uniform()).sum()).collect()
+}
+
+/// How many scale bytes and codes differ.
+fn differences(ours: &PackedWeight, scales: &[u8], codes: &[u8]) -> (usize, usize) {
+    assert_eq!(
+        (ours.scales().len(), ours.codes().len()),
+        (scales.len(), codes.len())
+    );
+    let bytes = ours.scales().iter().zip(scales).filter(|(a, b)| a != b);
+    let nibbles = ours.codes().iter().zip(codes);
+    let nibbles = nibbles.map(|(a, b)| {
+        let difference = a ^ b;
+        usize::from(difference & 15 != 0) + usize::from(difference >> 4 != 0)
+    });
+    (bytes.count(), nibbles.sum())
+}
+
+#[test]
+fn the_rules_are_those_of_the_tools_on_the_probe() {
+    let probe = TensorFolder::open_file(&golden!("probe.safetensors")).unwrap();
+    for name in ["normal", "heavy", "edges"] {
+        for dtype in ["f32", "bf16"] {
+            let key = format!("{name}.{dtype}");
+            let x = probe.get(&format!("{key}.x")).unwrap();
+            let values = x.to_f32().unwrap();
+            let shape = [x.shape[0], x.shape[1]];
+            let ct = match dtype {
+                "f32" => Rule::CompressedTensors,
+                _ => Rule::CompressedTensorsBf16,
+            };
+            for (rule, stack, global) in [
+                (Rule::ModelOpt, "modelopt", "weight_scale_2"),
+                (ct, "ct", "weight_global_scale"),
+                (Rule::TransformerEngine, "te", "amax"),
+            ] {
+                let get = |leaf: &str| probe.get(&format!("{key}.{stack}.{leaf}")).unwrap();
+                let ours = rule.quantize(&values, shape, block_amax(&values)).unwrap();
+                let theirs = get(global).to_f32().unwrap()[0];
+                assert_eq!(
+                    ours.global().value().to_bits(),
+                    theirs.to_bits(),
+                    "{key}.{stack}"
+                );
+                let found = differences(&ours, get("scales").bytes, get("codes").bytes);
+                assert_eq!(found, (0, 0), "{key}.{stack}: scale bytes, codes");
+            }
+        }
+    }
+}
+
+/// The exports hold what the rules give for the base models, amax unified over q/k/v and gate/up.
+#[test]
+fn the_rules_give_the_codes_of_the_golden_exports() {
+    let root = golden!("");
+    for (name, base, rule) in [
+        ("llama3-tiny-modelopt-nvfp4", "llama3-tiny", Rule::ModelOpt),
+        (
+            "mixtral-tiny-modelopt-nvfp4",
+            "mixtral-tiny",
+            Rule::ModelOpt,
+        ),
+        (
+            "qwen3moe-tiny-modelopt-nvfp4",
+            "qwen3moe-tiny",
+            Rule::ModelOpt,
+        ),
+        (
+            "llama3-tiny-ct-nvfp4-f32",
+            "llama3-tiny",
+            Rule::CompressedTensors,
+        ),
+        (
+            "llama3-tiny-ct-nvfp4",
+            "llama3-tiny",
+            Rule::CompressedTensorsBf16,
+        ),
+        (
+            "llama3-tiny-ct-nvfp4a16",
+            "llama3-tiny",
+            Rule::CompressedTensorsBf16,
+        ),
+        (
+            "qwen3-tiny-ct-nvfp4",
+            "qwen3-tiny",
+            Rule::CompressedTensorsBf16,
+        ),
+    ] {
+        let base = TensorFolder::open(&root.join(base)).unwrap();
+        let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
+        let values = |module: &str| {
+            let tensor = base.get(&format!("{module}.weight")).unwrap();
+            tensor.to_f32().unwrap()
+        };
+        let mut amax: BTreeMap<_, f32> = BTreeMap::new();
+        for module in checkpoint.layers().keys() {
+            let largest = amax.entry(fused_group(module).ok_or(module)).or_default();
+            *largest = largest.max(block_amax(&values(module)));
+        }
+        for (module, layer) in checkpoint.layers() {
+            let amax = amax[&fused_group(module).ok_or(module)];
+            let ours = rule
+                .quantize(&values(module), [layer.n, layer.k], amax)
+                .unwrap();
+            let theirs = checkpoint.weight(module).unwrap();
+            assert_eq!(ours.global(), theirs.global(), "{name}: {module}");
+            let found = differences(&ours, theirs.scales(), theirs.codes());
+            assert_eq!(found, (0, 0), "{name}: {module}: scale bytes, codes");
+        }
+    }
+}
+
+/// A layer whose inputs differ in size by feature and depend on one another.
+struct Layer {
+    values: Vec<f32>,
+    shape: [usize; 2],
+    stats: InputStats,
+}
+
+impl Layer {
+    fn new() -> Self {
+        let (n, k, tokens) = (24, 96, 512);
+        let mut values = noise(n * k, 1);
+        values[5] = 3.0;
+        let mut x = noise(tokens * k, 2);
+        for row in x.chunks_mut(k) {
+            for j in 1..k {
+                row[j] += 0.7 * row[j - 1];
+            }
+            for (j, x) in row.iter_mut().enumerate() {
+                *x *= 0.1 + (j % 11) as f32;
+            }
+        }
+        let mut stats = InputStats::new(k, true);
+        stats.add(&x[..64 * k]).unwrap();
+        stats.add(&x[64 * k..]).unwrap();
+        Self {
+            values,
+            shape: [n, k],
+            stats,
+        }
+    }
+
+    fn quantize(&self, dialect: Dialect, method: Method, stats: bool) -> Vec<f64> {
+        let stats = stats.then_some(&self.stats);
+        let amax = block_amax(&self.values);
+        let kind = (dialect, method);
+        let weight = quantize_weight(&self.values, self.shape, amax, kind, stats).unwrap();
+        let values = weight.dequantize(dialect.arithmetic());
+        let errors = values.iter().zip(&self.values);
+        errors.map(|(a, b)| f64::from(*a) - f64::from(*b)).collect()
+    }
+
+    /// Σ E[x²] e².
+    fn weighted(&self, errors: &[f64]) -> f64 {
+        let weights = self.stats.mean_squares();
+        let rows = errors.chunks(self.shape[1]);
+        rows.flat_map(|row| row.iter().zip(&weights).map(|(e, &w)| e * e * f64::from(w)))
+            .sum()
+    }
+
+    /// The mean squared error of the output: tr(E H Eᵀ).
+    fn output(&self, errors: &[f64]) -> f64 {
+        let (k, hessian) = (self.shape[1], self.stats.hessian().unwrap());
+        let mut sum = 0.0;
+        for row in errors.chunks(k) {
+            for (i, a) in row.iter().enumerate() {
+                let products = row.iter().zip(&hessian[i * k..(i + 1) * k]);
+                sum += a * products.map(|(b, h)| b * h).sum::<f64>();
+            }
+        }
+        sum
+    }
+}
+
+#[test]
+fn better_methods_leave_smaller_errors() {
+    let layer = Layer::new();
+    for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+        let plain = |errors: &[f64]| errors.iter().map(|e| e * e).sum::<f64>();
+        let errors = |method, stats| layer.quantize(dialect, method, stats);
+        let rtn = errors(Method::Rtn, true);
+        let (six, six_weighted) = (
+            errors(Method::FourOverSix, false),
+            errors(Method::FourOverSix, true),
+        );
+        let (search, search_weighted) =
+            (errors(Method::Search, false), errors(Method::Search, true));
+        let gptq = errors(Method::Gptq, true);
+        // Without weights, searches minimise the plain error; with them, the weighted one.
+        assert!(plain(&search) < 0.97 * plain(&rtn));
+        assert!(plain(&six) < plain(&rtn));
+        assert!(layer.weighted(&search_weighted) < 0.95 * layer.weighted(&search));
+        assert!(layer.weighted(&six_weighted) < layer.weighted(&six));
+        assert!(layer.weighted(&search_weighted) < 0.9 * layer.weighted(&rtn));
+        assert!(plain(&search_weighted) > plain(&search));
+        // GPTQ trades both for the error of the output.
+        assert!(layer.output(&gptq) < 0.8 * layer.output(&search_weighted));
+        assert!(layer.output(&search_weighted) < layer.output(&rtn));
+        assert!(layer.weighted(&gptq) > layer.weighted(&search_weighted));
+    }
+}
+
+/// Every block holds a 6, so that the scale byte of each is 1.0 under a global scale of 1.
+#[test]
+fn representable_weights_are_exact_with_every_method() {
+    let k = 32;
+    let mut values: Vec<f32> = (0..16 * k)
+        .map(|i| e2m1::VALUES[(i * 7 + i / 5) % 16])
+        .collect();
+    values.chunks_mut(16).for_each(|block| block[3] = -6.0);
+    let mut stats = InputStats::new(k, true);
+    stats.add(&noise(64 * k, 9)).unwrap();
+    for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+        for method in [Method::Rtn, Method::Search, Method::Gptq] {
+            let kind = (dialect, method);
+            let weight = quantize_weight(&values, [16, k], 2688.0, kind, Some(&stats)).unwrap();
+            assert_eq!(weight.global().decode(), 1.0);
+            assert_eq!(
+                weight.dequantize(Arithmetic::CodeTimesScale),
+                values,
+                "{method:?}"
+            );
+        }
+        let kind = (dialect, Method::FourOverSix);
+        let weight = quantize_weight(&values, [16, k], 1536.0, kind, None).unwrap();
+        assert_eq!(weight.dequantize(Arithmetic::CodeTimesScale), values);
+    }
+}
+
+#[test]
+fn gptq_without_correlation_is_the_search() {
+    let layer = Layer::new();
+    let [n, k] = layer.shape;
+    // One input feature at a time: the Hessian is diagonal.
+    let mut stats = InputStats::new(k, true);
+    for j in 0..k {
+        let mut x = vec![0.0; k];
+        x[j] = 1.0 + j as f32;
+        stats.add(&x).unwrap();
+    }
+    let quantize = |method| {
+        let kind = (Dialect::ModelOpt, method);
+        quantize_weight(&layer.values, [n, k], 3.0, kind, Some(&stats)).unwrap()
+    };
+    assert_eq!(quantize(Method::Gptq), quantize(Method::Search));
+}
+
+#[test]
+fn zero_weights_and_unused_inputs_quantize() {
+    let zeros = vec![0.0; 16 * 32];
+    let mut stats = InputStats::new(32, true);
+    stats.add(&[0.0; 64]).unwrap();
+    for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+        for method in [
+            Method::Rtn,
+            Method::FourOverSix,
+            Method::Search,
+            Method::Gptq,
+        ] {
+            let kind = (dialect, method);
+            let weight = quantize_weight(&zeros, [16, 32], 0.0, kind, Some(&stats)).unwrap();
+            assert_eq!(weight.dequantize(dialect.arithmetic()), zeros);
+            let values = noise(16 * 32, 4);
+            let weight = quantize_weight(&values, [16, 32], 2.0, kind, Some(&stats)).unwrap();
+            assert!(sqnr(&values, &weight.dequantize(dialect.arithmetic())) > 14.0);
+        }
+    }
+}
+
+#[test]
+fn bad_arguments_are_refused() {
+    let values = vec![1.0; 32 * 16];
+    let kind = (Dialect::ModelOpt, Method::Rtn);
+    let refused = |values: &[f32], shape, amax, kind, says: &str| {
+        let error = quantize_weight(values, shape, amax, kind, None).unwrap_err();
+        assert!(error.to_string().contains(says), "{error}");
+    };
+    refused(&values, [16, 24], 1.0, kind, "24 input features");
+    refused(&values, [16, 16], 1.0, kind, "512 values");
+    refused(&values, [16, 32], 0.5, kind, "amax is 0.5");
+    let mut bad = values.clone();
+    bad[33] = f32::NAN;
+    refused(&bad, [16, 32], 1.0, kind, "row 1, column 1 is NaN");
+    let gptq = (Dialect::ModelOpt, Method::Gptq);
+    refused(&values, [16, 32], 1.0, gptq, "needs calibration");
+    let narrow = InputStats::new(16, false);
+    let error = quantize_weight(&values, [16, 32], 1.0, kind, Some(&narrow)).unwrap_err();
+    assert!(error.to_string().contains("16 features"), "{error}");
+}
+
+fn options(dialect: Dialect, scheme: Scheme, method: Method) -> QuantizeOptions {
+    QuantizeOptions {
+        dialect,
+        scheme,
+        method,
+        exclude: Vec::new(),
+        input_scale: None,
+    }
+}
+
+#[test]
+fn golden_models_are_quantized_to_valid_folders() {
+    let root = golden!("");
+    for (name, layers, kept) in [
+        ("llama3-tiny", 14, 1),
+        ("qwen3-tiny", 14, 0),
+        ("qwen3moe-tiny", 32, 3),
+        ("mixtral-tiny", 32, 3),
+    ] {
+        for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+            let scratch = Scratch::new(&format!("quantize-{name}-{}", dialect.name()));
+            let options = options(dialect, Scheme::W4a16, Method::Rtn);
+            let model = root.join(name);
+            let none = Default::default();
+            let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {});
+            let done = done.unwrap();
+            assert_eq!(
+                (done.layers.len(), done.kept.len()),
+                (layers, kept),
+                "{name}"
+            );
+            let checkpoint = Checkpoint::open(&scratch).unwrap();
+            assert_eq!(checkpoint.layers().len(), layers);
+            assert_eq!(checkpoint.config().unwrap().scheme, Scheme::W4a16);
+            assert!(scratch.join("tokenizer.json").exists());
+            for layer in &done.layers {
+                assert!(layer.sqnr > 17.0, "{name}: {layer:?}");
+                assert_eq!(layer.bytes, layer.bytes_before * 9 / 32 + 4);
+            }
+            // The tool's own codes, where it quantized the same model.
+            let theirs = root.join(format!("{name}-modelopt-nvfp4"));
+            if dialect == Dialect::ModelOpt && theirs.exists() {
+                let theirs = Checkpoint::open(&theirs).unwrap();
+                for module in checkpoint.layers().keys() {
+                    let (ours, theirs) = (checkpoint.weight(module), theirs.weight(module));
+                    let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+                    assert_eq!(ours.codes(), theirs.codes(), "{name}: {module}");
+                    assert_eq!(ours.scales(), theirs.scales(), "{name}: {module}");
+                    assert_eq!(ours.global(), theirs.global(), "{name}: {module}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn exclusions_take_their_fused_partners_along() {
+    let model = golden!("llama3-tiny");
+    let scratch = Scratch::new("quantize-exclude");
+    let mut options = options(Dialect::CompressedTensors, Scheme::W4a16, Method::Search);
+    options.exclude = vec![Regex::new(r"layers\.0\.self_attn\.k_proj|down_proj").unwrap()];
+    let none = Default::default();
+    let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap();
+    assert_eq!((done.layers.len(), done.kept.len()), (9, 6));
+    let checkpoint = Checkpoint::open(&scratch).unwrap();
+    let exclude = &checkpoint.config().unwrap().exclude;
+    assert!(exclude.contains(&"model.layers.0.self_attn.q_proj".into()));
+    assert!(!exclude.contains(&"model.layers.1.self_attn.q_proj".into()));
+
+    options.exclude = vec![Regex::new("proj").unwrap()];
+    let again = Scratch::new("quantize-nothing");
+    let error = quantize_folder(&model, &again, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    assert!(error.to_string().contains("nothing is left"), "{error}");
+    options.exclude.clear();
+    let error = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    assert!(error.to_string().contains("must be empty"), "{error}");
+    let error = quantize_folder(&scratch, &again, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    assert!(error.to_string().contains("quantized already"), "{error}");
+}
+
+#[test]
+fn experts_that_no_token_reached_take_the_scale_of_the_others() {
+    let model = golden!("qwen3moe-tiny");
+    let tensors = TensorFolder::open(&model).unwrap();
+    let mut calibration = folder::Calibration::new();
+    for tensor in tensors.iter() {
+        let module = tensor.name.strip_suffix(".weight");
+        let Some(module) = module.filter(|module| module.ends_with("_proj")) else {
+            continue;
+        };
+        let mut stats = InputStats::new(tensor.shape[1], true);
+        // Expert 3 of layer 1 sees nothing; of the others, expert 2 sees most.
+        let size = match module.contains("experts.2.") {
+            true => 4.0,
+            false => 1.0,
+        };
+        if !module.contains("layers.1.mlp.experts.3.") {
+            let x: Vec<f32> = noise(256 * tensor.shape[1], 5)
+                .iter()
+                .map(|x| x * size)
+                .collect();
+            stats.add(&x).unwrap();
+        }
+        calibration.insert(module.to_owned(), Arc::new(stats));
+    }
+    for method in [Method::Search, Method::Gptq] {
+        let scratch = Scratch::new(&format!("quantize-experts-{}", method.name()));
+        let options = options(Dialect::ModelOpt, Scheme::W4a4, method);
+        let done =
+            quantize_folder(&model, &scratch, &options, &calibration, &mut |_, _, _| {}).unwrap();
+        let experts = |expert: usize| format!("model.layers.1.mlp.experts.{expert}");
+        assert_eq!(done.unseen.len(), 3, "{:?}", done.unseen);
+        assert!(done.unseen[0].starts_with(&experts(3)));
+        let checkpoint = Checkpoint::open(&scratch).unwrap();
+        for projection in ["gate_proj", "up_proj", "down_proj"] {
+            let input = |expert| {
+                let module = format!("{}.{projection}", experts(expert));
+                checkpoint.layers()[&module].input_global.unwrap()
+            };
+            assert_eq!(input(3), input(2), "the largest of the layer");
+            assert_ne!(input(3), input(1));
+            let amax = calibration[&format!("{}.{projection}", experts(1))].amax();
+            assert_eq!(input(1), GlobalScale::Multiply(amax / 2688.0));
+        }
+    }
+    let none = Default::default();
+    for (scheme, method, says) in [
+        (Scheme::W4a4, Method::Search, "w4a4"),
+        (Scheme::W4a16, Method::Gptq, "gptq"),
+    ] {
+        let scratch = Scratch::new("quantize-uncalibrated");
+        let options = options(Dialect::ModelOpt, scheme, method);
+        let error = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {});
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains(says) && error.contains("calibrate"),
+            "{error}"
+        );
+    }
+    let scratch = Scratch::new("quantize-input-scale");
+    let mut options = options(Dialect::CompressedTensors, Scheme::W4a4, Method::Rtn);
+    options.input_scale = Some(1.0);
+    quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap();
+    let checkpoint = Checkpoint::open(&scratch).unwrap();
+    let mut layers = checkpoint.layers().values();
+    assert!(layers.all(|layer| layer.input_global == Some(GlobalScale::Divide(1.0))));
+}

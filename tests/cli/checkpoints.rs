@@ -1,0 +1,206 @@
+//! Models in Hugging Face folders: inspect, convert, quantize, generate.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::support::*;
+
+/// The folder `name` of the golden checkpoints, which are outside of the repository.
+fn golden(test: &str, name: &str) -> Option<String> {
+    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .map(|folder| folder.join("shared/golden/hf").join(name))
+        .find(|path| path.exists());
+    if found.is_none() {
+        println!("SKIPPED: checkpoints::{test}: no folder shared/golden/hf/{name}");
+    }
+    found.map(|path| path.to_str().unwrap().to_owned())
+}
+
+/// A folder that does not exist yet, in one for this test.
+fn absent(test: &str) -> PathBuf {
+    folder(test).join("out")
+}
+
+#[test]
+fn inspect_lists_layers_exclusions_and_problems() {
+    let name = "llama3-tiny-ct-nvfp4-kvfp8";
+    let Some(model) = golden("inspect_lists_layers_exclusions_and_problems", name) else {
+        return;
+    };
+    let text = succeeds(nvfp4("inspect", &[&model]));
+    for line in [
+        "compressed-tensors, w4a4, KV cache FP8",
+        "tensor ",
+        "model.layers.0.self_attn: FP8 scales of keys",
+        "14 quantized layers of ",
+        "excluded: lm_head",
+    ] {
+        let found = text.lines().any(|found| found.starts_with(line));
+        assert!(found, "no line starts with {line:?}:\n{text}");
+    }
+    let layer = text
+        .lines()
+        .find(|line| line.contains("layers.1.mlp.down_proj"));
+    let fields: Vec<&str> = layer.unwrap().split_whitespace().collect();
+    // 96 x 80 bytes of codes, 96 x 10 of scales, two global scales.
+    let expected = [
+        "model.layers.1.mlp.down_proj",
+        "nvfp4",
+        "96",
+        "x",
+        "160",
+        "8648",
+    ];
+    assert_eq!(fields[..6], expected);
+    assert!(!text.contains("problem"), "{text}");
+
+    // Without its exclusion, the head is a problem.
+    let broken = folder("inspect-broken");
+    fs::copy(
+        Path::new(&model).join("model.safetensors"),
+        broken.join("model.safetensors"),
+    )
+    .unwrap();
+    let mut config = json(&Path::new(&model).join("config.json"));
+    config["quantization_config"]["ignore"] = serde_json::json!([]);
+    fs::write(broken.join("config.json"), config.to_string()).unwrap();
+    let broken = broken.to_str().unwrap();
+    let output = nvfp4("inspect", &[broken]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        text.contains("problem: lm_head: is not quantized, but no exclusion"),
+        "{text}"
+    );
+    fails(output, &["1 problem(s)"]);
+    let out = absent("convert-broken");
+    let out = out.to_str().unwrap();
+    fails(
+        nvfp4("convert --to modelopt", &[broken, "--out", out]),
+        &["lm_head", "no exclusion"],
+    );
+    fails(nvfp4("inspect", &["no-such-folder"]), &["no-such-folder"]);
+}
+
+#[test]
+fn convert_says_how_many_global_scales_moved() {
+    let name = "llama3-tiny-modelopt-nvfp4";
+    let Some(model) = golden("convert_says_how_many_global_scales_moved", name) else {
+        return;
+    };
+    let out = absent("convert");
+    let out = out.to_str().unwrap();
+    let convert = |to: &str, from: &str, out: &str| {
+        nvfp4(&format!("convert --to {to}"), &[from, "--out", out])
+    };
+    let text = succeeds(convert("compressed-tensors", &model, out));
+    assert!(text.contains("14 quantized layers"), "{text}");
+    assert!(text.contains("of 28 global scales"), "{text}");
+    assert!(text.contains("one unit in the last place"), "{text}");
+    let text = succeeds(nvfp4("inspect", &[out]));
+    assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");
+    fails(convert("modelopt", &model, out), &["must be empty"]);
+    fails(convert("gguf", &model, out), &["gguf", "modelopt"]);
+
+    // In its own dialect the tensors are the same file.
+    let same = absent("convert-same");
+    let same_name = same.to_str().unwrap();
+    let text = succeeds(convert("modelopt", &model, same_name));
+    assert!(text.contains("dequantize by the same factor"), "{text}");
+    let bytes = |path: &Path| fs::read(path.join("model.safetensors")).unwrap();
+    assert!(bytes(&same) == bytes(Path::new(&model)));
+    assert!(same.join("hf_quant_config.json").exists());
+}
+
+#[test]
+fn quantize_writes_a_folder_that_inspect_finds_valid() {
+    let test = "quantize_writes_a_folder_that_inspect_finds_valid";
+    let Some(model) = golden(test, "qwen3moe-tiny") else {
+        return;
+    };
+    let out = absent("quantize");
+    let path = out.to_str().unwrap();
+    let text = succeeds(nvfp4(
+        "quantize --dialect modelopt --exclude layers\\.1\\.self_attn\\.q_proj",
+        &[&model, "--out", path],
+    ));
+    for part in [
+        "29 layers quantized",
+        "6 layers left",
+        "SQNR dB",
+        "E[x²] = 1",
+        "modelopt w4a16 by search",
+    ] {
+        assert!(text.contains(part), "no {part:?}:\n{text}");
+    }
+    let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap();
+    assert!(line("model.layers.0.mlp.gate ").contains("router"));
+    assert!(line("lm_head").contains("head"));
+    assert!(line("model.layers.1.self_attn.k_proj").contains("excluded"));
+    let text = succeeds(nvfp4("inspect", &[path]));
+    assert!(
+        text.starts_with("modelopt, w4a16, KV cache not quantized"),
+        "{text}"
+    );
+    assert!(text.contains("29 quantized layers"), "{text}");
+    assert!(out.join("tokenizer.json").exists() && out.join("hf_quant_config.json").exists());
+
+    let again = absent("quantize-again");
+    let again = again.to_str().unwrap();
+    let quantize =
+        |more: &str, from: &str| nvfp4(&format!("quantize {more}"), &[from, "--out", again]);
+    fails(quantize("", path), &["quantized already"]);
+    fails(
+        quantize("--exclude (", &model),
+        &["exclude", "regular expression"],
+    );
+    fails(quantize("--method gptq", &model), &["gptq", "calibrat"]);
+    fails(quantize("--scheme w4a4", &model), &["w4a4", "calibrat"]);
+    fails(
+        quantize("--input-scale 1", &model),
+        &["input-scale", "w4a16"],
+    );
+    fails(
+        quantize("--scheme w4a4 --input-scale 0", &model),
+        &["input-scale is 0"],
+    );
+    succeeds(quantize(
+        "--scheme w4a4 --input-scale 1 --method rtn",
+        &model,
+    ));
+    let text = succeeds(nvfp4("inspect", &[again]));
+    assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");
+}
+
+#[test]
+fn generate_continues_a_prompt() {
+    let test = "generate_continues_a_prompt";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let options = [
+        "--prompt",
+        "The quick",
+        "--device",
+        "flex",
+        "--tokens",
+        "12",
+    ];
+    let said = |more: &[&str]| {
+        let arguments = [&[model.as_str()], &options[..], more].concat();
+        succeeds(nvfp4("generate", &arguments))
+    };
+    let greedy = said(&[]);
+    assert!(greedy.starts_with("The quick"), "{greedy}");
+    assert!(greedy.trim_end().len() > "The quick".len(), "{greedy}");
+    assert_eq!(greedy, said(&["--temperature", "0"]));
+    let drawn = said(&["--temperature", "2", "--seed", "5"]);
+    assert_ne!(greedy, drawn);
+    assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
+    let arguments = [&[model.as_str()], &options[..], &["--top-p", "3"]].concat();
+    fails(nvfp4("generate", &arguments), &["top_p", "3"]);
+    if let Some(quantized) = golden(test, "llama3-tiny-ct-nvfp4") {
+        let arguments = [&[quantized.as_str()], &options[..]].concat();
+        fails(nvfp4("generate", &arguments), &["quantization_config"]);
+    }
+}
