@@ -1,15 +1,21 @@
 //! `nvfp4 quantize`.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use burn::tensor::FloatDType;
 use clap::Args;
 use indicatif::HumanBytes;
+use nvfp4_lm::decoder::Decoder;
+use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::quantize::folder::Calibration;
+use nvfp4_lm::quantize::text::{CalibrationText, calibrate};
 use nvfp4_lm::quantize::{Method, QuantizeOptions, Quantized, quantize_folder};
 use regex::Regex;
 
+use crate::device::DeviceName;
 use crate::layers::LayerBar;
 use crate::table::table;
 
@@ -39,12 +45,30 @@ pub(crate) struct Quantize {
     /// Dequantize every quantized input by this factor, instead of calibrating one for each layer
     #[arg(long, value_name = "FACTOR")]
     input_scale: Option<f32>,
+    /// Calibrate on the text of this file: the model reads it, in f32
+    ///
+    /// It gives the importance of each input feature (`search`, `gptq`), second moments (`gptq`)
+    /// and the scales of activations (`w4a4`). The whole model is in memory for it.
+    #[arg(long, value_name = "FILE")]
+    calibration: Option<PathBuf>,
+    /// Cut the calibration's text into sequences of this many tokens
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    calibration_length: usize,
+    /// Read at most this many sequences of it
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    calibration_sequences: usize,
+    /// Calibrate on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceName>,
 }
 
 impl Quantize {
     pub(crate) fn run(self) -> Result<()> {
         let options = self.options()?;
-        let calibration = Calibration::new();
+        let calibration = match &self.calibration {
+            Some(file) => self.calibrate(file)?,
+            None => Calibration::new(),
+        };
         let mut bar = LayerBar::new("quantize");
         let show = &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
         let done = quantize_folder(&self.model, &self.out, &options, &calibration, show)?;
@@ -63,6 +87,31 @@ impl Quantize {
             self.out.display()
         );
         Ok(())
+    }
+
+    /// What the model's linear layers read while it reads `file`.
+    fn calibrate(&self, file: &Path) -> Result<Calibration> {
+        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        let name = match self.device {
+            Some(name) => name,
+            None => DeviceName::best()?,
+        };
+        let device = name.open()?.without_autodiff();
+        let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
+        let settings = GenerationConfig::read(&self.model, model.config())?;
+        let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
+        let tokens = tokenizer.encode(&text, true)?;
+        let options = CalibrationText {
+            length: self.calibration_length,
+            sequences: self.calibration_sequences,
+            products: self.method == Method::Gptq,
+        };
+        let mut bar = LayerBar::new("calibrate");
+        let found = calibrate(&model, &tokens, options, &mut |done, total| {
+            bar.show(done, total, "");
+        })?;
+        bar.finish();
+        Ok(found)
     }
 
     fn options(&self) -> Result<QuantizeOptions> {

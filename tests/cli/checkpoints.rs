@@ -173,6 +173,54 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
 }
 
 #[test]
+fn quantize_calibrates_on_a_text() {
+    let test = "quantize_calibrates_on_a_text";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let file = folder("quantize-calibration").join("text.txt");
+    fs::write(
+        &file,
+        "The quick brown fox jumps over the lazy dog. ".repeat(20),
+    )
+    .unwrap();
+    let out = absent("quantize-calibrated");
+    let out = out.to_str().unwrap();
+    let quantize = |more: &str, out: &str| {
+        let fixed = [
+            &model,
+            "--out",
+            out,
+            "--calibration",
+            file.to_str().unwrap(),
+        ];
+        nvfp4(
+            &format!("quantize --device flex --calibration-length 32 {more}"),
+            &fixed,
+        )
+    };
+    let text = succeeds(quantize("--scheme w4a4 --method gptq", out));
+    assert!(text.contains("compressed-tensors w4a4 by gptq"), "{text}");
+    assert!(!text.contains("E[x²] = 1"), "{text}");
+    let text = succeeds(nvfp4("inspect", &[out]));
+    assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");
+    let provenance = json(&Path::new(out).join("nvfp4_quantize.json"));
+    let tokens = provenance["calibration_tokens"].as_u64().unwrap();
+    assert!(tokens >= 32 && tokens.is_multiple_of(32), "{provenance}");
+
+    let other = absent("quantize-calibrated-badly");
+    let other = other.to_str().unwrap();
+    fails(
+        quantize("--calibration-sequences 0", other),
+        &["0 sequences of 32 tokens"],
+    );
+    fails(
+        nvfp4("quantize --scheme w4a4", &[&model, "--out", other]),
+        &["w4a4", "calibrate"],
+    );
+}
+
+#[test]
 fn generate_continues_a_prompt() {
     let test = "generate_continues_a_prompt";
     let Some(model) = golden(test, "llama3-tiny") else {

@@ -8,6 +8,8 @@ use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_atten
 use burn_nvfp4::nn::RmsNorm;
 
 use super::cache::{Chunk, KvCache};
+use super::names::Site;
+use super::observe::Observer;
 use super::positions::{Places, Tables, rotate};
 use super::projection::Projection;
 
@@ -37,6 +39,8 @@ pub(super) struct Call<'a> {
     pub tables: Tables,
     /// Where keys and values are kept; without it, sequences start at position 0.
     pub cache: Option<(&'a mut KvCache, Chunk)>,
+    /// Sees what linear layers read.
+    pub observer: Option<&'a mut dyn Observer>,
 }
 
 impl Attention {
@@ -49,7 +53,9 @@ impl Attention {
         call: &mut Call<'_>,
     ) -> Result<Tensor<3>> {
         let [batch, time, d_model] = x.dims();
-        let qkv = self.qkv.forward(x.reshape([batch * time, d_model]))?;
+        let x: Tensor<2> = x.reshape([batch * time, d_model]);
+        call.show(layer, Site::Qkv, &x, None)?;
+        let qkv = self.qkv.forward(x)?;
         let params = AttentionParams {
             window: self.window,
             ..AttentionParams::causal(self.head)
@@ -73,6 +79,7 @@ impl Attention {
                 flat(try_attention(q, k, v, &chunk.sequences, params)?)
             }
         };
+        call.show(layer, Site::Out, &mixed, None)?;
         let out = self.out.forward(mixed)?;
         Ok(out.reshape([batch, time, d_model]))
     }

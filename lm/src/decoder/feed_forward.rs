@@ -7,6 +7,8 @@ use burn::tensor::{FloatDType, Int, Tensor};
 use burn_nvfp4::functions::try_swiglu;
 use burn_nvfp4::nn::Routing;
 
+use super::attention::Call;
+use super::names::Site;
 use super::projection::{Experts, Projection};
 use crate::model::cast;
 
@@ -48,20 +50,27 @@ pub struct Moe {
 }
 
 impl FeedForward {
-    /// `[rows, d_model]` to the same, in the type of `x`.
-    pub(super) fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+    /// `[rows, d_model]` to the same, in the type of `x`, in the layer of number `index`.
+    pub(super) fn forward(
+        &self,
+        x: Tensor<2>,
+        index: usize,
+        call: &mut Call<'_>,
+    ) -> Result<Tensor<2>> {
         match self {
             Self::Dense(layer) => {
+                call.show(index, Site::GateUp, &x, None)?;
                 let hidden = try_swiglu(layer.gate_up.forward(x)?)?;
+                call.show(index, Site::Down, &hidden, None)?;
                 layer.down.forward(hidden)
             }
-            Self::Moe(layer) => layer.forward(x),
+            Self::Moe(layer) => layer.forward(x, index, call),
         }
     }
 }
 
 impl Moe {
-    fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+    fn forward(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         let [_, experts] = self.router.dims();
         let router = cast(self.router.val(), FloatDType::F32);
         let logits = cast(x.clone(), FloatDType::F32).matmul(router);
@@ -72,10 +81,11 @@ impl Moe {
             weights = weights.clone() / weights.sum_dim(1);
         }
         let routing = Routing::try_new(chosen, experts)?;
-        let hidden = self
-            .gate_up
-            .forward(routing.dispatch(x), routing.experts())?;
-        let results = self.down.forward(try_swiglu(hidden)?, routing.experts())?;
+        let (x, experts) = (routing.dispatch(x), routing.experts());
+        call.show(index, Site::GateUp, &x, Some(experts))?;
+        let hidden = try_swiglu(self.gate_up.forward(x, experts)?)?;
+        call.show(index, Site::Down, &hidden, Some(experts))?;
+        let results = self.down.forward(hidden, experts)?;
         Ok(routing.combine(results, weights))
     }
 }

@@ -6,6 +6,7 @@
 //! - [`projection`]: the linear layers, in one of the forms that a weight may have.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
+//! - [`observe`]: what the linear layers read.
 //! - [`generate`] and [`sampling`]: texts that go on with prompts.
 //!
 //! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
@@ -17,6 +18,7 @@ pub mod feed_forward;
 pub mod generate;
 pub mod load;
 pub mod names;
+pub mod observe;
 pub mod positions;
 pub mod projection;
 pub mod sampling;
@@ -82,7 +84,7 @@ impl DecoderLayer {
         let [batch, time, d_model] = x.dims();
         let y = self
             .feed_forward
-            .forward(x.reshape([batch * time, d_model]))?;
+            .forward(x.reshape([batch * time, d_model]), index, call)?;
         let pending = Some(y.reshape([batch, time, d_model]));
         Ok(ResidualStream { sum, pending })
     }
@@ -110,17 +112,14 @@ impl Decoder {
     /// # Errors
     /// When there is no token, or a type or device does not fit.
     pub fn features(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
-        let [batch, time] = tokens.dims();
-        ensure!(
-            batch * time > 0,
-            "`tokens` is [{batch}, {time}], but must have at least one token"
-        );
+        let [_, time] = check_tokens(&tokens)?;
         let tables = self.positions.tables(time, &tokens.device())?;
         self.run(
             tokens,
             Call {
                 tables,
                 cache: None,
+                observer: None,
             },
         )
     }
@@ -155,6 +154,7 @@ impl Decoder {
             Call {
                 tables,
                 cache: cached,
+                observer: None,
             },
         )?;
         cache.advance(counts);
@@ -207,6 +207,16 @@ impl Decoder {
         }
         Ok(self.norm.try_forward_stream(stream)?.1)
     }
+}
+
+/// The shape of `tokens`, of which there is at least one.
+fn check_tokens(tokens: &Tensor<2, Int>) -> Result<[usize; 2]> {
+    let [batch, time] = tokens.dims();
+    ensure!(
+        batch * time > 0,
+        "`tokens` is [{batch}, {time}], but must have at least one token"
+    );
+    Ok([batch, time])
 }
 
 #[cfg(all(test, feature = "flex"))]

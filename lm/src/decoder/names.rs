@@ -39,6 +39,41 @@ pub fn gate_up_down(family: Family) -> [&'static str; 3] {
     }
 }
 
+/// A place in a decoder layer where linear layers read one input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Site {
+    /// Queries, keys and values.
+    Qkv,
+    /// The projection behind attention.
+    Out,
+    /// Gate and up, of a dense feed-forward or of experts.
+    GateUp,
+    /// The projection behind them.
+    Down,
+}
+
+impl Site {
+    /// The name of a module that reads there, the first of several: of layer `index`, and of expert
+    /// `expert` where there are experts.
+    pub fn module(self, family: Family, index: usize, expert: Option<usize>) -> String {
+        let path = layer(index);
+        let [gate, _, down] = gate_up_down(match expert {
+            Some(_) => family,
+            None => Family::Llama,
+        });
+        let leaf = match self {
+            Self::Qkv => return format!("{path}self_attn.q_proj"),
+            Self::Out => return format!("{path}self_attn.o_proj"),
+            Self::GateUp => gate,
+            Self::Down => down,
+        };
+        match expert {
+            None => format!("{path}mlp.{leaf}"),
+            Some(expert) => format!("{path}{}.experts.{expert}.{leaf}", moe(family)),
+        }
+    }
+}
+
 /// Whether a tensor of this name is known to have no meaning: older tools saved the frequencies of
 /// rotary positions.
 pub fn is_ignored(name: &str) -> bool {

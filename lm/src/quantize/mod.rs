@@ -3,7 +3,8 @@
 //! - [`rules`]: the tools' own arithmetic.
 //! - [`block`]: the scale byte of one block: by its maximum, four over six, or search.
 //! - [`gptq`]: errors made up for by later columns; [`linalg`] has its factorizations.
-//! - [`stats`]: what calibration knows of a layer's input; [`calibrate`] collects it.
+//! - [`stats`]: what calibration knows of a layer's input; [`calibrate`] collects it, [`text`] from a
+//!   text that the model reads.
 //! - [`plan`]: which layers of a model are quantized, and which share a global scale.
 //! - [`folder`]: a model folder to a quantized one, layer by layer.
 
@@ -15,6 +16,7 @@ pub mod linalg;
 pub mod plan;
 pub mod rules;
 pub mod stats;
+pub mod text;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;

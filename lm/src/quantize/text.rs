@@ -1,0 +1,228 @@
+//! Calibration on text: the model reads it, and the inputs of its linear layers are counted.
+
+use anyhow::{Context, Result, ensure};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+
+use super::calibrate::Collector;
+use super::folder::Calibration;
+use crate::decoder::Decoder;
+use crate::decoder::names::expected;
+use crate::decoder::observe::{LinearInput, Observer};
+use crate::hf::Family;
+use crate::interchange::names::is_linear;
+
+/// How much of a text is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CalibrationText {
+    /// Tokens of a sequence: each is read on its own, from position 0.
+    pub length: usize,
+    /// At most so many sequences.
+    pub sequences: usize,
+    /// Whether the second moments E[x xᵀ] are kept, which GPTQ needs: 8 k² bytes for each input of k
+    /// features.
+    pub products: bool,
+}
+
+/// What `model`, in high precision, has as inputs of its linear layers while it reads `tokens`.
+/// `progress` is told of each sequence, of how many.
+///
+/// The tokens are cut into sequences, and what is left at the end is not read, unless it is all
+/// there is.
+///
+/// # Errors
+/// When there is no token, or a size is 0; when an input is not finite, by the name of the layer.
+pub fn calibrate(
+    model: &Decoder,
+    tokens: &[u32],
+    options: CalibrationText,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Calibration> {
+    let CalibrationText {
+        length,
+        sequences,
+        products,
+    } = options;
+    ensure!(
+        length > 0 && sequences > 0,
+        "calibration reads {sequences} sequences of {length} tokens, but both must be positive"
+    );
+    ensure!(!tokens.is_empty(), "the text of the calibration is empty");
+    let length = length.min(tokens.len());
+    let config = model.config();
+    let mut inputs = Inputs {
+        collector: Collector::new(products),
+        family: config.family,
+    };
+    let total = sequences.min(tokens.len() / length);
+    for (done, sequence) in tokens.chunks_exact(length).take(total).enumerate() {
+        progress(done, total);
+        let ids: Vec<i32> = sequence.iter().map(|&id| id as i32).collect();
+        let ids = TensorData::new(ids, [1, length]);
+        let ids = Tensor::<2, Int>::from_data(ids, &model.device());
+        model
+            .observed(ids, &mut inputs)
+            .with_context(|| format!("calibration, sequence {done}"))?;
+    }
+    let expected = expected(config);
+    let names = expected.iter().map(|tensor| tensor.name.as_str());
+    let modules = names.filter_map(|name| name.strip_suffix(".weight"));
+    Ok(inputs
+        .collector
+        .finish(modules.filter(|module| is_linear(module))))
+}
+
+/// The inputs of a model, by the names of its family.
+struct Inputs {
+    collector: Collector,
+    family: Family,
+}
+
+impl Observer for Inputs {
+    fn observe(&mut self, input: LinearInput<'_>) -> Result<()> {
+        let LinearInput {
+            layer,
+            site,
+            x,
+            experts,
+        } = input;
+        let [_, k] = x.dims();
+        let values = x.clone().into_data().convert_dtype(DType::F32);
+        let values = values.try_into_vec::<f32>();
+        let values =
+            values.map_err(|error| anyhow::anyhow!("an input of layer {layer}: {error:?}"))?;
+        let Some(experts) = experts else {
+            let module = site.module(self.family, layer, None);
+            return self.collector.observe(&module, k, &values);
+        };
+        let offsets = experts.offsets().clone().into_data();
+        let offsets: Vec<usize> = offsets
+            .iter::<i64>()
+            .map(|offset| offset as usize)
+            .collect();
+        for (expert, ends) in offsets.windows(2).enumerate() {
+            let own = &values[ends[0] * k..ends[1] * k];
+            if !own.is_empty() {
+                let module = site.module(self.family, layer, Some(expert));
+                self.collector.observe(&module, k, own)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use std::path::Path;
+
+    use burn::tensor::{Device, FloatDType};
+
+    use super::*;
+    use crate::hf::golden::golden;
+    use crate::hf::tensors::TensorFolder;
+    use crate::interchange::names::expert_projection;
+
+    const WHOLE: CalibrationText = CalibrationText {
+        length: 64,
+        sequences: 4,
+        products: false,
+    };
+
+    fn load(folder: &Path) -> Decoder {
+        Decoder::load(folder, &Device::flex(), FloatDType::F32).unwrap()
+    }
+
+    /// The text that Model Optimizer read, and the largest inputs that it saw, in bf16.
+    fn golden_calibration(folder: &Path) -> (Vec<u32>, Vec<(String, f32)>) {
+        let tensors = TensorFolder::open_file(&folder.join("calibration.safetensors")).unwrap();
+        let ids = tensors.get("calibration_input_ids").unwrap().bytes;
+        let ids = ids.chunks_exact(8);
+        let ids = ids.map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32);
+        let amax = tensors.iter().filter_map(|tensor| {
+            let module = tensor.name.strip_suffix("input_quantizer.amax")?;
+            Some((module.to_owned(), tensor.to_f32().unwrap()[0]))
+        });
+        (ids.collect(), amax.collect())
+    }
+
+    #[track_caller]
+    fn assert_near(found: f32, expected: f32, what: &str) {
+        // The tool's forward is in bf16: inputs, gate, up and their product are rounded, by up to
+        // 2^-8 each.
+        let error = (found - expected).abs() / expected;
+        assert!(error < 2f32.powi(-6), "{what}: {found}, not {expected}");
+    }
+
+    #[test]
+    fn inputs_of_a_dense_model_are_those_that_model_optimizer_saw() {
+        let (base, export) = (
+            golden!("llama3-tiny"),
+            golden!("llama3-tiny-modelopt-nvfp4"),
+        );
+        let (ids, expected) = golden_calibration(&export);
+        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        assert_eq!(expected.len(), 14);
+        assert_eq!(found.len(), 14);
+        for (module, amax) in expected {
+            let module = module.trim_end_matches('.');
+            assert_eq!(found[module].tokens(), 256);
+            assert_near(found[module].amax(), amax, module);
+        }
+    }
+
+    #[test]
+    fn inputs_of_experts_are_those_of_their_tokens() {
+        let base = golden!("qwen3moe-tiny");
+        let (ids, expected) = golden_calibration(&golden!("qwen3moe-tiny-modelopt-nvfp4"));
+        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let mut compared = 0;
+        for (module, amax) in expected {
+            let of_experts = |leaf: &str| {
+                let layer = module.split(".mlp.").next().unwrap();
+                let own = found.iter().filter(|(name, _)| {
+                    name.starts_with(&format!("{layer}.mlp.")) && name.ends_with(leaf)
+                });
+                let stats: Vec<_> = own.map(|(_, stats)| stats).collect();
+                assert!(stats.len() > 1);
+                // Each token goes to as many experts.
+                let tokens: u64 = stats.iter().map(|stats| stats.tokens()).sum();
+                assert_eq!(tokens % 256, 0);
+                stats.iter().map(|stats| stats.amax()).fold(0.0, f32::max)
+            };
+            let largest = match module.rsplit('.').next().unwrap() {
+                "down_proj_" => of_experts(".down_proj"),
+                "gate_up_proj_" => of_experts(".gate_proj"),
+                _ => found[module.trim_end_matches('.')].amax(),
+            };
+            assert_near(largest, amax, &module);
+            compared += 1;
+        }
+        assert_eq!(compared, 12);
+        assert!(
+            found
+                .keys()
+                .any(|module| expert_projection(module).is_some())
+        );
+    }
+
+    #[test]
+    fn a_text_is_cut_into_sequences() {
+        let model = load(&golden!("llama3-tiny"));
+        let ids: Vec<u32> = (0..50).collect();
+        let read = |length, sequences| {
+            let options = CalibrationText {
+                length,
+                sequences,
+                products: true,
+            };
+            let mut told = Vec::new();
+            let found = calibrate(&model, &ids, options, &mut |done, of| told.push((done, of)));
+            found.map(|found| (found["model.layers.1.mlp.down_proj"].tokens(), told))
+        };
+        assert_eq!(read(16, 9).unwrap(), (48, vec![(0, 3), (1, 3), (2, 3)]));
+        assert_eq!(read(16, 2).unwrap().0, 32);
+        assert_eq!(read(1000, 2).unwrap(), (50, vec![(0, 1)]));
+        for (length, sequences) in [(0, 1), (1, 0)] {
+            assert!(read(length, sequences).is_err());
+        }
+    }
+}
