@@ -25,8 +25,8 @@ const NONE: Expected = Expected {
     spills: Some(false),
 };
 
-/// Of rows that are loaded element by element: for sm_100a ptxas keeps a number that is used before and
-/// behind the loop on the stack.
+/// Of rows that are not whole blocks of 8: ptxas keeps some numbers that are used before and behind
+/// the loop on the stack, for sm_90a or for sm_100a, whichever number of rows is in flight.
 const ODD_ROWS: Expected = Expected {
     spills: None,
     ..NONE
@@ -102,9 +102,9 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             sum_runs_kernel,
             &tag,
-            match plan.elements {
-                true => ODD_ROWS,
-                false => NONE,
+            match plan.whole {
+                true => NONE,
+                false => ODD_ROWS,
             },
             wide,
             width,

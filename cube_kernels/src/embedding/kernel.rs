@@ -11,11 +11,8 @@ use crate::{
     reference::EMBEDDING_RUN,
 };
 
-/// Rows that are loaded before the first is added: four, or one of those that are loaded element by
-/// element, whose eight addresses a row do not fit in the registers of more.
-fn rows_in_flight(plan: RowPlan) -> usize {
-    if plan.whole { 4 } else { 1 }
-}
+/// Rows that are loaded before the first is added.
+const IN_FLIGHT: usize = 4;
 
 /// Sizes of a look-up.
 #[derive(CubeType, CubeLaunch)]
@@ -132,7 +129,6 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
 ) {
     let width = N::value();
     let vectors = comptime!(plan.vectors(width));
-    let in_flight = comptime!(rows_in_flight(plan));
     let cols = sorted.cols;
     let row_vectors = cols / comptime!(plan.per_scalar() * width);
     let out_width = M::value();
@@ -157,9 +153,9 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
         }
         let mut position = start;
         while position < end {
-            let mut loaded = Array::<Vector<F, N>>::new(comptime!(in_flight * vectors));
+            let mut loaded = Array::<Vector<F, N>>::new(comptime!(IN_FLIGHT * vectors));
             #[unroll]
-            for j in 0..in_flight {
+            for j in 0..IN_FLIGHT {
                 let token = sorted.order[min(position + j, end - 1usize)] as usize;
                 #[unroll]
                 for v in 0..vectors {
@@ -169,7 +165,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
                 }
             }
             #[unroll]
-            for j in 0..in_flight {
+            for j in 0..IN_FLIGHT {
                 let here = position + j;
                 if here < end {
                     let first = comptime!(j * vectors);
@@ -197,7 +193,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
                     }
                 }
             }
-            position += in_flight;
+            position += IN_FLIGHT;
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
