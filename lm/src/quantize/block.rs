@@ -64,7 +64,7 @@ impl BlockQuantizer {
         }
     }
 
-    /// The scale byte of `block`, whose squared errors count by `weights`: E[x²] of the inputs that
+    /// The scale byte of `block`, whose squared errors count by `weights`: `E[x²]` of the inputs that
     /// its elements multiply.
     pub fn scale_byte(&self, block: &[f32], weights: &[f32]) -> u8 {
         let amax = block_amax(block);

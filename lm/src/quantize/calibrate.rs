@@ -20,7 +20,7 @@ pub struct Collector {
 }
 
 impl Collector {
-    /// Of no inputs yet. `products` keeps the second moments E[x xᵀ] that GPTQ needs: 8 k² bytes
+    /// Of no inputs yet. `products` keeps the second moments `E[x xᵀ]` that GPTQ needs: 8 k² bytes
     /// for each input of k features.
     pub fn new(products: bool) -> Self {
         let inputs = BTreeMap::new();

@@ -1,6 +1,6 @@
 //! GPTQ: each column's rounding error is made up for by the columns after it.
 //!
-//! With H = E[x xᵀ] of the layer's input and H⁻¹ = Uᵀ U, quantizing column j of the weight with
+//! With H = `E[x xᵀ]` of the layer's input and H⁻¹ = Uᵀ U, quantizing column j of the weight with
 //! error e changes the output least if the columns m > j move by −e U(j, m) / U(j, j) (Frantar et
 //! al., arXiv 2210.17323). The scale of a block is found when its first column is reached, from the
 //! weights as they are then. Columns stay in their order.
@@ -24,7 +24,7 @@ const TILE: usize = 256;
 pub const DAMPING: f64 = 0.01;
 
 /// The codes and scale bytes of the weight `values` `[n, k]`, for inputs with the second moments
-/// `hessian` `[k, k]`. `weights` are E[x²], by which the search for block scales counts errors.
+/// `hessian` `[k, k]`. `weights` are `E[x²]`, by which the search for block scales counts errors.
 ///
 /// # Errors
 /// When the Hessian with its damping is not positive definite: it has values that are not finite.

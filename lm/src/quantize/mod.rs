@@ -37,7 +37,7 @@ pub enum Method {
     /// Each block's maximum becomes 6 or 4, whichever has the smaller error
     #[value(name = "4over6")]
     FourOverSix,
-    /// Each block's scale is the one of twelve with the smallest error, weighted by E[x²]
+    /// Each block's scale is the one of twelve with the smallest error, weighted by `E[x²]`
     Search,
     /// The same scales, and rounding errors made up for by later columns
     Gptq,
@@ -66,7 +66,7 @@ impl Method {
 /// Quantize the weight `values` `[n, k]` for readers of `dialect`.
 ///
 /// `amax` is the largest magnitude of the weight, or of all weights with which it shares its global
-/// scale. Errors count by E[x²] of `stats`, equally where there is none.
+/// scale. Errors count by `E[x²]` of `stats`, equally where there is none.
 ///
 /// # Errors
 /// When the shape or a value is wrong, when `stats` are of another width, and for

@@ -77,7 +77,7 @@ impl InputStats {
         self.amax
     }
 
-    /// E[x²] of each input feature; 1 each where no token was counted.
+    /// `E[x²]` of each input feature; 1 each where no token was counted.
     pub fn mean_squares(&self) -> Vec<f32> {
         match self.tokens {
             0 => vec![1.0; self.k],
@@ -88,7 +88,7 @@ impl InputStats {
         }
     }
 
-    /// E[x xᵀ] `[k, k]`, where the products were kept and a token was counted.
+    /// `E[x xᵀ]` `[k, k]`, where the products were kept and a token was counted.
     pub fn hessian(&self) -> Option<Vec<f64>> {
         let products = self.products.as_ref().filter(|_| self.tokens > 0)?;
         let (k, tokens) = (self.k, self.tokens as f64);

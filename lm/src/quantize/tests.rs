@@ -173,7 +173,7 @@ impl Layer {
         errors.map(|(a, b)| f64::from(*a) - f64::from(*b)).collect()
     }
 
-    /// Σ E[x²] e².
+    /// Σ `E[x²]` e².
     fn weighted(&self, errors: &[f64]) -> f64 {
         let weights = self.stats.mean_squares();
         let rows = errors.chunks(self.shape[1]);

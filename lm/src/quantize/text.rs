@@ -18,7 +18,7 @@ pub struct CalibrationText {
     pub length: usize,
     /// At most so many sequences.
     pub sequences: usize,
-    /// Whether the second moments E[x xᵀ] are kept, which GPTQ needs: 8 k² bytes for each input of k
+    /// Whether the second moments `E[x xᵀ]` are kept, which GPTQ needs: 8 k² bytes for each input of k
     /// features.
     pub products: bool,
 }
