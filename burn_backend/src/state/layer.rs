@@ -60,6 +60,10 @@ struct Offsets {
 
 /// What a step draws at while its further offset is in device memory: `base` and what the step has
 /// drawn, whichever step it is, so that a captured step has the arguments of every other.
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda")),
+    allow(dead_code, reason = "only devices with graphs pin offsets")
+)]
 #[derive(Debug, Clone, Copy)]
 struct Pinned {
     base: u64,
@@ -191,47 +195,6 @@ impl LayerState {
         }
     }
 
-    /// The offsets of later steps are those of the next one plus what is in device memory, until
-    /// [`unpin`](Self::unpin).
-    pub(crate) fn pin(&self) {
-        let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
-        offsets.pinned = Some(Pinned {
-            base: count,
-            step: count,
-        });
-    }
-
-    /// A step begins.
-    pub(crate) fn begin_step(&self) {
-        let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
-        if let Some(pinned) = &mut offsets.pinned {
-            pinned.step = count;
-        }
-    }
-
-    /// Forwards of the step that began last.
-    pub(crate) fn drawn(&self) -> u64 {
-        let offsets = self.offsets();
-        let count = offsets.of(self.rank);
-        offsets.pinned.map_or(0, |pinned| count - pinned.step)
-    }
-
-    /// A replay drew `forwards` times, and changed the weight behind the cache's back.
-    pub(crate) fn replayed(&self, forwards: u64) {
-        let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
-        offsets.next.insert(self.rank, count + forwards);
-        drop(offsets);
-        self.shared.weights.clear();
-    }
-
-    /// Offsets are counts again.
-    pub(crate) fn unpin(&self) {
-        self.offsets().pinned = None;
-    }
-
     fn offsets(&self) -> MutexGuard<'_, Offsets> {
         self.shared
             .offsets
@@ -313,6 +276,54 @@ impl LayerState {
 
     pub(crate) fn set_probe(&self, probe: Option<Probe>) {
         *self.shared.probe.lock().expect("no panic while it is held") = probe;
+    }
+}
+
+/// While a part of the offset is in device memory.
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda")),
+    allow(dead_code, reason = "only devices with graphs pin offsets")
+)]
+impl LayerState {
+    /// The offsets of later steps are those of the next one plus what is in device memory, until
+    /// [`unpin`](Self::unpin).
+    pub(crate) fn pin(&self) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.pinned = Some(Pinned {
+            base: count,
+            step: count,
+        });
+    }
+
+    /// A step begins.
+    pub(crate) fn begin_step(&self) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        if let Some(pinned) = &mut offsets.pinned {
+            pinned.step = count;
+        }
+    }
+
+    /// Forwards of the step that began last.
+    pub(crate) fn drawn(&self) -> u64 {
+        let offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.pinned.map_or(0, |pinned| count - pinned.step)
+    }
+
+    /// A replay drew `forwards` times, and changed the weight behind the cache's back.
+    pub(crate) fn replayed(&self, forwards: u64) {
+        let mut offsets = self.offsets();
+        let count = offsets.of(self.rank);
+        offsets.next.insert(self.rank, count + forwards);
+        drop(offsets);
+        self.shared.weights.clear();
+    }
+
+    /// Offsets are counts again.
+    pub(crate) fn unpin(&self) {
+        self.offsets().pinned = None;
     }
 }
 
