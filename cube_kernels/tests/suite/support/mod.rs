@@ -26,6 +26,7 @@ pub mod nvrtc;
 pub mod sources;
 
 /// Whether this run leaves nothing out: `cargo xtask test --full`.
+#[cfg(feature = "cube")]
 pub fn is_full() -> bool {
     std::env::var_os("NVFP4_TEST_FULL").is_some()
 }
