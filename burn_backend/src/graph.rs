@@ -20,13 +20,14 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use burn_core::backend::{Backend, BackendGraph, Dispatch};
+use burn_core::backend::{Backend, BackendGraph, Dispatch, DispatchDevice};
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::ops::graph::GraphOps;
 use crate::state::{FoundLayer, layers};
+use crate::validate;
 
 /// Ordinary steps before the captured one: allocations, tuning and what fusion finds out have settled
 /// by then. Burn's `capture` takes as many.
@@ -68,7 +69,7 @@ impl GraphSteps {
     /// On Flex, and while other steps on the device are captured or replayed: it has one offset.
     pub fn begin<M: Module>(model: &M, device: &Device) -> Result<Self, Nvfp4Error> {
         let device = device.clone().without_autodiff();
-        refuse_flex(&device)?;
+        cubecl_only(&device)?;
         let busy = Busy::new(&device)?;
         let layers = layers(model);
         let offset = Tensor::<1, Int>::zeros([2], (&device, DType::U32));
@@ -181,29 +182,28 @@ impl Drop for GraphSteps {
     }
 }
 
-/// The devices that have a [`GraphSteps`], by their texts.
-static BUSY: Mutex<Vec<String>> = Mutex::new(Vec::new());
+/// The devices that have a [`GraphSteps`].
+static BUSY: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
 /// The entry of one of them.
-struct Busy(String);
+struct Busy(Device);
 
 impl Busy {
     fn new(device: &Device) -> Result<Self, Nvfp4Error> {
-        let name = format!("{device:?}");
         let mut busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
-        if busy.contains(&name) {
-            let found = format!("{name}, which has the steps of another graph");
+        if busy.contains(device) {
+            let found = format!("{device:?}, which has the steps of another graph");
             return Err(Nvfp4Error::value("device", found, "one without"));
         }
-        busy.push(name.clone());
-        Ok(Self(name))
+        busy.push(device.clone());
+        Ok(Self(device.clone()))
     }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
         let mut busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
-        busy.retain(|name| *name != self.0);
+        busy.retain(|device| *device != self.0);
     }
 }
 
@@ -216,28 +216,33 @@ pub fn copy_into<const D: usize>(
     out: Tensor<D, Int>,
     from: Tensor<D, Int>,
 ) -> Result<Tensor<D, Int>, Nvfp4Error> {
-    refuse_flex(&out.device())?;
-    let of = |tensor: &Tensor<D, Int>| {
-        format!(
-            "{:?} {:?} on {:?}",
-            tensor.dims(),
-            tensor.dtype(),
-            tensor.device()
-        )
-    };
-    let [found, expected] = [of(&from), of(&out)];
-    if found != expected {
-        return Err(Nvfp4Error::value("from", found, expected));
+    let (device, of_from) = (
+        out.device().without_autodiff(),
+        from.device().without_autodiff(),
+    );
+    cubecl_only(&device)?;
+    validate::same_device(("out", &device), ("from", &of_from))?;
+    validate::shape("from", from.dims(), out.dims(), || "that of `out`".into())?;
+    if from.dtype() != out.dtype() {
+        return Err(Nvfp4Error::DType {
+            argument: "from",
+            found: format!("{:?}", from.dtype()),
+            expected: format!("{:?}, that of `out`", out.dtype()),
+        });
     }
     let made = Dispatch::nvfp4_copy_into(out.into_dispatch(), from.into_dispatch());
     Ok(Tensor::from_dispatch(made))
 }
 
-fn refuse_flex(device: &Device) -> Result<(), Nvfp4Error> {
-    let name = format!("{device:?}");
-    match name.contains("Flex") {
-        true => Err(Nvfp4Error::value("device", name, "a CUDA GPU")),
-        false => Ok(()),
+/// Only the backends of CubeCL have memory that stays where it is.
+fn cubecl_only(device: &Device) -> Result<(), Nvfp4Error> {
+    match device.as_dispatch() {
+        DispatchDevice::Cube(_) => Ok(()),
+        other => Err(Nvfp4Error::Device {
+            argument: "device",
+            found: format!("{other:?}"),
+            expected: "a CUDA GPU".into(),
+        }),
     }
 }
 

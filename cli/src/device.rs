@@ -45,6 +45,11 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceName {
+    /// The one that was asked for, else [`best`](Self::best).
+    pub(crate) fn or_best(asked: Option<Self>) -> Result<Self> {
+        asked.map_or_else(Self::best, Ok)
+    }
+
     /// The first GPU if there is one, else the CPU.
     pub(crate) fn best() -> Result<Self> {
         if cuda_count() > 0 {

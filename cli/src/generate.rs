@@ -61,10 +61,7 @@ enum ComputeType {
 
 impl Generate {
     pub(crate) fn run(self) -> Result<()> {
-        let name = match self.device {
-            Some(name) => name,
-            None => DeviceName::best()?,
-        };
+        let name = DeviceName::or_best(self.device)?;
         let dtype = match (self.dtype, name) {
             (Some(ComputeType::Bf16), _) | (None, DeviceName::Cuda(_)) => FloatDType::BF16,
             (Some(ComputeType::F32), _) | (None, _) => FloatDType::F32,

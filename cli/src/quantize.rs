@@ -92,11 +92,7 @@ impl Quantize {
     /// What the model's linear layers read while it reads `file`.
     fn calibrate(&self, file: &Path) -> Result<Calibration> {
         let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
-        let name = match self.device {
-            Some(name) => name,
-            None => DeviceName::best()?,
-        };
-        let device = name.open()?.without_autodiff();
+        let device = DeviceName::or_best(self.device)?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;

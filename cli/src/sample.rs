@@ -43,11 +43,7 @@ pub(crate) struct Sample {
 impl Sample {
     pub(crate) fn run(self) -> Result<()> {
         let path = resolve(&self.checkpoint)?;
-        let device = match self.device {
-            Some(name) => name,
-            None => DeviceName::best()?,
-        };
-        let device = device.open()?;
+        let device = DeviceName::or_best(self.device)?.open()?;
         let checkpoint = Checkpoint::load(&path)?;
         let wrong = || format!("cannot use checkpoint {}", path.display());
         if checkpoint.state.config.decorate.is_some() {

@@ -92,6 +92,14 @@ pub struct Expected {
 }
 
 impl Expected {
+    /// No conversion to 4 or 8 bits, and no spilled registers.
+    pub const NONE: Self = Self {
+        e2m1_rn: Some(false),
+        e2m1_rs: None,
+        e4m3: Some(false),
+        spills: Some(false),
+    };
+
     /// Whether a conversion is expected, or excluded.
     pub fn converts(&self) -> bool {
         self.e2m1_rn.is_some() || self.e2m1_rs.is_some() || self.e4m3.is_some()

@@ -29,7 +29,7 @@ pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
-pub use routing::Routing;
+pub use routing::{Routing, most_probable};
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
 

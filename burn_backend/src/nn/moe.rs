@@ -11,7 +11,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
-    rows,
+    most_probable, rows,
 };
 use crate::experts::check_experts;
 use crate::functions::{or_panic, try_swiglu};
@@ -252,21 +252,6 @@ impl Nvfp4Moe {
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }
-}
-
-/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the
-/// largest first: `[tokens, count]`. All of them come in their own order.
-///
-/// It computes only the indices: for the values, or under autodiff, Burn reads the probabilities
-/// back and sorts them on the host, and the device waits. Burn's kernel leaves out at least one
-/// expert.
-fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
-    let [tokens, experts] = probabilities.dims();
-    if count == experts {
-        let all = Tensor::<1, Int>::arange(0..experts as i64, &probabilities.device());
-        return all.reshape([1, experts]).expand([tokens, experts]);
-    }
-    probabilities.detach().argtopk(count, 1)
 }
 
 /// A power of two, at most `2^log`, that divides `rows`.

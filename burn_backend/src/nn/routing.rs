@@ -37,6 +37,21 @@ fn running_sums(x: Tensor<2, Int>) -> Tensor<2, Int> {
         .narrow(0, 0, rows)
 }
 
+/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`), the
+/// largest first: `[tokens, count]`. All of them come in their own order.
+///
+/// It computes only the indices: for the values, or under autodiff, Burn reads the probabilities
+/// back and sorts them on the host, and the device waits. Burn's kernel leaves out at least one
+/// expert.
+pub fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
+    let [tokens, experts] = probabilities.dims();
+    if count == experts {
+        let all = Tensor::<1, Int>::arange(0..experts as i64, &probabilities.device());
+        return all.reshape([1, experts]).expand([tokens, experts]);
+    }
+    probabilities.detach().argtopk(count, 1)
+}
+
 /// The expert of each choice of each token, sorted by expert: dispatch and combine.
 ///
 /// Every token is sent to each expert that it chose, however many chose the same (no capacity, no

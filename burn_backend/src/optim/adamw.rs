@@ -10,7 +10,7 @@ use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::clip::clip_factor;
-use super::config::{AdamWConfig, learning_rate};
+use super::config::{AdamWConfig, MomentType, learning_rate};
 use super::schedule::Schedule;
 use crate::ops::MaybeTensor;
 use crate::ops::optimizer::{
@@ -27,6 +27,83 @@ pub struct ParameterMoments {
     pub second: Tensor<1>,
     /// The parameter in `f32`, if it is not `f32` itself.
     pub weight: Option<Tensor<1>>,
+}
+
+impl ParameterMoments {
+    /// Before the first step of a parameter of `elements`, with moments of type `moment`.
+    pub(super) fn zeros(elements: usize, moment: MomentType, device: &Device) -> Self {
+        let zeros = || Tensor::zeros([elements], (device, DType::from(moment.dtype())));
+        Self {
+            first: zeros(),
+            second: zeros(),
+            weight: None,
+        }
+    }
+
+    /// The state of `parameter` as a step takes it: its `weight` is the tensor in `f32` that takes
+    /// the steps, which is the parameter itself or its own; `copy` is the parameter where it is
+    /// rounded from that.
+    pub(super) fn into_state<const D: usize>(
+        self,
+        parameter: Tensor<D>,
+        decay: f64,
+        key: [u32; 2],
+    ) -> ParameterState<Dispatch> {
+        let (weight, copy) = match parameter.dtype() {
+            DType::F32 => (parameter.into_dispatch(), MaybeTensor::Absent),
+            _ => {
+                let flat = || {
+                    let wide = parameter.clone().cast(FloatDType::F32);
+                    wide.reshape([parameter.shape().num_elements()])
+                };
+                let own = self.weight.unwrap_or_else(flat);
+                let copy = MaybeTensor::Present(parameter.into_dispatch());
+                (own.into_dispatch(), copy)
+            }
+        };
+        ParameterState {
+            weight,
+            first: self.first.into_dispatch(),
+            second: self.second.into_dispatch(),
+            copy,
+            decay: decay as f32,
+            key,
+        }
+    }
+
+    /// The parameter after a step, and what is kept of it.
+    pub(super) fn from_state<const D: usize>(state: ParameterState<Dispatch>) -> (Tensor<D>, Self) {
+        let (parameter, weight) = match state.copy {
+            MaybeTensor::Absent => (state.weight, None),
+            MaybeTensor::Present(copy) => (copy, Some(Tensor::from_dispatch(state.weight))),
+        };
+        let moments = Self {
+            first: Tensor::from_dispatch(state.first),
+            second: Tensor::from_dispatch(state.second),
+            weight,
+        };
+        (Tensor::from_dispatch(parameter), moments)
+    }
+}
+
+/// Fails unless `tensor`, a part of a parameter's state, has `elements` and type `dtype`.
+pub(super) fn check_part(
+    name: &'static str,
+    tensor: &Tensor<1>,
+    elements: usize,
+    dtype: DType,
+) -> Result<(), Nvfp4Error> {
+    validate::shape(name, tensor.dims(), [elements], || {
+        "that of the state's first tensor".into()
+    })?;
+    match tensor.dtype() == dtype {
+        true => Ok(()),
+        false => Err(Nvfp4Error::DType {
+            argument: name,
+            found: format!("{:?}", tensor.dtype()),
+            expected: format!("{dtype:?}"),
+        }),
+    }
 }
 
 /// AdamW with decoupled decay, and with its state.
@@ -80,32 +157,20 @@ impl AdamW {
     /// Goes on from this state, taken after `time` steps.
     ///
     /// # Errors
-    /// When the moments of a parameter have another type than the configuration says, or its
-    /// tensors have different lengths.
+    /// When the tensors of a parameter have different lengths, or other types than the
+    /// configuration says; `weight` is `f32`.
     pub fn restore(
         &mut self,
         time: u64,
         moments: BTreeMap<u64, ParameterMoments>,
     ) -> Result<(), Nvfp4Error> {
-        let expected = DType::from(self.config.moments.dtype());
+        let moment = DType::from(self.config.moments.dtype());
         for state in moments.values() {
-            let parts = [("first", &state.first), ("second", &state.second)];
-            for (name, tensor) in parts {
-                validate::shape(name, tensor.dims(), state.first.dims(), || {
-                    "that of the first moment".into()
-                })?;
-                if tensor.dtype() != expected {
-                    return Err(Nvfp4Error::DType {
-                        argument: name,
-                        found: format!("{:?}", tensor.dtype()),
-                        expected: format!("{expected:?}, as configured"),
-                    });
-                }
-            }
+            let [elements] = state.first.dims();
+            check_part("first", &state.first, elements, moment)?;
+            check_part("second", &state.second, elements, moment)?;
             if let Some(weight) = &state.weight {
-                validate::shape("weight", weight.dims(), state.first.dims(), || {
-                    "that of the first moment".into()
-                })?;
+                check_part("weight", weight, elements, DType::F32)?;
             }
         }
         self.time = time;
@@ -244,25 +309,6 @@ impl Tracking {
     }
 }
 
-/// The tensor in `f32` that takes a parameter's steps, which is the parameter itself or `own`, and
-/// the parameter where it is a rounded copy of that.
-pub(super) fn split<const D: usize>(
-    parameter: Tensor<D>,
-    own: Option<Tensor<1>>,
-) -> (FloatTensor<Dispatch>, MaybeTensor<Dispatch>) {
-    if parameter.dtype() == DType::F32 {
-        return (parameter.into_dispatch(), MaybeTensor::Absent);
-    }
-    let elements = parameter.shape().num_elements();
-    let flat = || {
-        let wide = parameter.clone().cast(FloatDType::F32);
-        wide.reshape([elements])
-    };
-    let own = own.unwrap_or_else(flat);
-    let parameter = MaybeTensor::Present(parameter.into_dispatch());
-    (own.into_dispatch(), parameter)
-}
-
 /// Looks for what would fail, before anything is taken.
 pub(super) struct Check<'a> {
     /// How many elements the state of a parameter has.
@@ -357,24 +403,13 @@ impl ModuleMapper for Take<'_> {
         let weight = weight.without_autodiff();
         let device = weight.device();
         let shape = weight.shape();
-        let elements = shape.num_elements();
-        let moment = self.optimizer.config.moments.dtype();
-        let zeros = || Tensor::<1>::zeros([elements], (&device, DType::from(moment)));
-        let (first, second, own) = match self.optimizer.moments.remove(&id.val()) {
-            Some(moments) => (moments.first, moments.second, moments.weight),
-            None => (zeros(), zeros(), None),
-        };
-        let (weight, copy) = split(weight, own);
         let config = &self.optimizer.config;
-        let path = self.path.join(".");
-        let state = ParameterState {
-            weight,
-            first: first.into_dispatch(),
-            second: second.into_dispatch(),
-            copy,
-            decay: config.decay(id, &path, D) as f32,
-            key: config.key(id),
-        };
+        let moments = self.optimizer.moments.remove(&id.val());
+        let moments = moments.unwrap_or_else(|| {
+            ParameterMoments::zeros(shape.num_elements(), config.moments, &device)
+        });
+        let decay = config.decay(id, &self.path.join("."), D);
+        let state = moments.into_state(weight, decay, config.key(id));
         self.taken.push_back(Some(Taken {
             id,
             gradient: Some(gradient.into_dispatch()),
@@ -407,17 +442,8 @@ impl ModuleMapper for Give<'_> {
         else {
             return param;
         };
-        let (weight, own) = match state.copy {
-            MaybeTensor::Absent => (state.weight, None),
-            MaybeTensor::Present(copy) => (copy, Some(Tensor::from_dispatch(state.weight))),
-        };
-        let moments = ParameterMoments {
-            first: Tensor::from_dispatch(state.first),
-            second: Tensor::from_dispatch(state.second),
-            weight: own,
-        };
+        let (weight, moments) = ParameterMoments::from_state::<D>(state);
         self.optimizer.moments.insert(id.val(), moments);
-        let weight = Tensor::<D>::from_dispatch(weight);
         let weight = tracked.restore(weight, id);
         let mapper = mapper.downcast::<ParamMapper<Tensor<D>>>();
         let mapper = mapper.expect("modules are traversed in the same order");

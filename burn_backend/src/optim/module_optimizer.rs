@@ -4,17 +4,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
-use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_core::tensor::{Device, Int, Tensor, TensorData};
 use burn_optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
 
-use super::adamw::split;
+use super::adamw::ParameterMoments;
 use super::config::{AdamWConfig, learning_rate};
 use super::schedule::Schedule;
 use crate::functions::or_panic;
 use crate::ops::MaybeTensor;
-use crate::ops::optimizer::{
-    AdamWBatch, AdamWOptions, GradientBatch, OptimizerOps, ParameterState,
-};
+use crate::ops::optimizer::{AdamWBatch, AdamWOptions, GradientBatch, OptimizerOps};
 use crate::validate;
 
 /// An optimizer in which each parameter of `model` is a group of its own: Burn tells an `Optimizer`
@@ -120,11 +118,7 @@ struct OneState {
     reason = "one a parameter, and the larger one is the usual one"
 )]
 enum Stored {
-    OnDevice {
-        first: Tensor<1>,
-        second: Tensor<1>,
-        weight: Option<Tensor<1>>,
-    },
+    OnDevice(ParameterMoments),
     OnHost {
         first: TensorData,
         second: TensorData,
@@ -145,14 +139,10 @@ impl RecordState for OneState {
                 second,
                 weight,
             } => (first, second, weight),
-            Stored::OnDevice {
-                first,
-                second,
-                weight,
-            } => (
-                first.into_data(),
-                second.into_data(),
-                weight.map(Tensor::into_data),
+            Stored::OnDevice(moments) => (
+                moments.first.into_data(),
+                moments.second.into_data(),
+                moments.weight.map(Tensor::into_data),
             ),
         };
         out.push_tensor(prefix, FIRST, first);
@@ -189,34 +179,22 @@ impl Optimizer for OneParameter {
         or_panic("AdamW", validate::operand("parameter", &tensor));
         or_panic("AdamW", validate::operand("gradient", &grad));
         let device = tensor.device();
-        let (time, stored) = match state {
-            Some(state) => (state.time + 1, Some(state.tensors.on_device(&device))),
-            None => (1, None),
-        };
         let elements = tensor.shape().num_elements();
-        let (first, second, own) = match stored {
-            Some((first, second, own)) => {
+        let (time, moments) = match state {
+            Some(state) => {
+                let moments = state.tensors.on_device(&device);
                 let expected = || "the elements of the parameter".into();
-                let found = validate::shape("state", first.dims(), [elements], expected);
+                let found = validate::shape("state", moments.first.dims(), [elements], expected);
                 or_panic("AdamW", found);
-                (first, second, own)
+                (state.time + 1, moments)
             }
             None => {
-                let dtype = DType::from(self.config.moments.dtype());
-                let zeros = || Tensor::zeros([elements], (&device, dtype));
-                (zeros(), zeros(), None)
+                let zeros = ParameterMoments::zeros(elements, self.config.moments, &device);
+                (1, zeros)
             }
         };
         let decay = self.decay.unwrap_or(self.config.decay_by_axes(D));
-        let (weight, copy) = split(tensor, own);
-        let parameter = ParameterState {
-            weight,
-            first: first.into_dispatch(),
-            second: second.into_dispatch(),
-            copy,
-            decay: decay as f32,
-            key: self.key,
-        };
+        let parameter = moments.into_state(tensor, decay, self.key);
         let schedule = {
             let mut schedule = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
             schedule.at(&self.config, lr, time, &device)
@@ -233,46 +211,31 @@ impl Optimizer for OneParameter {
         )
         .into_parts();
         let made = made.into_iter().next().expect("one parameter went in");
-        let (tensor, weight) = match made.copy {
-            MaybeTensor::Absent => (made.weight, None),
-            MaybeTensor::Present(copy) => (copy, Some(Tensor::from_dispatch(made.weight))),
-        };
-        let tensors = Stored::OnDevice {
-            first: Tensor::from_dispatch(made.first),
-            second: Tensor::from_dispatch(made.second),
-            weight,
-        };
-        (
-            Tensor::from_dispatch(tensor),
-            Some(OneState { time, tensors }),
-        )
+        let (tensor, moments) = ParameterMoments::from_state(made);
+        let tensors = Stored::OnDevice(moments);
+        (tensor, Some(OneState { time, tensors }))
     }
 
     fn to_device<const D: usize>(state: OneState, device: &Device) -> OneState {
-        let (first, second, weight) = state.tensors.on_device(device);
-        let tensors = Stored::OnDevice {
-            first,
-            second,
-            weight,
-        };
+        let tensors = Stored::OnDevice(state.tensors.on_device(device));
         OneState { tensors, ..state }
     }
 }
 
 impl Stored {
-    /// Both moments and the `f32` weight on `device`.
-    fn on_device(self, device: &Device) -> (Tensor<1>, Tensor<1>, Option<Tensor<1>>) {
+    /// The tensors on `device`.
+    fn on_device(self, device: &Device) -> ParameterMoments {
         match self {
-            Self::OnDevice {
-                first,
-                second,
-                weight,
-            } => {
+            Self::OnDevice(moments) => {
                 let to = |tensor: Tensor<1>| match tensor.device() == *device {
                     true => tensor,
                     false => tensor.to_device(device),
                 };
-                (to(first), to(second), weight.map(to))
+                ParameterMoments {
+                    first: to(moments.first),
+                    second: to(moments.second),
+                    weight: moments.weight.map(to),
+                }
             }
             Self::OnHost {
                 first,
@@ -283,7 +246,11 @@ impl Stored {
                     let dtype = data.dtype();
                     Tensor::from_data(data, (device, dtype))
                 };
-                (up(first), up(second), weight.map(up))
+                ParameterMoments {
+                    first: up(first),
+                    second: up(second),
+                    weight: weight.map(up),
+                }
             }
         }
     }

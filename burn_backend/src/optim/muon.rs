@@ -5,14 +5,14 @@
 //! <https://kellerjordan.github.io/posts/muon/>. The scales are theirs and those of Liu et al.,
 //! "Muon is scalable for LLM training" (arXiv 2502.16982).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup, ParamId};
+use burn_core::module::{Module, ModuleMapper, Param, ParamGroup, ParamId};
 use burn_core::tensor::{DType, FloatDType, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
 
-use super::adamw::{AdamW, Check, ParameterMoments, Tracking};
+use super::adamw::{AdamW, Check, ParameterMoments, Tracking, check_part};
 use super::config::{AdamWConfig, in_range, learning_rate, not_negative, positive};
 
 /// Added to the norm of a matrix, which may be zero.
@@ -242,20 +242,10 @@ impl Muon {
         moments: BTreeMap<u64, ParameterMoments>,
     ) -> Result<(), Nvfp4Error> {
         for state in states.values() {
-            let tensors = [("momentum", Some(&state.momentum))];
-            let weight = [("weight", state.weight.as_ref())];
-            for (name, tensor) in tensors.into_iter().chain(weight) {
-                let Some(tensor) = tensor else { continue };
-                crate::validate::shape(name, tensor.dims(), state.momentum.dims(), || {
-                    "that of the momentum".into()
-                })?;
-                if tensor.dtype() != DType::F32 {
-                    return Err(Nvfp4Error::DType {
-                        argument: name,
-                        found: format!("{:?}", tensor.dtype()),
-                        expected: "F32".into(),
-                    });
-                }
+            let [elements] = state.momentum.dims();
+            check_part("momentum", &state.momentum, elements, DType::F32)?;
+            if let Some(weight) = &state.weight {
+                check_part("weight", weight, elements, DType::F32)?;
             }
         }
         self.adamw.restore(adamw_time, moments)?;
@@ -282,15 +272,9 @@ impl Muon {
             of_muon.or_else(|| self.adamw.elements(id))
         };
         Check::new(&elements, &gradients).run(&model)?;
-        let mut matrices = Matrices {
-            config: &self.config,
-            path: Vec::new(),
-            found: BTreeSet::new(),
-        };
-        model.visit(&mut matrices);
         let mut step = Step {
-            found: matrices.found,
             optimizer: self,
+            path: Vec::new(),
             lr,
             gradients,
             any: false,
@@ -359,14 +343,16 @@ impl Muon {
     }
 }
 
-/// Finds the parameters that Muon takes.
-struct Matrices<'a> {
-    config: &'a MuonConfig,
+/// Updates the parameters that Muon takes.
+struct Step<'a> {
+    optimizer: &'a mut Muon,
     path: Vec<String>,
-    found: BTreeSet<u64>,
+    lr: f64,
+    gradients: GradientsParams,
+    any: bool,
 }
 
-impl ModuleVisitor for Matrices<'_> {
+impl ModuleMapper for Step<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_string());
     }
@@ -375,25 +361,9 @@ impl ModuleVisitor for Matrices<'_> {
         self.path.pop();
     }
 
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.config.takes(param.id, &self.path.join("."), D) {
-            self.found.insert(param.id.val());
-        }
-    }
-}
-
-/// Updates the parameters that Muon takes.
-struct Step<'a> {
-    optimizer: &'a mut Muon,
-    found: BTreeSet<u64>,
-    lr: f64,
-    gradients: GradientsParams,
-    any: bool,
-}
-
-impl ModuleMapper for Step<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !self.found.contains(&param.id.val()) {
+        let config = &self.optimizer.config;
+        if !config.takes(param.id, &self.path.join("."), D) {
             return param;
         }
         let Some(gradient) = self.gradients.remove::<D>(param.id) else {

@@ -2,6 +2,7 @@
 
 use cubecl::server::Handle;
 use nvfp4_kernels::{
+    graph,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     reference::{AdamWParams, AdamWSchedule},
     tensor::FloatKind,
@@ -26,7 +27,7 @@ pub fn adamw(section: &mut Section<'_>) {
     let total = (PARAMETERS * ELEMENTS) as f64;
     let words = AdamWSchedule::new(&PARAMS, 1e-6, 1).words();
     let schedule = client.empty(16);
-    optimizer::set_words(&client, &schedule, words).unwrap();
+    graph::set_words(&client, &schedule, words).unwrap();
     let source = client.empty(4 * ELEMENTS);
     section.copy(4 * ELEMENTS, |_| &source);
     let (f32, bf16) = (FloatKind::F32, FloatKind::Bf16);

@@ -9,14 +9,6 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
-
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -32,7 +24,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 swiglu_elements_kernel,
                 &tag,
-                NONE,
+                Expected::NONE,
                 address,
                 b(64),
                 b(64),
@@ -55,7 +47,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     device,
                     gelu_kernel,
                     format!("{tag}-{gelu:?}-{whole}"),
-                    NONE,
+                    Expected::NONE,
                     address,
                     width,
                     b(64),

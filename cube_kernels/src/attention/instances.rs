@@ -20,14 +20,6 @@ use crate::{
 const TOKENS: usize = 64;
 const LEN: usize = 1 << 14;
 
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
-
 const KINDS: [FloatKind; 3] = [FloatKind::F32, FloatKind::F16, FloatKind::Bf16];
 
 /// All instances that `device` uses.
@@ -62,7 +54,7 @@ fn rope(device: &DummyDevice, kind: FloatKind, address: AddressType, width: usiz
         device,
         rope_kernel,
         format!("{kind:?}-{address:?}-{width}"),
-        NONE,
+        Expected::NONE,
         address,
         width,
         b(),
@@ -85,7 +77,7 @@ fn delta(device: &DummyDevice, kind: FloatKind, address: AddressType, width: usi
         device,
         delta_kernel,
         format!("{kind:?}-{address:?}-{width}"),
-        NONE,
+        Expected::NONE,
         address,
         width,
         b(),
@@ -156,7 +148,7 @@ fn scalar(
         device,
         scalar_forward_kernel,
         &tag,
-        NONE,
+        Expected::NONE,
         address,
         view!(),
         view!(),
@@ -171,7 +163,7 @@ fn scalar(
         device,
         scalar_dq_kernel,
         &tag,
-        NONE,
+        Expected::NONE,
         address,
         operands!(),
         problem(),
@@ -183,7 +175,7 @@ fn scalar(
         device,
         scalar_dkdv_kernel,
         &tag,
-        NONE,
+        Expected::NONE,
         address,
         operands!(),
         problem(),

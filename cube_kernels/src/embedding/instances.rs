@@ -17,19 +17,11 @@ const TOKENS: usize = 256;
 const VOCAB: usize = 256;
 const COLS: usize = 256;
 
-/// No conversion to 4 or 8 bits, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
-
 /// Of rows that are not whole blocks of 8: ptxas keeps some numbers that are used before and behind
 /// the loop on the stack, for sm_90a or for sm_100a, whichever number of rows is in flight.
 const ODD_ROWS: Expected = Expected {
     spills: None,
-    ..NONE
+    ..Expected::NONE
 };
 
 /// Rows as kernels load them: whole blocks, whole words, elements.
@@ -57,21 +49,29 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             count_digits_kernel,
             "",
-            NONE,
+            Expected::NONE,
             b(TOKENS),
             b(TOKENS),
             TOKENS,
             256,
             8
         ),
-        instance!(device, scan_kernel, "", NONE, b(TOKENS), TOKENS, 256),
+        instance!(
+            device,
+            scan_kernel,
+            "",
+            Expected::NONE,
+            b(TOKENS),
+            TOKENS,
+            256
+        ),
     ];
     for first in [false, true] {
         all.push(instance!(
             device,
             place_kernel,
             format!("{first}"),
-            NONE,
+            Expected::NONE,
             TokensLaunch::new(b(TOKENS), b(TOKENS)),
             b(TOKENS),
             b(TOKENS),
@@ -87,7 +87,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             join_runs_kernel,
             format!("{width}"),
-            NONE,
+            Expected::NONE,
             wide,
             width,
             b(TOKENS),
@@ -103,7 +103,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             sum_runs_kernel,
             &tag,
             match plan.whole {
-                true => NONE,
+                true => Expected::NONE,
                 false => ODD_ROWS,
             },
             wide,
@@ -124,7 +124,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 embedding_kernel,
                 format!("{tag}-to-{:?}-{}", to.kind, to.elements),
-                NONE,
+                Expected::NONE,
                 wide,
                 width,
                 to_width,

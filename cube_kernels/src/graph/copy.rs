@@ -53,7 +53,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         copy_words_kernel,
         "",
-        Expected::default(),
+        Expected::NONE,
         from,
         out,
         64

@@ -2,11 +2,20 @@
 //!
 //! A graph reads and writes the buffers that it was captured with, and has the scalar arguments of
 //! then. So inputs of a replay are copied into buffers that stay where they are, by kernels that are
-//! queued before it. See [`quantize::advance_offset`](crate::quantize::advance_offset) and
-//! [`optimizer::set_words`](crate::optimizer::set_words) too.
+//! queued before it. See [`quantize::advance_offset`](crate::quantize::advance_offset) too.
 
 mod copy;
+mod words;
 
 pub use copy::copy_words;
+pub use words::set_words;
 
-pub(crate) use copy::instances;
+use crate::registry::{DummyDevice, Instance};
+
+/// For the registry of kernels.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let all = [copy::instances, words::instances];
+    all.into_iter()
+        .flat_map(|instances| instances(device))
+        .collect()
+}

@@ -17,14 +17,6 @@ const ROWS: usize = 256;
 const COLS: usize = 256;
 const BLOCKS: usize = ROWS * COLS / 16;
 
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
-
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -33,7 +25,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         rescale_kernel,
         "",
-        NONE,
+        Expected::NONE,
         b(9),
         b(9),
         8,
@@ -46,7 +38,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         broadcast_group_values_kernel,
         "",
-        NONE,
+        Expected::NONE,
         b(8),
         b(9),
         b(ROWS),
@@ -59,7 +51,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             segment_sum_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             wide,
             b(BLOCKS),
             b(9),
@@ -74,7 +66,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             zero_padding_rows_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             wide,
             b(9),
             b(BLOCKS),
@@ -90,7 +82,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     device,
                     moe_unpermute_kernel,
                     format!("{tag}-{address:?}-{width}-{weighted}"),
-                    NONE,
+                    Expected::NONE,
                     address,
                     width,
                     b(BLOCKS),
@@ -110,7 +102,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 moe_unpermute_backward_kernel,
                 format!("{tag}-{address:?}-{width}"),
-                NONE,
+                Expected::NONE,
                 address,
                 width,
                 b(BLOCKS),
@@ -139,7 +131,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     device,
                     move_groups_kernel,
                     &tag,
-                    NONE,
+                    Expected::NONE,
                     address,
                     width,
                     b(BLOCKS),

@@ -17,14 +17,6 @@ use crate::{
 
 const ROWS: usize = 256;
 
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
-
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -33,7 +25,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         norm_parts_kernel,
         "",
-        NONE,
+        Expected::NONE,
         AddressType::U64,
         b(64),
         b(64),
@@ -55,7 +47,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             norm_kernel,
             &variant,
-            NONE,
+            Expected::NONE,
             address,
             width,
             factors,
@@ -70,7 +62,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             norm_backward_kernel,
             &variant,
-            NONE,
+            Expected::NONE,
             address,
             width,
             factors,

@@ -6,19 +6,10 @@ use super::{
     SLOTS, WIDTH,
     adamw::{AdamWPlan, AdamWSlotLaunch, AdamWStepLaunch, adamw_kernel},
     norm::{GradientSlotLaunch, SquarePlan, clip_factor_kernel, square_sums_kernel},
-    words::set_words_kernel,
 };
 use crate::{
     registry::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
-};
-
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
 };
 
 /// All instances that `device` uses.
@@ -28,31 +19,20 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         clip_factor_kernel,
         "",
-        NONE,
+        Expected::NONE,
         b(64),
         b(2),
         64,
         1.0,
         device.conversion
     )];
-    all.push(instance!(
-        device,
-        set_words_kernel,
-        "",
-        NONE,
-        b(4),
-        1,
-        2,
-        3,
-        4
-    ));
     for (slots, width, address) in shapes() {
         for gradient in [FloatKind::F32, FloatKind::Bf16, FloatKind::F16] {
             all.push(instance!(
                 device,
                 square_sums_kernel,
                 format!("{gradient:?}-{slots}-{width}-{address:?}"),
-                NONE,
+                Expected::NONE,
                 address,
                 width,
                 (0..slots)
@@ -80,7 +60,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 adamw_kernel,
                 format!("{gradient:?}-{moment:?}-{copy:?}-{slots}-{width}-{address:?}"),
-                NONE,
+                Expected::NONE,
                 address,
                 width,
                 (0..slots)

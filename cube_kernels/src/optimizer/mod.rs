@@ -10,7 +10,6 @@
 mod adamw;
 pub(crate) mod instances;
 mod norm;
-mod words;
 
 use std::collections::BTreeMap;
 
@@ -18,7 +17,6 @@ use cubecl::{client::Client, prelude::*, server::Handle};
 
 use self::adamw::{AdamWPlan, AdamWSlotLaunch, AdamWStepLaunch, adamw_kernel};
 use self::norm::{GradientSlotLaunch, SquarePlan, clip_factor_kernel, square_sums_kernel};
-pub use self::words::set_words;
 use crate::{
     Nvfp4Error,
     capabilities::{conversion_of, is_cpu},

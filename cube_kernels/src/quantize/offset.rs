@@ -45,7 +45,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         device,
         advance_offset_kernel,
         "",
-        Expected::default(),
+        Expected::NONE,
         offset,
         1
     )]

@@ -16,6 +16,7 @@ use nvfp4_kernels::{
         cublaslt::{self, CublasLtFormat, CublasLtProblem},
         kernels::{Sm90Tile, W4a16Tile},
     },
+    graph,
     moe::GroupOffsets,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     quantize::{self, EdenRandom, QuantRequest},
@@ -409,7 +410,7 @@ fn graph_replays_adamw() {
     };
     let set = |schedule: &Handle, time: u64| {
         let words = AdamWSchedule::new(&params, 0.01 / time as f64, time).words();
-        optimizer::set_words(&client, schedule, words).unwrap();
+        graph::set_words(&client, schedule, words).unwrap();
     };
     let replayed = state();
     let schedule = client.empty(16);

@@ -6,6 +6,7 @@ use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
+    graph,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     reference::{self, AdamWParams, AdamWSchedule, Moment},
     tensor::FloatKind,
@@ -204,11 +205,11 @@ fn words_are_written_in_place() {
     let out = upload_bytes(&client, &[0; 16]);
     for step in [1, u64::from(u32::MAX) + 3] {
         let words = AdamWSchedule::new(&PARAMS, 0.3, step).words();
-        optimizer::set_words(&client, &out, words).unwrap();
+        graph::set_words(&client, &out, words).unwrap();
         assert_eq!(read::<u32>(&client, &out, 4), words);
     }
     let short = client.empty(12);
-    let error = optimizer::set_words(&client, &short, [0; 4]).unwrap_err();
+    let error = graph::set_words(&client, &short, [0; 4]).unwrap_err();
     assert!(error.to_string().contains("`out`"), "{error}");
 }
 

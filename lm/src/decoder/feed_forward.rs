@@ -3,9 +3,9 @@
 use anyhow::Result;
 use burn::module::{Module, Param};
 use burn::tensor::activation::softmax;
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::functions::try_swiglu;
-use burn_nvfp4::nn::Routing;
+use burn_nvfp4::nn::{Routing, most_probable};
 
 use super::attention::Call;
 use super::names::Site;
@@ -88,16 +88,4 @@ impl Moe {
         let results = self.down.forward(hidden, experts)?;
         Ok(routing.combine(results, weights))
     }
-}
-
-/// The `count` experts of each token with the largest probabilities (`[tokens, experts]`):
-/// `[tokens, count]`. Burn's kernel leaves out at least one expert, so all of them come in their
-/// own order.
-fn most_probable(probabilities: Tensor<2>, count: usize) -> Tensor<2, Int> {
-    let [tokens, experts] = probabilities.dims();
-    if count == experts {
-        let all = Tensor::<1, Int>::arange(0..experts as i64, &probabilities.device());
-        return all.reshape([1, experts]).expand([tokens, experts]);
-    }
-    probabilities.detach().argtopk(count, 1)
 }

@@ -19,22 +19,11 @@ use super::names::{self, EMBEDDING, Expected, HEAD, NORM};
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
+use crate::checkpoint::read_json;
+use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
 use crate::model::check_dtype;
-
-/// Fails for a folder of quantized weights, which its configuration says.
-fn refuse_quantized(folder: &Path) -> Result<()> {
-    let text = std::fs::read_to_string(folder.join("config.json")).unwrap_or_default();
-    let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-    ensure!(
-        json["quantization_config"].is_null(),
-        "{}: `quantization_config` says that the weights are quantized, but a decoder is loaded from \
-         weights in high precision",
-        folder.display()
-    );
-    Ok(())
-}
 
 impl Decoder {
     /// The model in `folder`, of high-precision tensors, on `device`; parameters and activations
@@ -45,8 +34,10 @@ impl Decoder {
     /// unknown or of another shape or type than the configuration says (all of them are named), or
     /// the device does not compute in `dtype`.
     pub fn load(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
-        refuse_quantized(folder)?;
-        let config = DecoderConfig::read(folder)?;
+        let path = folder.join(CONFIG_FILE);
+        let json = read_json(&path)?;
+        let config = refuse_quantized(&json).and_then(|()| DecoderConfig::from_json(&json));
+        let config = config.with_context(|| path.display().to_string())?;
         let tensors = TensorFolder::open(folder)?;
         Self::from_tensors(&config, &tensors, device, dtype)
             .with_context(|| folder.display().to_string())

@@ -36,6 +36,7 @@ use crate::hf::DecoderConfig;
 use crate::model::cast;
 use attention::{Attention, Call};
 use feed_forward::FeedForward;
+use observe::Observer;
 use positions::Positions;
 
 /// A decoder-only transformer.
@@ -112,16 +113,27 @@ impl Decoder {
     /// # Errors
     /// When there is no token, or a type or device does not fit.
     pub fn features(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
-        let [_, time] = check_tokens(&tokens)?;
+        self.without_cache(tokens, None)
+    }
+
+    /// [`features`](Self::features), with what linear layers read shown to `observer`.
+    fn without_cache(
+        &self,
+        tokens: Tensor<2, Int>,
+        observer: Option<&mut dyn Observer>,
+    ) -> Result<Tensor<3>> {
+        let [batch, time] = tokens.dims();
+        ensure!(
+            batch * time > 0,
+            "`tokens` is [{batch}, {time}], but must have at least one token"
+        );
         let tables = self.positions.tables(time, &tokens.device())?;
-        self.run(
-            tokens,
-            Call {
-                tables,
-                cache: None,
-                observer: None,
-            },
-        )
+        let call = Call {
+            tables,
+            cache: None,
+            observer,
+        };
+        self.run(tokens, call)
     }
 
     /// As [`features`](Self::features) of tokens that come behind those in `cache`, which takes
@@ -207,16 +219,6 @@ impl Decoder {
         }
         Ok(self.norm.try_forward_stream(stream)?.1)
     }
-}
-
-/// The shape of `tokens`, of which there is at least one.
-fn check_tokens(tokens: &Tensor<2, Int>) -> Result<[usize; 2]> {
-    let [batch, time] = tokens.dims();
-    ensure!(
-        batch * time > 0,
-        "`tokens` is [{batch}, {time}], but must have at least one token"
-    );
-    Ok([batch, time])
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -4,9 +4,9 @@ use anyhow::Result;
 use burn::tensor::{Int, Tensor};
 use burn_nvfp4::ExpertOffsets;
 
+use super::Decoder;
 use super::attention::Call;
 use super::names::Site;
-use super::{Decoder, check_tokens};
 
 /// An input of linear layers.
 pub struct LinearInput<'a> {
@@ -61,13 +61,6 @@ impl Decoder {
         tokens: Tensor<2, Int>,
         observer: &mut dyn Observer,
     ) -> Result<Tensor<3>> {
-        let [_, time] = check_tokens(&tokens)?;
-        let tables = self.positions.tables(time, &tokens.device())?;
-        let call = Call {
-            tables,
-            cache: None,
-            observer: Some(observer),
-        };
-        self.run(tokens, call)
+        self.without_cache(tokens, Some(observer))
     }
 }

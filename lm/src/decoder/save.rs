@@ -5,14 +5,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use burn::tensor::{DType, Tensor};
+use serde_json::{Map, Value};
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
 use super::names::{self, EMBEDDING, HEAD, NORM};
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
-use crate::checkpoint::write_json;
-use crate::hf::config::{CONFIG_FILE, read_object};
+use crate::checkpoint::{read_json, write_json};
+use crate::hf::config::CONFIG_FILE;
 use crate::hf::{Dtype, NewFolder, TensorWriter};
 
 /// Files of a model folder beside tensors and configuration, which are copied as they are.
@@ -62,7 +63,7 @@ impl Decoder {
         let json = match source {
             None => self.config.to_json(name),
             Some(source) => {
-                let mut json = read_object(&source.join(CONFIG_FILE))?;
+                let mut json: Map<String, Value> = read_json(&source.join(CONFIG_FILE))?;
                 let field = match json.contains_key("dtype") {
                     true => "dtype",
                     false => "torch_dtype",

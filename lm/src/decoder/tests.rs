@@ -358,7 +358,8 @@ fn a_window_is_the_same_with_and_without_a_cache() {
         fs::copy(file.path(), folder.join(file.file_name())).unwrap();
     }
     let path = folder.join("config.json");
-    let mut config = crate::hf::config::read_object(&path).unwrap();
+    let mut config: serde_json::Map<String, serde_json::Value> =
+        crate::checkpoint::read_json(&path).unwrap();
     config.insert("sliding_window".into(), 4.into());
     fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
     fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();

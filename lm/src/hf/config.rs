@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use super::fields::Fields;
 use super::rope::Rope;
+use crate::checkpoint::read_json;
 
 /// The file's name.
 pub const CONFIG_FILE: &str = "config.json";
@@ -140,7 +141,7 @@ impl DecoderConfig {
     /// When it is absent or [`from_json`](Self::from_json) refuses it.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
-        Self::from_json(&read_object(&path)?).with_context(|| path.display().to_string())
+        Self::from_json(&read_json(&path)?).with_context(|| path.display().to_string())
     }
 
     /// Takes the fields of `config.json`.
@@ -197,13 +198,13 @@ impl DecoderConfig {
     }
 }
 
-/// A JSON file that is an object.
-pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>> {
-    let context = || path.display().to_string();
-    let text = std::fs::read(path).with_context(context)?;
-    serde_json::from_slice(&text)
-        .context("it is no JSON object")
-        .with_context(context)
+/// Fails for the `config.json` of a model whose weights are quantized.
+pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
+    ensure!(
+        json.get("quantization_config").is_none_or(Value::is_null),
+        "it has a `quantization_config`: the model is quantized already"
+    );
+    Ok(())
 }
 
 fn family(fields: &Fields) -> Result<Family> {

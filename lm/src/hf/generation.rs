@@ -4,8 +4,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
-use super::config::{DecoderConfig, read_object};
+use super::config::DecoderConfig;
 use super::fields::Fields;
+use crate::checkpoint::read_json;
 
 /// The file's name.
 pub const GENERATION_FILE: &str = "generation_config.json";
@@ -53,7 +54,7 @@ impl GenerationConfig {
     }
 
     fn from_file(path: &Path) -> Result<Self> {
-        let json = read_object(path)?;
+        let json = read_json(path)?;
         let fields = Fields::new(&json);
         let positive = |field: &'static str| -> Result<Option<f64>> {
             let value = fields.optional_number(field)?;

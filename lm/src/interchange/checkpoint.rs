@@ -1,7 +1,6 @@
 //! A folder's tensors as modules, with everything that its readers would choke on.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -13,10 +12,10 @@ use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
 use super::{Dialect, PackedWeight, QuantConfig, Scheme};
+use crate::checkpoint::read_json;
 use crate::hf::TensorFolder;
+use crate::hf::config::CONFIG_FILE;
 
-/// The model's configuration.
-pub const CONFIG: &str = "config.json";
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
 pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
 
@@ -52,7 +51,7 @@ impl Checkpoint {
     /// # Errors
     /// When config.json, hf_quant_config.json or a safetensors file cannot be read at all.
     pub fn scan(folder: &Path) -> Result<Self> {
-        let json = read_json(&folder.join(CONFIG))?;
+        let json: Value = read_json(&folder.join(CONFIG_FILE))?;
         let path = folder.join(HF_QUANT_CONFIG);
         let file = path.exists().then(|| read_json(&path)).transpose()?;
         let config = QuantConfig::read(&json, file.as_ref())
@@ -81,7 +80,7 @@ impl Checkpoint {
         let checkpoint = Self::scan(folder)?;
         ensure!(
             checkpoint.config.is_some(),
-            "{} is not quantized: {CONFIG} has no quantization_config",
+            "{} is not quantized: {CONFIG_FILE} has no quantization_config",
             folder.display()
         );
         if let Some(Problem { name, what }) = checkpoint.problems.first() {
@@ -164,7 +163,10 @@ impl Checkpoint {
         let Some(config) = self.config.clone() else {
             for name in &names {
                 if name.ends_with(".weight_scale") {
-                    self.problem(name, format!("{CONFIG} has no quantization_config for it"));
+                    self.problem(
+                        name,
+                        format!("{CONFIG_FILE} has no quantization_config for it"),
+                    );
                 }
             }
             self.plain = names;
@@ -345,10 +347,4 @@ fn kv_scale_of<'a>(dialect: Dialect, module: &'a str, leaf: &str) -> Option<(&'a
         Dialect::CompressedTensors => module,
     };
     Some((attention, which))
-}
-
-fn read_json(path: &Path) -> Result<Value> {
-    let name = || path.display().to_string();
-    let text = fs::read_to_string(path).with_context(name)?;
-    serde_json::from_str(&text).with_context(name)
 }

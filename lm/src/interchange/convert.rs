@@ -1,15 +1,18 @@
 //! A quantized folder to another folder, in its own or the other dialect.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
-use serde_json::Value;
+use serde::Serialize;
 
-use super::checkpoint::{CONFIG, HF_QUANT_CONFIG};
+use super::checkpoint::HF_QUANT_CONFIG;
 use super::names::canonical;
 use super::{Checkpoint, Dialect, QuantConfig};
+use crate::checkpoint::write_json;
+use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, TensorWriter};
 
 /// What a conversion did.
@@ -83,7 +86,7 @@ pub fn convert(
     writer.finish()?;
     let exclude = match same {
         true => config.exclude.clone(),
-        false => exclusions(from, to),
+        false => exclusions(from.unquantized(), to),
     };
     let written = QuantConfig {
         dialect: to,
@@ -100,17 +103,17 @@ pub fn convert(
     Ok(done)
 }
 
-/// The modules that are not quantized, by name. The head is always among them, also where its
+/// The exclusions of a folder in which `unquantized` are the linear layers that are not quantized:
+/// their names, which mean the same to every reader. The head is always among them, also where its
 /// weight is that of the embeddings; ModelOpt names the embeddings too.
-fn exclusions(from: &Checkpoint, to: Dialect) -> Vec<String> {
-    let mut names: Vec<String> = from.unquantized().map(String::from).collect();
-    names.push("lm_head".into());
-    if to == Dialect::ModelOpt {
-        names.push("model.embed_tokens".into());
-    }
-    names.sort();
-    names.dedup();
-    names
+pub(crate) fn exclusions<'a>(
+    unquantized: impl IntoIterator<Item = &'a str>,
+    dialect: Dialect,
+) -> Vec<String> {
+    let embeddings = (dialect == Dialect::ModelOpt).then_some("model.embed_tokens");
+    let names = unquantized.into_iter().chain(["lm_head"]).chain(embeddings);
+    let names: BTreeSet<&str> = names.collect();
+    names.into_iter().map(String::from).collect()
 }
 
 /// Create the folder `out`, or take an empty one.
@@ -129,16 +132,11 @@ pub fn create_empty(out: &Path) -> Result<()> {
 ///
 /// # Errors
 /// When the disk refuses.
-pub fn write_configs(out: &Path, json: &Value, config: &QuantConfig) -> Result<()> {
-    let write = |name: &str, value: &Value| -> Result<()> {
-        let path = out.join(name);
-        let text = format!("{value:#}\n");
-        fs::write(&path, text).with_context(|| path.display().to_string())
-    };
+pub fn write_configs(out: &Path, json: &impl Serialize, config: &QuantConfig) -> Result<()> {
     if let Some(file) = config.hf_quant_config() {
-        write(HF_QUANT_CONFIG, &file)?;
+        write_json(&out.join(HF_QUANT_CONFIG), &file)?;
     }
-    write(CONFIG, json)
+    write_json(&out.join(CONFIG_FILE), json)
 }
 
 /// Copy the files of `from` that are neither tensors nor written anew: tokenizer, chat template,
@@ -155,7 +153,7 @@ pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
         let is_tensors = [".safetensors", ".bin", ".pt", ".pth", ".gguf"]
             .iter()
             .any(|extension| name.ends_with(extension));
-        let is_ours = [CONFIG, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
+        let is_ours = [CONFIG_FILE, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
         if path.is_file() && !is_tensors && !is_ours && !name.starts_with('.') {
             let copy = fs::copy(&path, out.join(name));
             copy.with_context(|| path.display().to_string())?;

@@ -5,6 +5,7 @@ use nvfp4_kernels::format::{e2m1, e4m3};
 
 use super::rules::{Rule, block_amax};
 use crate::interchange::GlobalScale;
+use crate::interchange::packed::RANGE;
 
 /// The scale bytes that a search tries below the byte of the maximum.
 const BELOW: u8 = 6;
@@ -27,7 +28,7 @@ impl ScaleChoice {
     /// over six needs room for scales 1.5 times larger, so its range is 6 · 256.
     pub const fn range(self) -> f32 {
         match self {
-            Self::Max | Self::Search => 2688.0,
+            Self::Max | Self::Search => RANGE,
             Self::FourOverSix => 1536.0,
         }
     }

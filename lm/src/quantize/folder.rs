@@ -1,22 +1,22 @@
 //! A model folder to a quantized one, one group of layers at a time.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use regex::Regex;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
 use super::plan::{Kept, Plan};
 use super::rules::block_amax;
 use super::stats::InputStats;
 use super::{Method, quantize_weight, sqnr};
+use crate::checkpoint::{read_json, write_json};
+use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{TensorFolder, TensorWriter};
-use crate::interchange::checkpoint::CONFIG;
-use crate::interchange::convert::{copy_companions, create_empty, write_configs};
+use crate::interchange::convert::{copy_companions, create_empty, exclusions, write_configs};
 use crate::interchange::names::expert_projection;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 
@@ -155,7 +155,7 @@ pub fn quantize_folder(
     }
     writer.finish()?;
     let config = quant_config(options, &plan);
-    json["quantization_config"] = config.inline();
+    json.insert("quantization_config".into(), config.inline());
     copy_companions(model, out)?;
     write_provenance(out, options, calibration)?;
     write_configs(out, &json, &config)?;
@@ -165,36 +165,20 @@ pub fn quantize_folder(
 }
 
 /// config.json of a model that is not quantized.
-fn read_config(model: &Path) -> Result<Value> {
-    let path = model.join(CONFIG);
-    let name = || path.display().to_string();
-    let text = fs::read_to_string(&path).with_context(name)?;
-    let json: Value = serde_json::from_str(&text).with_context(name)?;
-    ensure!(json.is_object(), "{} is no object", path.display());
-    let quantization = json.get("quantization_config").unwrap_or(&Value::Null);
-    ensure!(
-        quantization.is_null(),
-        "{} has a quantization_config: the model is quantized already",
-        path.display()
-    );
+fn read_config(model: &Path) -> Result<Map<String, Value>> {
+    let path = model.join(CONFIG_FILE);
+    let json = read_json(&path)?;
+    refuse_quantized(&json).with_context(|| path.display().to_string())?;
     Ok(json)
 }
 
-/// The configuration of the folder. Exclusions are names, which mean the same to every reader; the
-/// head is always among them, also where its weight is that of the embeddings.
 fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
-    let mut exclude: Vec<String> = plan.kept.keys().cloned().collect();
-    exclude.push("lm_head".into());
-    if options.dialect == Dialect::ModelOpt {
-        exclude.push("model.embed_tokens".into());
-    }
-    exclude.sort();
-    exclude.dedup();
+    let kept = plan.kept.keys().map(String::as_str);
     QuantConfig {
         dialect: options.dialect,
         scheme: options.scheme,
         kv_cache_fp8: false,
-        exclude,
+        exclude: exclusions(kept, options.dialect),
     }
 }
 
@@ -219,8 +203,7 @@ fn write_provenance(
         "input_scale": options.input_scale,
         "calibration_tokens": tokens,
     });
-    let path = out.join(PROVENANCE);
-    fs::write(&path, format!("{json:#}\n")).with_context(|| path.display().to_string())
+    write_json(&out.join(PROVENANCE), &json)
 }
 
 /// The calibration, and what experts that no token reached take from their layer's others.

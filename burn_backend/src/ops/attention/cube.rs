@@ -12,7 +12,7 @@ use super::{
     AttentionSpec,
 };
 use crate::ops::{
-    cube::tensors::{float_kind, launched, new_tensor},
+    cube::tensors::{float_kind, launched, new_tensor, owned},
     float_dtype, trace_op,
 };
 
@@ -117,7 +117,7 @@ fn contiguous(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBacke
 
 /// Inputs whose memory may be written to: copies where somebody else holds it.
 fn exclusive(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
-    let own = |x: CubeTensor| if x.can_mut() { x } else { x.copy() };
+    let own = |x: CubeTensor| owned("attention", x);
     match inputs {
         // Values are not rotated.
         AttentionInputs::Separate { q, k, v } => AttentionInputs::Separate {

@@ -2,14 +2,18 @@
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
-use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use nvfp4_kernels::graph;
 use nvfp4_kernels::optimizer::{self, AdamWSpec, AdamWUpdate, Gradient};
 
 use super::super::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
 use super::super::{MaybeTensor, float_dtype, trace_op};
-use super::tensors::{float_kind, launched, new_tensor};
+use super::tensors::{float_kind, launched, new_tensor, owned};
+
+/// The name of these operations in traces.
+const OP: &str = "optimizer";
 
 fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradient>) {
     let tensors: Vec<CubeTensor> = batch.into_vec().into_iter().map(into_contiguous).collect();
@@ -22,28 +26,12 @@ fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradien
     (tensors, gradients)
 }
 
-/// `tensor`, or a copy where its memory is another tensor's too.
-///
-/// What CubeCL's CPU runtime reads is the memory itself and no copy of it, so that a record that
-/// was taken before would see the step: there it is always a copy.
-fn owned(tensor: CubeTensor) -> CubeTensor {
-    let tensor = into_contiguous(tensor);
-    let is_read = matches!(tensor.device, CubeDevice::Cpu(_));
-    match tensor.can_mut() && !is_read {
-        true => tensor,
-        false => {
-            trace_op("optimizer", "copy", 1, tensor.meta.shape().num_elements());
-            tensor.copy()
-        }
-    }
-}
-
 fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<CubeBackend> {
     ParameterState {
-        weight: owned(parameter.weight),
-        first: owned(parameter.first),
-        second: owned(parameter.second),
-        copy: parameter.copy.map(owned),
+        weight: owned(OP, parameter.weight),
+        first: owned(OP, parameter.first),
+        second: owned(OP, parameter.second),
+        copy: parameter.copy.map(|copy| owned(OP, copy)),
         ..parameter
     }
 }
@@ -52,7 +40,7 @@ impl OptimizerOps for CubeBackend {
     fn nvfp4_square_sums(batch: GradientBatch<Self>) -> FloatTensor<Self> {
         let (tensors, gradients) = gradients(batch);
         let like = &tensors[0];
-        trace_op("optimizer", "square sums", 1, gradients.len());
+        trace_op(OP, "square sums", 1, gradients.len());
         let (sums, count) = launched(optimizer::square_sums(&like.client, &gradients));
         new_tensor(like, sums, Shape::new([count]), DType::F32)
     }
@@ -65,8 +53,8 @@ impl OptimizerOps for CubeBackend {
     }
 
     fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
-        let out = owned(out);
-        launched(optimizer::set_words(&out.client, &out.handle, words));
+        let out = owned(OP, out);
+        launched(graph::set_words(&out.client, &out.handle, words));
         out
     }
 
@@ -81,7 +69,7 @@ impl OptimizerOps for CubeBackend {
         let like = &tensors[0];
         let client = &like.client;
         let (parameters, _) = parameters.into_parts();
-        trace_op("optimizer", "adamw", 1, parameters.len());
+        trace_op(OP, "adamw", 1, parameters.len());
         let schedule = into_contiguous(schedule);
         let factor = factor.into_option().map(into_contiguous);
         let moments = float_kind(float_dtype(parameters[0].first.dtype));

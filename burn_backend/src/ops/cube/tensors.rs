@@ -2,15 +2,15 @@
 
 use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
 
-use super::super::float_dtype;
 use super::super::layout::{GroupCount, code_words};
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
+use super::super::{float_dtype, trace_op};
 
 /// A contiguous float matrix, as Burn's tensor and as the kernels' view of it.
 pub(in crate::ops) struct Source {
@@ -53,6 +53,23 @@ pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
         RowGroups::Offsets(offsets) => {
             let GroupOffsets { offsets, count } = group_offsets(offsets);
             Groups::Offsets { offsets, count }
+        }
+    }
+}
+
+/// `tensor`, contiguous and in memory that nobody else sees, which a kernel may write to: a copy
+/// where its memory is another tensor's too.
+///
+/// What CubeCL's CPU runtime reads is the memory itself and no copy of it, so that data that were
+/// read before would see the write: there it is always a copy.
+pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor {
+    let tensor = into_contiguous(tensor);
+    let is_read = matches!(tensor.device, CubeDevice::Cpu(_));
+    match tensor.can_mut() && !is_read {
+        true => tensor,
+        false => {
+            trace_op(op, "copy", 1, tensor.meta.shape().num_elements());
+            tensor.copy()
         }
     }
 }

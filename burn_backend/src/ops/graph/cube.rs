@@ -3,46 +3,32 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn_core::backend::tensor::IntTensor;
-use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_kernels::{graph, quantize};
 
-use super::super::cube::tensors::launched;
-use super::super::trace_op;
+use super::super::cube::tensors::{launched, owned};
 use super::GraphOps;
 
-/// Offsets in device memory, by the text of the device.
-static OFFSETS: Mutex<Vec<(String, Handle)>> = Mutex::new(Vec::new());
+/// Offsets in the memory of devices.
+static OFFSETS: Mutex<Vec<(CubeDevice, Handle)>> = Mutex::new(Vec::new());
 
-fn offsets() -> MutexGuard<'static, Vec<(String, Handle)>> {
+fn offsets() -> MutexGuard<'static, Vec<(CubeDevice, Handle)>> {
     OFFSETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What the steps of a graph on the device of `like` add to the offsets of their streams: two words
 /// in its memory.
 pub(in crate::ops) fn offset_beside(like: &CubeTensor) -> Handle {
-    let device = format!("{:?}", like.device);
     let offsets = offsets();
-    let found = offsets.iter().find(|(of, _)| *of == device);
+    let found = offsets.iter().find(|(of, _)| *of == like.device);
     let (_, offset) = found.expect("`GraphSteps::begin` is queued before any of its steps");
     offset.clone()
 }
 
-/// `tensor`, or a copy where its memory is another tensor's too: a graph would not see the writes.
-fn owned(tensor: CubeTensor) -> CubeTensor {
-    let tensor = into_contiguous(tensor);
-    match tensor.can_mut() {
-        true => tensor,
-        false => {
-            trace_op("graph", "copy", 1, tensor.meta.shape().num_elements());
-            tensor.copy()
-        }
-    }
-}
-
 impl GraphOps for CubeBackend {
     fn nvfp4_copy_into(out: IntTensor<Self>, from: IntTensor<Self>) -> IntTensor<Self> {
-        let (out, from) = (owned(out), into_contiguous(from));
+        let (out, from) = (owned("graph", out), into_contiguous(from));
         let words = out.meta.shape().num_elements() * out.dtype.size() / 4;
         let client = &out.client;
         launched(graph::copy_words(client, &from.handle, &out.handle, words));
@@ -59,11 +45,10 @@ impl GraphOps for CubeBackend {
 
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
         let offset = into_contiguous(offset);
-        let device = format!("{:?}", offset.device);
         let mut offsets = offsets();
-        offsets.retain(|(of, _)| *of != device);
+        offsets.retain(|(of, _)| *of != offset.device);
         if begins {
-            offsets.push((device, offset.handle.clone()));
+            offsets.push((offset.device.clone(), offset.handle.clone()));
         }
         drop(offsets);
         offset

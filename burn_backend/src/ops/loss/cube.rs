@@ -14,7 +14,9 @@ use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
 use nvfp4_kernels::tensor::Matrix;
 use nvfp4_kernels::{embedding, loss};
 
-use super::super::cube::tensors::{Source, float_kind, launched, matrix, new_tensor, result};
+use super::super::cube::tensors::{
+    Source, float_kind, launched, matrix, new_tensor, owned, result,
+};
 use super::super::{MaybeTensor, float_dtype, trace_op};
 use super::chunks;
 use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
@@ -37,7 +39,7 @@ impl LossOps for CubeBackend {
         targets: IntTensor<Self>,
         params: CrossEntropy,
     ) -> LossAndGradient<Self> {
-        let logits = own(logits);
+        let logits = owned("cross_entropy", logits);
         let targets = numbers(targets);
         let (source, targets) = (matrix(&logits), &targets.handle);
         trace_op("cross_entropy", "", source.rows, source.cols);
@@ -102,7 +104,7 @@ impl LossOps for CubeBackend {
     }
 
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
-        let x = own(x);
+        let x = owned("cross_entropy", x);
         let factor = into_contiguous(cast(factor, DType::F32));
         let len = x.meta.shape().num_elements();
         let flat = Matrix::new(x.handle.clone(), 1, len, float_kind(float_dtype(x.dtype)));
@@ -137,12 +139,6 @@ impl LossOps for CubeBackend {
         let found = embedding::embedding_gradient(client, grad, &ids.handle, vocab);
         result(&dy.tensor, launched(found))
     }
-}
-
-/// `x`, contiguous, in memory that nobody else has.
-fn own(x: CubeTensor) -> CubeTensor {
-    let x = into_contiguous(x);
-    if x.can_mut() { x } else { x.copy() }
 }
 
 /// Numbers as the kernels take them: of 32 bits. A negative one stays what it is.

@@ -20,10 +20,8 @@ use crate::{
 /// No conversion. Some of the widest instances have a few spilled registers on some targets, which
 /// is open.
 const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
     spills: None,
+    ..Expected::NONE
 };
 
 /// Shared memory of a CTA on GPUs for data centers, and on others.

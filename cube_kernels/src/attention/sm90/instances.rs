@@ -17,10 +17,8 @@ use crate::{
 /// No conversion. Some addresses of what is written behind the loop are spilled before it; the loop
 /// has no spilled registers.
 const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
     spills: None,
+    ..Expected::NONE
 };
 
 /// All instances that `device` uses.

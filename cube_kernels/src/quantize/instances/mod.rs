@@ -15,7 +15,7 @@ use super::kernels::{
     ShapeLaunch, SourcePlan,
 };
 use crate::{
-    registry::{DummyDevice, Expected, Instance},
+    registry::{DummyDevice, Instance},
     tensor::FloatKind,
 };
 
@@ -51,14 +51,6 @@ const ELEMENTS: [(FloatKind, AddressType); 4] = [
     (FloatKind::Bf16, AddressType::U32),
     (FloatKind::Bf16, AddressType::U64),
 ];
-
-/// No conversion, and no spilled registers.
-const NONE: Expected = Expected {
-    e2m1_rn: Some(false),
-    e2m1_rs: None,
-    e4m3: Some(false),
-    spills: Some(false),
-};
 
 const PLAIN: SourcePlan = SourcePlan {
     per_row: false,

@@ -7,7 +7,7 @@ use super::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
         EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
     },
-    BLOCKS, ELEMENTS, NONE, PLAIN, SOURCES, packed, shape,
+    BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape,
 };
 use crate::{
     cube::{hadamard::SignsLaunch, philox::RandomLaunch},
@@ -21,7 +21,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let signs = || SignsLaunch::new(1, 2, 3, 4);
     let e2m1 = Expected {
         e2m1_rn: Some(device.has_nearest()),
-        ..NONE
+        ..Expected::NONE
     };
     let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
     let out = |swizzled: bool| {
@@ -52,7 +52,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 ms_eden_amax_kernel,
                 &tag,
-                NONE,
+                Expected::NONE,
                 address,
                 1,
                 EdenStoredArgs::Packed(packed(device)),
@@ -96,7 +96,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 ms_eden_amax_kernel,
                 &tag,
-                NONE,
+                Expected::NONE,
                 address,
                 width,
                 EdenStoredArgs::Matrix(b(BLOCKS)),

@@ -6,7 +6,7 @@ use super::{
         mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
         mx_requantize_across_kernel, mx_requantize_along_kernel,
     },
-    BLOCKS, COLS, ELEMENTS, NONE, ROWS, SOURCES, packed, shape,
+    BLOCKS, COLS, ELEMENTS, ROWS, SOURCES, packed, shape,
 };
 use crate::{
     format::block::ElementFormat,
@@ -23,7 +23,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             mx_dequantize_row_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             address,
             width,
             b(BLOCKS),
@@ -39,7 +39,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             mx_dequantize_col_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             address,
             width,
             b(BLOCKS),
@@ -58,7 +58,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             let lanes = 2 * dtype.size();
             let e4m3 = Expected {
                 e4m3: Some(hardware),
-                ..NONE
+                ..Expected::NONE
             };
             let tag = format!("{tag}-{hardware}");
             let mx = MxPlan {

@@ -7,11 +7,11 @@ use super::{
         BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
         unswizzle_block_groups_kernel, unswizzle_kernel,
     },
-    BLOCKS, COLS, NONE, ROWS,
+    BLOCKS, COLS, ROWS,
 };
 use crate::{
     moe::kernels::GroupRowsLaunch,
-    registry::{DummyDevice, Instance, instance},
+    registry::{DummyDevice, Expected, Instance, instance},
 };
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
@@ -28,7 +28,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     device,
                     swizzle_kernel,
                     &tag,
-                    NONE,
+                    Expected::NONE,
                     address,
                     width,
                     b(BLOCKS),
@@ -43,7 +43,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     device,
                     unswizzle_kernel,
                     &tag,
-                    NONE,
+                    Expected::NONE,
                     address,
                     width,
                     b(BLOCKS),
@@ -60,7 +60,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             swizzle_block_groups_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             address,
             b(BLOCKS),
             b(BLOCKS),
@@ -74,7 +74,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             device,
             unswizzle_block_groups_kernel,
             &tag,
-            NONE,
+            Expected::NONE,
             address,
             b(BLOCKS),
             BlockStartsLaunch::new(b(9), b(9), 8),

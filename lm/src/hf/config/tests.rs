@@ -41,7 +41,7 @@ fn golden_configs() {
     );
     assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
     assert!(!config.tied && !config.attention_bias && !config.mlp_bias);
-    let four = read_object(&folder.join("config.transformers4.json")).unwrap();
+    let four = read_json(&folder.join("config.transformers4.json")).unwrap();
     assert_eq!(DecoderConfig::from_json(&four).unwrap(), config);
 
     let qwen = DecoderConfig::read(&golden!("qwen3-tiny")).unwrap();

@@ -1,8 +1,9 @@
-//! Writes the words of a step's schedule.
+//! Words of the host, to a buffer.
 
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::buffer;
+use crate::registry::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Writes `words` to the first four words of `out`, after the kernels that were queued before: the
@@ -36,4 +37,20 @@ pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
     out[1] = w1;
     out[2] = w2;
     out[3] = w3;
+}
+
+/// For the registry of kernels.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let out = device.buffer(4);
+    vec![instance!(
+        device,
+        set_words_kernel,
+        "",
+        Expected::NONE,
+        out,
+        1,
+        2,
+        3,
+        4
+    )]
 }
