@@ -388,7 +388,10 @@ fn exclusions_take_their_fused_partners_along() {
     let error = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap_err();
     assert!(error.to_string().contains("must be empty"), "{error}");
     let error = quantize_folder(&scratch, &again, &options, &none, &mut |_, _, _| {}).unwrap_err();
-    assert!(error.to_string().contains("quantized already"), "{error}");
+    assert!(
+        format!("{error:#}").contains("quantized already"),
+        "{error:#}"
+    );
 }
 
 #[test]
