@@ -5,7 +5,8 @@
 //! arguments of the recording. So what changes from step to step has to be in device memory:
 //!
 //! - the batch: in tensors that [`copy_into`] fills;
-//! - the numbers of the optimizer: its [`Schedule`](crate::optim);
+//! - the numbers of the optimizer: [`AdamW::begin_step`](crate::optim::AdamW::begin_step) writes them
+//!   before each step, and [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun) is in it;
 //! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances it
 //!   at the end of each step.
 //!
@@ -13,7 +14,7 @@
 //! would repeat: a layer with it refuses to run in such a step.
 //!
 //! Of this module the capture itself has never run on a GPU; tests take its steps kernel by kernel on
-//! CubeCL's CPU runtime. `nvfp4 train` does not use it yet.
+//! CubeCL's CPU runtime. `nvfp4 train --graph` takes its steps so.
 //!
 //! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would draw
 //! the same bits at each replay.

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
-use crate::data_parallel::Rank;
+use crate::data_parallel::{Graph, Rank};
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
@@ -267,6 +267,14 @@ pub fn measure<M: LanguageModel, T>(
     })
 }
 
+/// Who looks on at a step: a replay of a graph shows nothing of what it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Watched {
+    No,
+    ByTelemetry,
+    ByProfiler,
+}
+
 fn measure_steps<M: LanguageModel, T>(
     config: &RunConfig,
     recipe: &RecipeName,
@@ -280,13 +288,24 @@ fn measure_steps<M: LanguageModel, T>(
     let built = started.elapsed().as_secs_f64();
     let optimizer = Optimizer::new(config)?;
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
+    let mut graph = match config.graph {
+        true => Some(Graph::begin(&rank)?),
+        false => None,
+    };
     let (mut number, mut sampled_operands) = (0, 0);
-    let mut take = |count: usize, sampled: bool| {
+    let mut take = |count: usize, watched: Watched| -> Result<(f64, Vec<f32>)> {
         let started = Instant::now();
         for _ in 0..count {
             let batch = Batch::random(config.seed, number, config.batch, config.model.context);
-            let telemetry = sampled.then(|| Telemetry::start(&rank.model));
-            rank.step(batch, config.lr);
+            let telemetry =
+                (watched == Watched::ByTelemetry).then(|| Telemetry::start(rank.model()));
+            match &mut graph {
+                Some(graph) => {
+                    let launched = watched != Watched::No;
+                    rank.graph_step(graph, batch, config.lr, launched)?;
+                }
+                None => rank.step(batch, config.lr),
+            }
             if let Some(telemetry) = telemetry {
                 sampled_operands = telemetry.finish().len();
             }
@@ -294,21 +313,21 @@ fn measure_steps<M: LanguageModel, T>(
         }
         // Waits for the device.
         let losses = rank.losses();
-        (started.elapsed().as_secs_f64() / count as f64, losses)
+        Ok((started.elapsed().as_secs_f64() / count as f64, losses))
     };
     let started = Instant::now();
-    take(effort.warm, false);
+    take(effort.warm, Watched::No)?;
     let has_telemetry = config.telemetry_every > 0;
     if has_telemetry {
-        take(1, true);
+        take(1, Watched::ByTelemetry)?;
     }
     let warmed = started.elapsed().as_secs_f64();
     drop(shared);
     let _exclusive = lock(DeviceLock::Exclusive)?;
-    let mut rounds = |sampled: bool| -> Result<Vec<f64>> {
+    let mut rounds = |watched: Watched| -> Result<Vec<f64>> {
         let mut seconds = Vec::with_capacity(effort.rounds);
         for _ in 0..effort.rounds {
-            let (each, losses) = take(effort.steps, sampled);
+            let (each, losses) = take(effort.steps, watched)?;
             ensure!(
                 losses.iter().all(|loss| loss.is_finite()),
                 "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
@@ -317,14 +336,17 @@ fn measure_steps<M: LanguageModel, T>(
         }
         Ok(seconds)
     };
-    let seconds = rounds(false)?;
+    let seconds = rounds(Watched::No)?;
     let sampled = match has_telemetry {
-        true => rounds(true)?,
+        true => rounds(Watched::ByTelemetry)?,
         false => Vec::new(),
     };
+    let mut observed = Ok(());
     let (memory, kernels) = observe::step(device, || {
-        take(1, false);
+        let taken = take(1, Watched::ByProfiler).map(|_| ());
+        observed = std::mem::replace(&mut observed, Ok(())).and(taken);
     });
+    observed?;
     Ok(Cost {
         tokens: config.batch * config.model.context,
         built,

@@ -11,8 +11,10 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context, Result, bail};
 use burn::module::{ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Bytes, Device, Tensor};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::DataParallel;
+use burn_nvfp4::graph::{GraphSteps, copy_into};
 use rand::RngExt;
 
 use crate::data::Batch;
@@ -25,8 +27,10 @@ use crate::random::stream;
 pub(crate) struct Rank<M> {
     /// With autodiff.
     pub device: Device,
-    pub model: M,
     pub optimizer: Optimizer,
+    /// None while a step updates it: nobody else holds the weights then, so that the optimizer
+    /// writes them in place.
+    model: Option<M>,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
@@ -37,23 +41,87 @@ impl<M: LanguageModel> Rank<M> {
     pub fn new(device: Device, model: M, optimizer: Optimizer) -> Self {
         Self {
             device,
-            model,
             optimizer,
+            model: Some(model),
             pending: Vec::new(),
             group: None,
         }
     }
 
+    /// The model of the last step.
+    pub fn model(&self) -> &M {
+        self.model.as_ref().expect(KEPT)
+    }
+
+    /// Take over the weights of `record`.
+    ///
+    /// # Errors
+    /// When they are not those of this model; it is gone then.
+    pub fn load(&mut self, record: ModuleRecord) -> Result<()> {
+        let model = self.model.take().expect(KEPT);
+        self.model = Some(model.try_load_record(record)?);
+        Ok(())
+    }
+
     /// One step. Nothing is read back from the device.
     pub fn step(&mut self, batch: Batch, lr: f64) {
         let (inputs, targets) = batch.tensors(&self.device);
-        let loss = self.model.training_loss(inputs, targets);
-        self.pending.push(loss.clone().without_autodiff());
-        let mut gradients = GradientsParams::from_grads(loss.backward(), &self.model);
-        if let Some(group) = &self.group {
-            group.average(&self.model, &mut gradients, &self.device);
+        let (loss, gradients) = self.gradients(inputs, targets);
+        self.pending.push(loss);
+        let model = self.model.take().expect(KEPT);
+        self.model = Some(self.optimizer.step(lr, model, gradients));
+    }
+
+    /// One step, as [`step`](Self::step) takes it, of a graph. The model of the graph is this one, and
+    /// nobody has a clone of it. `launched` has it taken kernel by kernel, for those who look on.
+    ///
+    /// # Errors
+    /// When the device cannot capture what the step does, or replay it, or the optimizer cannot be in
+    /// a graph.
+    pub fn graph_step(
+        &mut self,
+        graph: &mut Graph,
+        batch: Batch,
+        lr: f64,
+        launched: bool,
+    ) -> Result<()> {
+        let (inputs, targets) = batch.tensors(&self.device);
+        graph.load(inputs, targets)?;
+        self.optimizer.begin_step(lr, &self.device)?;
+        let Graph { steps, batch, loss } = graph;
+        let (inputs, targets) = batch.as_ref().expect("`load` has put it there");
+        let step = || {
+            let (inputs, targets) = (inputs.clone(), targets.clone());
+            let (of_step, gradients) = self.gradients(inputs, targets);
+            *loss = Some(of_step);
+            let model = self.model.take().expect(KEPT);
+            self.model = Some(self.optimizer.step_begun(model, gradients));
+        };
+        match launched {
+            true => steps.launch(step)?,
+            false => steps.step(step).map(|_| ())?,
         }
-        self.model = self.optimizer.step(lr, self.model.clone(), gradients);
+        // The next replay writes another loss to the same memory.
+        let loss = loss.as_ref().expect("a step has been taken");
+        self.pending.push(loss.clone().mul_scalar(1.0));
+        Ok(())
+    }
+
+    /// The loss of a batch, without autodiff, and the gradients of all parameters, averaged over the
+    /// ranks.
+    fn gradients(
+        &self,
+        inputs: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> (Tensor<1>, GradientsParams) {
+        let model = self.model();
+        let loss = model.training_loss(inputs, targets);
+        let kept = loss.clone().without_autodiff();
+        let mut gradients = GradientsParams::from_grads(loss.backward(), model);
+        if let Some(group) = &self.group {
+            group.average(model, &mut gradients, &self.device);
+        }
+        (kept, gradients)
     }
 
     /// The losses of the steps since the last call; waits for the device.
@@ -68,7 +136,7 @@ impl<M: LanguageModel> Rank<M> {
     /// What [`Others::check`] compares of each parameter.
     fn digest(&self) -> Vec<Digest> {
         let mut digests = Digests(Vec::new());
-        self.model.visit(&mut digests);
+        self.model().visit(&mut digests);
         digests.0
     }
 
@@ -76,7 +144,7 @@ impl<M: LanguageModel> Rank<M> {
     /// has the same weights, draws random bits of its own, and averages its gradients with the
     /// other ranks.
     fn fork(&self, device: &Device, optimizer: Optimizer, group: DataParallel) -> Self {
-        let model = self.model.clone().fork(device);
+        let model = self.model().clone().fork(device);
         // The copy travels by a collective of both devices.
         for device in [&self.device, device] {
             device
@@ -89,6 +157,41 @@ impl<M: LanguageModel> Rank<M> {
         }
     }
 }
+
+/// The steps of a rank as a CUDA graph: after three ordinary steps, each is one launch.
+pub(crate) struct Graph {
+    steps: GraphSteps,
+    /// Inputs and targets, where the graph reads them.
+    batch: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
+    /// Of the last step, where the graph writes it.
+    loss: Option<Tensor<1>>,
+}
+
+impl Graph {
+    /// Before the first step of `rank`.
+    ///
+    /// # Errors
+    /// When its device has no graphs, or another graph.
+    pub fn begin<M: LanguageModel>(rank: &Rank<M>) -> Result<Self> {
+        Ok(Self {
+            steps: GraphSteps::begin(rank.model(), &rank.device)?,
+            batch: None,
+            loss: None,
+        })
+    }
+
+    /// Puts a batch where the graph reads it.
+    fn load(&mut self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Result<()> {
+        self.batch = Some(match self.batch.take() {
+            None => (inputs, targets),
+            Some(before) => (copy_into(before.0, inputs)?, copy_into(before.1, targets)?),
+        });
+        Ok(())
+    }
+}
+
+/// Why a rank has its model: what fails between taking it out and putting it back ends the run.
+const KEPT: &str = "the run goes on only after a step that was whole";
 
 /// One parameter: the sum of its elements with signs that change irregularly, and its norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -314,5 +417,57 @@ mod tests {
         };
         assert!(!own.is_near(digest(&|i, w| w + step(i))));
         assert!(!own.is_near(digest(&|_, w| w * 0.9)));
+    }
+
+    /// Steps of a graph have the bits of ordinary ones: losses and weights. CubeCL's CPU runtime takes
+    /// the three steps before the capture.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[test]
+    fn steps_of_a_graph_are_ordinary_ones() {
+        use crate::config::{Activation, Preset, RecipeName, RunConfig};
+        use crate::model::Transformer;
+
+        let (device, name, steps) = match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+            #[cfg(feature = "cpu")]
+            Ok("cpu") => (Device::cpu(), "cpu", 3),
+            #[cfg(feature = "cuda")]
+            Ok("cuda") => (Device::cuda(0), "cuda:0", 200),
+            _ => {
+                println!(
+                    "SKIPPED: data_parallel::tests::steps_of_a_graph_are_ordinary_ones: \
+                     NVFP4_TEST_DEVICE names no device with graphs"
+                );
+                return;
+            }
+        };
+        let device = device.autodiff();
+        let mut config = RunConfig::preset(Preset::Tiny, name);
+        if name == "cpu" {
+            (config.batch, config.model.context) = (2, 32);
+            config.activation = Activation::F32;
+        }
+        let recipe = RecipeName::nvfp4();
+        let rank = || {
+            let model = Transformer::build(&config, &recipe, &device).unwrap();
+            Rank::new(device.clone(), model, Optimizer::new(&config).unwrap())
+        };
+        let batch = |step| Batch::random(1, step, config.batch, config.model.context);
+        let lr = |step| config.lr * (1.0 + step as f64);
+        let mut ordinary = rank();
+        (0..steps).for_each(|step| ordinary.step(batch(step), lr(step)));
+        let mut captured = rank();
+        let mut graph = Graph::begin(&captured).unwrap();
+        for step in 0..steps {
+            // One is looked at in between.
+            let launched = step == 20;
+            captured
+                .graph_step(&mut graph, batch(step), lr(step), launched)
+                .unwrap();
+        }
+        assert_eq!(graph.steps.is_captured(), name != "cpu");
+        let bits = |losses: Vec<f32>| losses.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(captured.losses()), bits(ordinary.losses()));
+        assert_eq!(captured.digest(), ordinary.digest());
+        assert_eq!(captured.optimizer.time(), steps);
     }
 }

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
@@ -121,6 +121,31 @@ impl Optimizer {
         }
     }
 
+    /// The part of a step with learning rate `lr` that a captured graph cannot have; see
+    /// [`AdamW::begin_step`].
+    ///
+    /// # Errors
+    /// When the learning rate is negative or not finite, or of Muon: its kernels have the learning
+    /// rate as an argument.
+    pub(crate) fn begin_step(&mut self, lr: f64, device: &Device) -> Result<()> {
+        match self {
+            Self::AdamW(adamw) => Ok(adamw.begin_step(lr, device)?),
+            Self::Muon(_) => bail!("optimizer is muon, but a step of a graph has adamw"),
+        }
+    }
+
+    /// The step that [`begin_step`](Self::begin_step) began.
+    ///
+    /// # Panics
+    /// When none was.
+    pub(crate) fn step_begun<M: Module>(&mut self, model: M, gradients: GradientsParams) -> M {
+        let made = match self {
+            Self::AdamW(adamw) => adamw.try_step_begun(model, gradients),
+            Self::Muon(_) => unreachable!("`begin_step` fails"),
+        };
+        made.unwrap_or_else(|error| panic!("nvfp4 AdamW: {error}"))
+    }
+
     /// What the file has of each parameter.
     fn parts(&self) -> Vec<(u64, &'static str, &Tensor<1>)> {
         let (moments, momenta) = match self {
@@ -205,7 +230,7 @@ impl Optimizer {
                 continue;
             }
             let (Some(first), Some(second)) = (parts.remove(FIRST), parts.remove(SECOND)) else {
-                anyhow::bail!("parameter {id:016x} has only one of its two moments");
+                bail!("parameter {id:016x} has only one of its two moments");
             };
             let state = ParameterMoments {
                 first,

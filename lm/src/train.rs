@@ -14,7 +14,7 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
-use crate::data_parallel::{Others, Rank};
+use crate::data_parallel::{Graph, Others, Rank};
 use crate::memory::MemoryBudget;
 use crate::metrics::{METRICS, METRICS_HEADER, Row, read_lossy, read_metrics, whole_lines};
 use crate::model::LanguageModel;
@@ -49,6 +49,13 @@ pub enum Outcome {
     Stopped,
 }
 
+/// Whether telemetry looks on at a step: it sees layers run, which a replay does not have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    Sampled,
+    Unseen,
+}
+
 /// A run with one recipe: the model, its optimizer, and its progress.
 pub struct Run<'a, M> {
     config: &'a RunConfig,
@@ -61,6 +68,8 @@ pub struct Run<'a, M> {
     rank: Rank<M>,
     /// Those on the other devices, while steps are taken.
     others: Option<Others>,
+    /// The steps as a graph, while they are taken so.
+    graph: Option<Graph>,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
@@ -102,6 +111,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             corpus,
             rank: Rank::new(devices[0].clone(), model, optimizer),
             others: None,
+            graph: None,
             devices,
             folder: folder.into(),
             step: 0,
@@ -129,9 +139,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             model,
             optimizer,
         } = checkpoint;
-        // The run may be resumed on another device.
+        // The run may be resumed on another device, and by other launches.
         let config = RunConfig {
             device: self.config.device.clone(),
+            graph: self.config.graph,
             ..state.config
         };
         ensure!(
@@ -146,8 +157,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         );
         let record = ModuleRecord::from_bytes(model)?;
         let rank = &mut self.rank;
-        rank.model = rank.model.clone().try_load_record(record)?;
-        state.nvfp4.apply(&rank.model)?;
+        rank.load(record)?;
+        state.nvfp4.apply(rank.model())?;
         rank.optimizer.load(optimizer, &rank.device)?;
         // A crash loses what came after the checkpoint.
         self.rows = self.rows_until(state.step)?;
@@ -217,7 +228,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
 
     /// The model.
     pub fn model(&self) -> &M {
-        &self.rank.model
+        self.rank.model()
     }
 
     /// Seconds spent so far, in all processes that worked on the run.
@@ -239,6 +250,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.others = Some(Others::start(&mut self.rank, &self.devices, &budget)?);
             }
             let outcome = self.train_ranks(stop_at, observer);
+            self.graph = None;
             if let Some(others) = self.others.take() {
                 others.stop();
             }
@@ -266,12 +278,21 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             };
             self.record(row, observer)?;
         }
+        let mut mode = None;
         let mut clock = Clock::start();
         let mut interrupted = false;
         while self.step < end && !interrupted {
             let lr = learning_rate(self.step, steps, self.config.warmup, self.config.lr);
             if let Some(healing) = self.config.healing_of(&self.recipe) {
-                set_mode(&self.rank.model, healing.mode(self.step, steps));
+                let next = healing.mode(self.step, steps);
+                set_mode(self.rank.model(), next);
+                // A graph goes on as it was captured.
+                if mode.replace(next) != Some(next) {
+                    self.graph = None;
+                }
+            }
+            if self.config.graph && self.graph.is_none() {
+                self.graph = Some(Graph::begin(&self.rank)?);
             }
             let every = self.config.telemetry_every;
             if every > 0 && self.step.is_multiple_of(every) {
@@ -279,7 +300,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.sampled_step(lr)?;
                 clock.resume();
             } else {
-                self.train_step(lr);
+                self.train_step(lr, Taken::Unseen)?;
                 clock.steps += 1;
             }
             observer.step(self.step);
@@ -330,7 +351,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         (self.config.batch * self.config.model.context) as u64
     }
 
-    fn train_step(&mut self, lr: f64) {
+    fn train_step(&mut self, lr: f64, taken: Taken) -> Result<()> {
         let &RunConfig {
             seed,
             batch,
@@ -345,16 +366,23 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         if let Some(others) = &self.others {
             others.step(parts, lr);
         }
-        self.rank.step(own, lr);
+        match &mut self.graph {
+            Some(graph) => {
+                let launched = taken == Taken::Sampled;
+                self.rank.graph_step(graph, own, lr, launched)?;
+            }
+            None => self.rank.step(own, lr),
+        }
         self.step += 1;
+        Ok(())
     }
 
     /// A step that telemetry samples, into [`TELEMETRY`].
     fn sampled_step(&mut self, lr: f64) -> Result<()> {
         use std::io::Write as _;
         let step = self.step;
-        let telemetry = Telemetry::start(&self.rank.model);
-        self.train_step(lr);
+        let telemetry = Telemetry::start(self.rank.model());
+        self.train_step(lr, Taken::Sampled)?;
         let samples = telemetry.finish();
         let path = self.folder.join(TELEMETRY);
         let mut text = String::new();
@@ -406,7 +434,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             model: ModelConfig { context, .. },
             ..
         } = self.config;
-        let model = self.rank.model.valid();
+        let model = self.rank.model().valid();
         let device = self.rank.device.clone().without_autodiff();
         let losses = (0..eval_batches)
             .map(|index| {
@@ -464,7 +492,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         if let Some(others) = &self.others {
             others.check(&self.rank, self.step)?;
         }
-        let model: Bytes = self.rank.model.valid().into_record().into_bytes()?;
+        let model: Bytes = self.rank.model().valid().into_record().into_bytes()?;
         let checkpoint = Checkpoint {
             state: State::new(
                 self.config.clone(),
@@ -472,7 +500,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.corpus.fingerprint().clone(),
                 self.step,
                 self.losses.clone(),
-                Nvfp4State::collect(&self.rank.model),
+                Nvfp4State::collect(self.rank.model()),
             ),
             timing: Timing {
                 seconds: self.seconds(),

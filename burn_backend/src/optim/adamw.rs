@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use burn_core::backend::{Dispatch, tensor::FloatTensor};
 use burn_core::module::{Module, ModuleMapper, Param, ParamId, ParamMapper};
-use burn_core::tensor::{DType, Device, FloatDType, GradientCheckpointingStrategy, Tensor};
+use burn_core::tensor::{DType, Device, FloatDType, GradientCheckpointingStrategy, Int, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
 
@@ -193,22 +193,70 @@ impl AdamW {
         gradients: GradientsParams,
     ) -> Result<M, Nvfp4Error> {
         learning_rate(lr)?;
+        self.take_step(Numbers::Of(lr), model, gradients)
+    }
+
+    /// Counts the step to come and writes its numbers, of learning rate `lr`, to the memory of
+    /// `device`, where [`try_step_begun`](Self::try_step_begun) reads them: the part of a step that a
+    /// captured graph cannot have, since it differs from step to step.
+    ///
+    /// # Errors
+    /// When the learning rate is negative or not finite.
+    pub fn begin_step(&mut self, lr: f64, device: &Device) -> Result<(), Nvfp4Error> {
+        learning_rate(lr)?;
+        self.time += 1;
+        let device = device.clone().without_autodiff();
+        let params = self.config.params();
+        self.schedule.begin(&params, lr, self.time, &device);
+        Ok(())
+    }
+
+    /// The step that [`begin_step`](Self::begin_step) began, as [`try_step`](Self::try_step) takes
+    /// it. A replay of a graph with this step needs only `begin_step` again.
+    ///
+    /// # Errors
+    /// As there, and when no step was begun on the device of the parameters.
+    pub fn try_step_begun<M: Module>(
+        &mut self,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<M, Nvfp4Error> {
+        self.take_step(Numbers::Begun, model, gradients)
+    }
+
+    fn take_step<M: Module>(
+        &mut self,
+        numbers: Numbers,
+        model: M,
+        gradients: GradientsParams,
+    ) -> Result<M, Nvfp4Error> {
         let elements = |id| self.elements(id);
-        Check::new(&elements, &gradients).run(&model)?;
+        let device = Check::new(&elements, &gradients).run(&model)?;
+        let schedule = match (numbers, device) {
+            (_, None) => None,
+            (Numbers::Of(lr), Some(device)) => {
+                self.time += 1;
+                let params = self.config.params();
+                Some(self.schedule.at(&params, lr, self.time, &device))
+            }
+            (Numbers::Begun, Some(device)) => {
+                let begun = self.schedule.begun(&device);
+                Some(begun.ok_or_else(|| {
+                    let found = format!("a step on {device:?} that was not begun there");
+                    Nvfp4Error::value("model", found, "one after `begin_step` with its device")
+                })?)
+            }
+        };
         let mut take = Take {
             optimizer: self,
             gradients,
             path: Vec::new(),
             taken: VecDeque::new(),
-            device: None,
         };
         let model = model.map(&mut take);
-        let Take {
-            mut taken, device, ..
-        } = take;
-        if let Some(device) = device {
-            self.time += 1;
-            self.update(lr, &device, &mut taken);
+        let Take { mut taken, .. } = take;
+        if let Some(schedule) = schedule {
+            self.update(&schedule, &mut taken);
         }
         Ok(model.map(&mut Give {
             optimizer: self,
@@ -225,15 +273,13 @@ impl AdamW {
     }
 
     /// The step of what was taken from the model.
-    fn update(&mut self, lr: f64, device: &Device, taken: &mut VecDeque<Option<Taken>>) {
-        let params = self.config.params();
-        let schedule = self.schedule.at(&params, lr, self.time, device);
+    fn update(&mut self, schedule: &Tensor<1, Int>, taken: &mut VecDeque<Option<Taken>>) {
         let factor = self.config.grad_clip.map(|norm| {
             let gradients = taken.iter().flatten();
             clip_factor(norm, gradients.filter_map(|taken| taken.gradient.clone()))
         });
         let options = AdamWOptions {
-            params,
+            params: self.config.params(),
             amax: self.config.amax,
         };
         self.amax.clear();
@@ -261,6 +307,14 @@ impl AdamW {
             }
         }
     }
+}
+
+/// Where a step has its numbers from.
+enum Numbers {
+    /// It writes those of this learning rate.
+    Of(f64),
+    /// [`AdamW::begin_step`] wrote them.
+    Begun,
 }
 
 /// A parameter on its way through the step.
@@ -333,9 +387,13 @@ impl<'a> Check<'a> {
     }
 
     /// Fails where a step would.
-    pub(super) fn run<M: Module>(mut self, model: &M) -> Result<(), Nvfp4Error> {
+    /// The device of the parameters, if one has a gradient.
+    pub(super) fn run<M: Module>(mut self, model: &M) -> Result<Option<Device>, Nvfp4Error> {
         model.visit(&mut self);
-        self.failure.map_or(Ok(()), Err)
+        match self.failure {
+            None => Ok(self.device),
+            Some(failure) => Err(failure),
+        }
     }
 
     fn parameter<const D: usize>(
@@ -381,7 +439,6 @@ struct Take<'a> {
     path: Vec<String>,
     /// One entry for each parameter that the module has, none for those without a gradient.
     taken: VecDeque<Option<Taken>>,
-    device: Option<Device>,
 }
 
 impl ModuleMapper for Take<'_> {
@@ -417,7 +474,6 @@ impl ModuleMapper for Take<'_> {
             tracked,
             mapper: Box::new(mapper),
         }));
-        self.device.get_or_insert(device.clone());
         // Nothing is made of this: the parameter is put back in its place.
         let nothing = move |_: &Device, _: bool| unreachable!("the parameter is put back");
         Param::uninitialized(id, nothing, device, tracked.require_grad, shape)

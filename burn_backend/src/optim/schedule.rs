@@ -14,6 +14,8 @@ const WORDS: usize = 4;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Schedule {
     buffer: Option<(Device, Tensor<1, Int>)>,
+    /// Whether the buffer has the numbers of the step to come.
+    begun: bool,
 }
 
 impl Schedule {
@@ -34,5 +36,16 @@ impl Schedule {
         let buffer = Tensor::from_dispatch(buffer);
         self.buffer = Some((device.clone(), buffer.clone()));
         buffer
+    }
+    /// Has the numbers of step `time` written now, for [`begun`](Self::begun).
+    pub(super) fn begin(&mut self, params: &AdamWParams, lr: f64, time: u64, device: &Device) {
+        self.at(params, lr, time, device);
+        self.begun = true;
+    }
+
+    /// What [`begin`](Self::begin) wrote, if it was called since the last step and on `device`.
+    pub(super) fn begun(&mut self, device: &Device) -> Option<Tensor<1, Int>> {
+        let (of, buffer) = self.buffer.as_ref()?;
+        (std::mem::take(&mut self.begun) && of == device).then(|| buffer.clone())
     }
 }

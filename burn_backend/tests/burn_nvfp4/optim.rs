@@ -164,6 +164,30 @@ fn adamw_resumes_from_its_state() {
     assert_eq!(bits(&resumed.values()), bits(&through.values()));
 }
 
+/// A step whose numbers were written before it, as steps of graphs are, has the same bits.
+#[test]
+fn begun_steps_have_the_same_bits() {
+    let device = device().autodiff();
+    let start = Net::new(&device);
+    let ours = by_ours(&mut config(MomentType::F32).init(), start, 0, 4);
+    let mut optimizer = config(MomentType::F32).init();
+    let mut net = Net::new(&device);
+    for step in 0..4 {
+        optimizer.begin_step(LR, &device).unwrap();
+        let gradients = gradients(step, &device);
+        net = optimizer.try_step_begun(net, gradients).unwrap();
+        assert_eq!(optimizer.time(), step + 1);
+    }
+    assert_eq!(bits(&net.values()), bits(&ours.values()));
+
+    let error = optimizer.begin_step(-1.0, &device).unwrap_err();
+    assert!(error.to_string().contains("lr"), "{error}");
+    let error = optimizer.try_step_begun(net, gradients(4, &device));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("begin_step"), "{error}");
+    assert_eq!(optimizer.time(), 4);
+}
+
 /// Parameters of type f32 after 10 steps, against burn-optim's own AdamW; both round differently.
 #[test]
 fn burn_optims_adamw_is_near() {

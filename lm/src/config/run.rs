@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::ParamGroup;
 use burn_nvfp4::Nvfp4Recipe;
-use burn_nvfp4::recipe::Healing;
+use burn_nvfp4::recipe::{Healing, OperandFormat};
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Serialize};
 
@@ -123,6 +123,11 @@ pub struct RunConfig {
     #[arg(long, value_name = "STEPS")]
     #[serde(default)]
     pub telemetry_every: u64,
+    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
+    /// host's time for each launch; with --optimizer adamw, on one GPU, without MS-EDEN
+    #[arg(long)]
+    #[serde(default)]
+    pub graph: bool,
     /// Rotate the operands of weight gradients by a random Hadamard transform, with recipe nvfp4
     /// [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
@@ -212,6 +217,7 @@ impl RunConfig {
         }
         self.check_devices()?;
         self.check_switches()?;
+        self.check_graph()?;
         let all: Vec<&RecipeName> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -254,6 +260,42 @@ impl RunConfig {
                 "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it \
                  out, or say so in the file of a recipe",
                 self.recipe
+            );
+        }
+        Ok(())
+    }
+
+    /// What a captured step cannot do: draw on the host, or take part in a collective.
+    fn check_graph(&self) -> Result<()> {
+        if !self.graph {
+            return Ok(());
+        }
+        ensure!(
+            self.device.starts_with("cuda:"),
+            "graph is true and device is {}, but only GPUs (cuda:N) have graphs",
+            self.device
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "graph is true and devices is {}, but a graph is of one GPU",
+            self.devices.join(",")
+        );
+        ensure!(
+            self.optimizer == OptimizerName::AdamW,
+            "graph is true and optimizer is {:?}, but it must be adamw: the learning rate of the \
+             others is an argument of their kernels",
+            self.optimizer
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "graph is true and decorate is given, but steps of decorated models are not captured: \
+             leave out one of them"
+        );
+        for recipe in self.all_recipes() {
+            ensure!(
+                !has_ms_eden(&self.nvfp4_recipe(recipe)?),
+                "graph is true and recipe is {recipe}, but MS-EDEN draws signs on the host: leave \
+                 --graph out"
             );
         }
         Ok(())
@@ -370,6 +412,18 @@ impl RunConfig {
         found.check()?;
         Ok(found)
     }
+}
+
+fn has_ms_eden(recipe: &Nvfp4Recipe) -> bool {
+    let Nvfp4Recipe {
+        fprop,
+        dgrad,
+        wgrad,
+        ..
+    } = recipe;
+    [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
+        .iter()
+        .any(|operand| operand.format == OperandFormat::MsEden)
 }
 
 /// Recipes as `--compare` has them.

@@ -122,3 +122,38 @@ fn errors_name_the_value() {
         assert!(error.starts_with(name), "{name}: {error}");
     }
 }
+
+/// A captured step is refused where it would repeat or miss something.
+#[test]
+fn graphs_are_refused_where_they_cannot_be() {
+    let graph = |device: &str, change: &dyn Fn(&mut RunConfig)| {
+        let mut config = RunConfig::preset(Preset::Tiny, device);
+        config.graph = true;
+        change(&mut config);
+        config.check().map_err(|error| error.to_string())
+    };
+    graph("cuda:0", &|_| ()).unwrap();
+    type Change = dyn Fn(&mut RunConfig);
+    let cases: [(&str, &Change, &str); 4] = [
+        ("flex", &|_: &mut RunConfig| (), "device is flex"),
+        (
+            "cuda:0",
+            &|config| config.devices = ["cuda:0", "cuda:1"].map(String::from).into(),
+            "one GPU",
+        ),
+        (
+            "cuda:0",
+            &|config| config.optimizer = OptimizerName::Muon,
+            "adamw",
+        ),
+        (
+            "cuda:0",
+            &|config| config.recipe = "quartet2".parse().unwrap(),
+            "MS-EDEN",
+        ),
+    ];
+    for (device, change, expected) in cases {
+        let error = graph(device, change).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
+}
