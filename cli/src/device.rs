@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
-use burn::tensor::Device;
+use burn::tensor::{Device, FloatDType};
+use clap::ValueEnum;
 
 /// The name of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +105,23 @@ impl DeviceName {
                 #[cfg(not(feature = "cuda"))]
                 unreachable!("there are no GPUs without the feature")
             }
+        }
+    }
+}
+
+/// The type of weights and activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ComputeType {
+    F32,
+    Bf16,
+}
+
+impl ComputeType {
+    /// The one that was asked for, else the best that the device computes in.
+    pub(crate) fn or_of(asked: Option<Self>, device: DeviceName) -> FloatDType {
+        match (asked, device) {
+            (Some(Self::Bf16), _) | (None, DeviceName::Cuda(_)) => FloatDType::BF16,
+            (Some(Self::F32), _) | (None, _) => FloatDType::F32,
         }
     }
 }

@@ -4,13 +4,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use burn::tensor::{Device, FloatDType};
-use clap::{Args, ValueEnum};
+use burn::tensor::Device;
+use clap::Args;
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
 use nvfp4_lm::decoder::{Decoder, sampling::SamplingConfig};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
 
-use crate::device::DeviceName;
+use crate::device::{ComputeType, DeviceName};
 
 #[derive(Args)]
 pub(crate) struct Generate {
@@ -52,20 +52,10 @@ pub(crate) struct Generate {
     device: Option<DeviceName>,
 }
 
-/// The type of weights and activations.
-#[derive(Clone, Copy, ValueEnum)]
-enum ComputeType {
-    F32,
-    Bf16,
-}
-
 impl Generate {
     pub(crate) fn run(self) -> Result<()> {
         let name = DeviceName::or_best(self.device)?;
-        let dtype = match (self.dtype, name) {
-            (Some(ComputeType::Bf16), _) | (None, DeviceName::Cuda(_)) => FloatDType::BF16,
-            (Some(ComputeType::F32), _) | (None, _) => FloatDType::F32,
-        };
+        let dtype = ComputeType::or_of(self.dtype, name);
         let device: Device = name.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, dtype)?;
         let settings = GenerationConfig::read(&self.model, model.config())?;

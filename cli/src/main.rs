@@ -6,6 +6,7 @@ mod cost;
 mod device;
 mod dispatch;
 mod doctor;
+mod eval;
 mod generate;
 mod inspect;
 mod kernels;

@@ -27,6 +27,7 @@ pub mod cost;
 pub mod data;
 pub mod decoder;
 pub mod encoder;
+pub mod eval;
 pub mod hf;
 pub mod interchange;
 pub mod memory;

@@ -252,3 +252,49 @@ fn generate_continues_a_prompt() {
         fails(nvfp4("generate", &arguments), &["quantization_config"]);
     }
 }
+
+/// The perplexity of the tokenizer's own examples, before and after quantization, and choices.
+#[test]
+fn eval_reads_texts_and_questions() {
+    let test = "eval_reads_texts_and_questions";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let files = folder("eval");
+    let (text, questions) = (files.join("text.txt"), files.join("questions.jsonl"));
+    fs::write(&text, "The quick brown fox jumps. ".repeat(8)).unwrap();
+    let question = r#"{"context": "The quick", "choices": [" brown", " fox"], "answer": 1}"#;
+    fs::write(&questions, question).unwrap();
+    let (text, questions) = (text.to_str().unwrap(), questions.to_str().unwrap());
+    let eval = |model: &str, more: &[&str]| nvfp4("eval --device flex", &[&[model], more].concat());
+    let perplexity = |model: &str, more: &[&str]| -> f64 {
+        let text = succeeds(eval(model, &[&["--data", text], more].concat()));
+        let figure = text.strip_prefix("perplexity ");
+        let figure = figure.and_then(|text| text.split(' ').next()).expect(&text);
+        figure.parse().unwrap()
+    };
+    let windows = ["--length", "16", "--stride", "8"];
+    let before = perplexity(&model, &windows);
+    assert_ne!(before, perplexity(&model, &[]));
+    let out = absent("eval-quantized");
+    let out = out.to_str().unwrap();
+    succeeds(nvfp4("quantize", &[&model, "--out", out]));
+    let after = perplexity(out, &windows);
+    // The model is random: weights that differ by a tenth say almost the same.
+    assert!(
+        before != after && (after / before).ln().abs() < 0.2,
+        "{before}, {after}"
+    );
+
+    let answers = succeeds(eval(&model, &["--choices", questions]));
+    assert!(answers.contains("1 questions"), "{answers}");
+    fails(eval(&model, &[]), &["data", "choices"]);
+    fails(
+        eval(&model, &["--data", text, "--length", "8", "--stride", "8"]),
+        &["stride is 8"],
+    );
+    fails(eval(&model, &["--data", "no-such-file"]), &["no-such-file"]);
+    if let Some(static_inputs) = golden(test, "llama3-tiny-ct-nvfp4") {
+        fails(eval(&static_inputs, &["--data", text]), &["w4a4"]);
+    }
+}

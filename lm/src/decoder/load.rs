@@ -2,7 +2,7 @@
 //!
 //! Tensors are converted and sent to the device one weight at a time, from the mapped file: beside
 //! the device's copy, memory holds the largest fused weight (of one layer's experts, where there
-//! are any).
+//! are any). Weights in NVFP4 may be read too, as the values that they stand for.
 
 use std::path::Path;
 
@@ -23,6 +23,7 @@ use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
+use crate::interchange::{Arithmetic, Checkpoint, PackedWeight};
 use crate::model::check_dtype;
 
 impl Decoder {
@@ -55,12 +56,66 @@ impl Decoder {
     ) -> Result<Self> {
         check_dtype(dtype, device)?;
         check_tensors(config, tensors)?;
-        let loader = Loader {
+        Loader {
             config,
             tensors,
+            packed: None,
             device,
             dtype,
+        }
+        .decoder()
+    }
+
+    /// The quantized model in `folder`, with the values that its NVFP4 weights stand for as weights of
+    /// type `dtype`. Weights take the memory of the dequantized model.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); when the folder is not quantized, or has a problem that
+    /// [`Checkpoint`] names; when it quantizes activations or the KV cache too, which this model
+    /// would not do.
+    pub fn load_dequantized(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
+        check_dtype(dtype, device)?;
+        let checkpoint = Checkpoint::open(folder)?;
+        let name = || folder.display().to_string();
+        let quantizes = |what: &str| {
+            format!("it quantizes {what}, and a model of dequantized weights would not")
         };
+        ensure!(
+            checkpoint
+                .layers()
+                .values()
+                .all(|layer| layer.input_global.is_none()),
+            "{}: {}",
+            name(),
+            quantizes("activations (w4a4)")
+        );
+        ensure!(
+            checkpoint.kv_scales().is_empty(),
+            "{}: {}",
+            name(),
+            quantizes("the KV cache")
+        );
+        let json = checkpoint.json().as_object();
+        let json = json.with_context(|| format!("{CONFIG_FILE} is no object"))?;
+        let mut json = json.clone();
+        json.remove("quantization_config");
+        let config = DecoderConfig::from_json(&json).with_context(name)?;
+        check_names(&config, &checkpoint).with_context(name)?;
+        Loader {
+            config: &config,
+            tensors: checkpoint.tensors(),
+            packed: Some(&checkpoint),
+            device,
+            dtype,
+        }
+        .decoder()
+        .with_context(name)
+    }
+}
+
+impl Loader<'_> {
+    fn decoder(&self) -> Result<Decoder> {
+        let (config, loader) = (self.config, self);
         let weight = loader.weight(&[EMBEDDING.to_owned()])?;
         let embedding = Embedding::new(param(weight));
         let head = match config.tied {
@@ -72,13 +127,13 @@ impl Decoder {
         };
         let layers = config.layers.iter().enumerate();
         let layers = layers.map(|(index, layer)| loader.layer(index, layer));
-        Ok(Self {
+        Ok(Decoder {
             embedding,
             layers: layers.collect::<Result<_>>()?,
             norm: loader.norm(NORM)?,
             head,
             config: config.clone(),
-            dtype,
+            dtype: self.dtype,
             positions: Positions::new(config.rope.clone(), config.head),
         })
     }
@@ -144,9 +199,37 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
+/// Fail unless a quantized folder has each weight of the model, packed or plain, and no other.
+fn check_names(config: &DecoderConfig, checkpoint: &Checkpoint) -> Result<()> {
+    let mut modules: std::collections::BTreeSet<&str> =
+        checkpoint.layers().keys().map(String::as_str).collect();
+    for Expected { name, shape } in names::expected(config) {
+        let module = name.strip_suffix(".weight").unwrap_or(&name);
+        let found = match checkpoint.layers().get(module) {
+            Some(layer) => {
+                modules.remove(module);
+                vec![layer.n, layer.k]
+            }
+            None => checkpoint.tensors().get(&name)?.shape.to_vec(),
+        };
+        ensure!(
+            found == shape,
+            "`{name}` is {found:?}, but the configuration says {shape:?}"
+        );
+    }
+    ensure!(
+        modules.is_empty(),
+        "the configuration has no layers {}",
+        list(&modules.into_iter().map(String::from).collect::<Vec<_>>())
+    );
+    Ok(())
+}
+
 struct Loader<'a> {
     config: &'a DecoderConfig,
     tensors: &'a TensorFolder,
+    /// Where some weights are packed.
+    packed: Option<&'a Checkpoint>,
     device: &'a Device,
     dtype: FloatDType,
 }
@@ -262,49 +345,82 @@ impl Loader<'_> {
         self.concatenated(names)
     }
 
+    fn part(&self, name: &str) -> Result<Part<'_>> {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        match self.packed {
+            Some(checkpoint) if checkpoint.layers().contains_key(module) => {
+                Ok(Part::Packed(checkpoint.weight(module)?))
+            }
+            _ => Ok(Part::Plain(self.tensors.get(name)?)),
+        }
+    }
+
     /// Tensors along their first axis, in the type of the model.
     fn concatenated<const D: usize>(&self, names: &[String]) -> Result<Tensor<D>> {
         let dtype = DType::from(self.dtype);
-        let tensors: Vec<StoredTensor> = names
+        let parts: Vec<Part> = names
             .iter()
-            .map(|name| self.tensors.get(name))
+            .map(|name| self.part(name))
             .collect::<Result<_>>()?;
-        let mut bytes =
-            Vec::with_capacity(tensors.iter().map(|t| elements(t) * dtype.size()).sum());
+        let elements: usize = parts.iter().map(Part::elements).sum();
+        let mut bytes = Vec::with_capacity(elements * dtype.size());
         let mut dims = [0; D];
-        for tensor in &tensors {
-            let Ok(found) = <[usize; D]>::try_from(tensor.shape) else {
-                bail!("{tensor}: it has {} axes, not {D}", tensor.shape.len());
+        for (part, name) in parts.iter().zip(names) {
+            let shape = part.shape();
+            let Ok(found) = <[usize; D]>::try_from(&*shape) else {
+                bail!("`{name}`: it has {} axes, not {D}", shape.len());
             };
             let first = dims[0] + found[0];
             dims = found;
             dims[0] = first;
-            append(&mut bytes, tensor, dtype)?;
+            part.append(&mut bytes, dtype)?;
         }
         let data = TensorData::from_bytes_vec(bytes, dims, dtype);
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }
 }
 
-fn elements(tensor: &StoredTensor) -> usize {
-    tensor.shape.iter().product()
+/// A stored weight.
+enum Part<'a> {
+    Plain(StoredTensor<'a>),
+    Packed(PackedWeight),
 }
 
-/// The elements of `tensor` as `dtype`, behind `bytes`.
-fn append(bytes: &mut Vec<u8>, tensor: &StoredTensor, dtype: DType) -> Result<()> {
-    let is_same = matches!(
-        (tensor.dtype, dtype),
-        (Dtype::F32, DType::F32) | (Dtype::BF16, DType::BF16) | (Dtype::F16, DType::F16)
-    );
-    if is_same {
-        bytes.extend_from_slice(tensor.bytes);
-        return Ok(());
+impl Part<'_> {
+    fn shape(&self) -> Vec<usize> {
+        match self {
+            Self::Plain(tensor) => tensor.shape.to_vec(),
+            Self::Packed(weight) => vec![weight.n(), weight.k()],
+        }
     }
-    let values = tensor.to_f32()?;
-    let count = values.len();
-    let data = TensorData::new(values, [count]).convert_dtype(dtype);
-    bytes.extend_from_slice(data.as_bytes());
-    Ok(())
+
+    fn elements(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Its elements as `dtype`, behind `bytes`.
+    fn append(&self, bytes: &mut Vec<u8>, dtype: DType) -> Result<()> {
+        let values = match self {
+            Self::Plain(tensor) => {
+                let is_same = matches!(
+                    (tensor.dtype, dtype),
+                    (Dtype::F32, DType::F32)
+                        | (Dtype::BF16, DType::BF16)
+                        | (Dtype::F16, DType::F16)
+                );
+                if is_same {
+                    bytes.extend_from_slice(tensor.bytes);
+                    return Ok(());
+                }
+                tensor.to_f32()?
+            }
+            Self::Packed(weight) => weight.dequantize(Arithmetic::CodeTimesScale),
+        };
+        let count = values.len();
+        let data = TensorData::new(values, [count]).convert_dtype(dtype);
+        bytes.extend_from_slice(data.as_bytes());
+        Ok(())
+    }
 }
 
 /// A parameter, which requires a gradient on a device of autodiff.

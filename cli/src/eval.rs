@@ -1,0 +1,122 @@
+//! `nvfp4 eval`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use burn::tensor::Device;
+use clap::Args;
+use nvfp4_lm::decoder::Decoder;
+use nvfp4_lm::eval::{Question, Windows, choose, cross_entropy};
+use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
+use nvfp4_lm::interchange::Checkpoint;
+
+use crate::device::{ComputeType, DeviceName};
+use crate::layers::LayerBar;
+
+#[derive(Args)]
+pub(crate) struct Eval {
+    /// Evaluate the model in this folder: in high precision, or NVFP4 weights (w4a16)
+    ///
+    /// Weights in NVFP4 are dequantized when they are loaded.
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Give the perplexity of these text files, each of them a text of its own
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    data: Vec<PathBuf>,
+    /// Give the share of right answers to the questions in this file
+    ///
+    /// Each line is JSON: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER FROM 0}. White
+    /// space between context and choice belongs to the choice.
+    #[arg(long, value_name = "FILE")]
+    choices: Option<PathBuf>,
+    /// Read texts in windows of this many tokens
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    length: usize,
+    /// Begin a window this many tokens after the one before; each token counts once, in the first
+    /// window that has it [default: half a window]
+    #[arg(long, value_name = "N")]
+    stride: Option<usize>,
+    /// Compute in this type [default: bf16 on a GPU, f32 else]
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<ComputeType>,
+    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<DeviceName>,
+}
+
+impl Eval {
+    pub(crate) fn run(self) -> Result<()> {
+        ensure!(
+            !self.data.is_empty() || self.choices.is_some(),
+            "data and choices are not given, but one of them says what to evaluate"
+        );
+        let questions = self.choices.as_deref().map(Question::read).transpose()?;
+        let texts = self
+            .data
+            .iter()
+            .map(|file| fs::read_to_string(file).with_context(|| file.display().to_string()));
+        let texts: Vec<String> = texts.collect::<Result<_>>()?;
+
+        let name = DeviceName::or_best(self.device)?;
+        let device: Device = name.open()?.without_autodiff();
+        let dtype = ComputeType::or_of(self.dtype, name);
+        let model = match is_quantized(&self.model)? {
+            false => Decoder::load(&self.model, &device, dtype)?,
+            true => Decoder::load_dequantized(&self.model, &device, dtype)?,
+        };
+        let settings = GenerationConfig::read(&self.model, model.config())?;
+        let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
+        if !texts.is_empty() {
+            self.perplexity(&model, &tokenizer, &texts)?;
+        }
+        if let Some(questions) = questions {
+            answers(&model, &tokenizer, &questions)?;
+        }
+        Ok(())
+    }
+
+    fn perplexity(&self, model: &Decoder, tokenizer: &Tokenizer, texts: &[String]) -> Result<()> {
+        let tokens = texts.iter().map(|text| tokenizer.encode(text, true));
+        let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
+        let windows = Windows {
+            length: self.length,
+            stride: self.stride.unwrap_or(self.length.div_ceil(2)),
+        };
+        let mut bar = LayerBar::new("perplexity");
+        let show = &mut |done, total| bar.show(done, total, "tokens");
+        let found = cross_entropy(model, &tokens, windows, show)?;
+        bar.finish();
+        println!(
+            "perplexity {:.4} ± {:.4}; {:.5} ± {:.5} nats a token, {} tokens in windows of {} by {}",
+            found.perplexity(),
+            found.perplexity_error(),
+            found.mean,
+            found.error,
+            found.tokens,
+            windows.length,
+            windows.stride
+        );
+        Ok(())
+    }
+}
+
+fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<()> {
+    let mut bar = LayerBar::new("choices");
+    let show = &mut |done, total| bar.show(done, total, "questions");
+    let found = choose(model, tokenizer, questions, show)?;
+    bar.finish();
+    println!(
+        "right answers {:.2} ± {:.2} %, by mean of bytes {:.2} ± {:.2} %; {} questions",
+        1e2 * found.plain.share,
+        1e2 * found.plain.error,
+        1e2 * found.normalized.share,
+        1e2 * found.normalized.error,
+        questions.len()
+    );
+    Ok(())
+}
+
+fn is_quantized(folder: &Path) -> Result<bool> {
+    Ok(Checkpoint::scan(folder)?.config().is_some())
+}

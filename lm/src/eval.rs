@@ -1,0 +1,323 @@
+//! How good a model is: perplexity of texts, and choices between answers.
+//!
+//! Both rest on [`log_probabilities`]: what the model says of each token after those before it.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::{Int, Tensor, TensorData, activation::log_softmax};
+use serde::Deserialize;
+
+use crate::decoder::Decoder;
+use crate::hf::Tokenizer;
+
+/// Tokens whose logits are in memory at a time.
+const CHUNK: usize = 256;
+
+/// The natural logarithm of the probability of each of `tokens` but the first, after those before it.
+///
+/// # Errors
+/// When there are fewer than two, or the model fails.
+pub fn log_probabilities(model: &Decoder, tokens: &[u32]) -> Result<Vec<f32>> {
+    ensure!(
+        tokens.len() > 1,
+        "tokens are {}, but must be at least two: the first has nothing before it",
+        tokens.len()
+    );
+    let device = model.device();
+    let ids = |tokens: &[u32]| -> Vec<i32> { tokens.iter().map(|&id| id as i32).collect() };
+    let count = tokens.len() - 1;
+    let inputs = TensorData::new(ids(&tokens[..count]), [1, count]);
+    let features = model.features(Tensor::<2, Int>::from_data(inputs, &device))?;
+    let width = features.dims()[2];
+    let features: Tensor<2> = features.reshape([count, width]);
+    let mut found = Vec::with_capacity(count);
+    for begin in (0..count).step_by(CHUNK) {
+        let rows = CHUNK.min(count - begin);
+        let logits = model.logits(features.clone().narrow(0, begin, rows));
+        let targets = TensorData::new(ids(&tokens[begin + 1..][..rows]), [rows, 1]);
+        let targets = Tensor::<2, Int>::from_data(targets, &device);
+        let own = log_softmax(logits, 1).gather(1, targets).into_data();
+        found.extend(own.iter::<f32>());
+    }
+    Ok(found)
+}
+
+/// How a text longer than the model's context is read: in windows that overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Windows {
+    /// Tokens of a window.
+    pub length: usize,
+    /// From the beginning of one to that of the next. Of a window's tokens those count that the
+    /// window before has not counted, so that all but the first have at least `length - stride` before
+    /// them.
+    pub stride: usize,
+}
+
+impl Windows {
+    /// Where the windows over `tokens` begin and end, and the first token of each that counts.
+    fn over(self, tokens: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        let mut counted = 1;
+        let begins = (0..tokens).step_by(self.stride);
+        begins.map_while(move |begin| {
+            let end = (begin + self.length).min(tokens);
+            let first = counted;
+            counted = end;
+            (first < end).then_some((begin, end, first))
+        })
+    }
+
+    fn check(self) -> Result<()> {
+        let Self { length, stride } = self;
+        ensure!(
+            length > 1,
+            "length is {length}, but it must be at least 2 tokens"
+        );
+        ensure!(
+            (1..length).contains(&stride),
+            "stride is {stride}, but it must be from 1 to {}, less than the window of {length} tokens: \
+             the first token of a window has nothing before it",
+            length - 1
+        );
+        Ok(())
+    }
+}
+
+/// The cross entropy of texts, in nats per token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CrossEntropy {
+    /// Tokens that count.
+    pub tokens: usize,
+    /// The mean.
+    pub mean: f64,
+    /// Its standard error, with windows as clusters: tokens of one text are not independent.
+    /// Infinite where there is one window.
+    pub error: f64,
+}
+
+impl CrossEntropy {
+    /// From the sums of windows: tokens, and nats.
+    fn of(windows: &[(usize, f64)]) -> Self {
+        let tokens: usize = windows.iter().map(|window| window.0).sum();
+        let count = tokens as f64;
+        let mean = windows.iter().map(|window| window.1).sum::<f64>() / count;
+        // The variance of a ratio of sums, whose clusters differ in size.
+        let off = |&(tokens, nats): &(usize, f64)| (nats - mean * tokens as f64).powi(2);
+        let squares: f64 = windows.iter().map(off).sum();
+        let clusters = windows.len() as f64;
+        let error = match windows.len() {
+            1 => f64::INFINITY,
+            _ => (squares * clusters / (clusters - 1.0)).sqrt() / count,
+        };
+        Self {
+            tokens,
+            mean,
+            error,
+        }
+    }
+
+    /// `exp(mean)`.
+    pub fn perplexity(&self) -> f64 {
+        self.mean.exp()
+    }
+
+    /// The standard error of the perplexity, to first order.
+    pub fn perplexity_error(&self) -> f64 {
+        self.perplexity() * self.error
+    }
+}
+
+/// The cross entropy of `texts`, each of which is read on its own. The first token of a text does not
+/// count. `progress` is told how many tokens have been counted, of how many.
+///
+/// # Errors
+/// When the windows are refused, a text has fewer than two tokens, or the model fails or gives no
+/// number.
+pub fn cross_entropy(
+    model: &Decoder,
+    texts: &[Vec<u32>],
+    windows: Windows,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<CrossEntropy> {
+    windows.check()?;
+    ensure!(
+        !texts.is_empty(),
+        "texts are none, but must be at least one"
+    );
+    if let Some(short) = texts.iter().position(|text| text.len() < 2) {
+        bail!(
+            "text {short} has {} token(s), but must have at least two",
+            texts[short].len()
+        );
+    }
+    let total = texts.iter().map(|text| text.len() - 1).sum();
+    let mut sums = Vec::new();
+    let mut counted = 0;
+    for (index, text) in texts.iter().enumerate() {
+        for (begin, end, first) in windows.over(text.len()) {
+            let found = log_probabilities(model, &text[begin..end])?;
+            let own = &found[first - begin - 1..];
+            let nats: f64 = own.iter().map(|nats| -f64::from(*nats)).sum();
+            ensure!(
+                nats.is_finite(),
+                "the loss of tokens {first} to {end} of text {index} is {nats}: the model does not \
+                 compute in this type"
+            );
+            sums.push((own.len(), nats));
+            counted += own.len();
+            progress(counted, total);
+        }
+    }
+    Ok(CrossEntropy::of(&sums))
+}
+
+/// A question with several answers, of which one is right: a line of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Question {
+    /// What comes before the answers.
+    pub context: String,
+    /// The answers, with the white space that is between them and the context.
+    pub choices: Vec<String>,
+    /// The right one, counted from 0.
+    pub answer: usize,
+}
+
+impl Question {
+    /// The questions of the JSON-lines file `path`. Empty lines are passed over.
+    ///
+    /// # Errors
+    /// When the file cannot be read or has no question, or a line is no question: by its number.
+    pub fn read(path: &Path) -> Result<Vec<Self>> {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let lines = text.lines().zip(1..);
+        let lines = lines.filter(|(line, _)| !line.trim().is_empty());
+        let questions = lines.map(|(line, number)| {
+            let question = serde_json::from_str(line).context("no question");
+            let question = question.and_then(|question: Self| question.check().map(|()| question));
+            question.with_context(|| format!("line {number}"))
+        });
+        let questions: Result<Vec<Self>> = questions.collect();
+        let questions = questions.with_context(|| path.display().to_string())?;
+        ensure!(!questions.is_empty(), "{} has no question", path.display());
+        Ok(questions)
+    }
+
+    fn check(&self) -> Result<()> {
+        let count = self.choices.len();
+        ensure!(count > 1, "choices are {count}, but must be at least two");
+        ensure!(
+            self.answer < count,
+            "answer is {}, but it must be one of 0 to {}",
+            self.answer,
+            count - 1
+        );
+        ensure!(
+            self.choices.iter().all(|choice| !choice.is_empty()),
+            "a choice is empty"
+        );
+        Ok(())
+    }
+}
+
+/// A share of questions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Accuracy {
+    /// Of right answers.
+    pub share: f64,
+    /// Its standard error; infinite of one question.
+    pub error: f64,
+}
+
+impl Accuracy {
+    fn of(right: usize, questions: usize) -> Self {
+        let share = right as f64 / questions as f64;
+        let error = match questions {
+            1 => f64::INFINITY,
+            _ => (share * (1.0 - share) / (questions - 1) as f64).sqrt(),
+        };
+        Self { share, error }
+    }
+}
+
+/// How many questions a model answers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Answers {
+    /// By the most probable choice.
+    pub plain: Accuracy,
+    /// By the choice with the highest mean log-probability of a byte, so that long ones have no
+    /// disadvantage.
+    pub normalized: Accuracy,
+}
+
+/// The answers of `model` to `questions`: the choice that it finds most probable after the context.
+/// `progress` is told how many are answered, of how many.
+///
+/// # Errors
+/// When there is no question, a context is without a token and the tokenizer puts none before it, or
+/// the model fails or gives no number.
+pub fn choose(
+    model: &Decoder,
+    tokenizer: &Tokenizer,
+    questions: &[Question],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Answers> {
+    ensure!(!questions.is_empty(), "questions are none");
+    let (mut plain, mut normalized) = (0, 0);
+    for (index, question) in questions.iter().enumerate() {
+        let scores: Result<Vec<f64>> = question
+            .choices
+            .iter()
+            .map(|choice| score(model, tokenizer, &question.context, choice))
+            .collect();
+        let scores = scores.with_context(|| format!("question {}", index + 1))?;
+        let lengths = question.choices.iter().map(|choice| choice.len() as f64);
+        let by_byte: Vec<f64> = scores.iter().zip(lengths).map(|(s, n)| s / n).collect();
+        plain += usize::from(highest(&scores) == question.answer);
+        normalized += usize::from(highest(&by_byte) == question.answer);
+        progress(index + 1, questions.len());
+    }
+    Ok(Answers {
+        plain: Accuracy::of(plain, questions.len()),
+        normalized: Accuracy::of(normalized, questions.len()),
+    })
+}
+
+/// The log-probability of `choice` after `context`: of the tokens of both together from the first on
+/// that differs from those of the context.
+fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) -> Result<f64> {
+    let before = tokenizer.encode(context, true)?;
+    let whole = tokenizer.encode(&format!("{context}{choice}"), true)?;
+    let common = before.iter().zip(&whole).take_while(|(a, b)| a == b);
+    let first = common.count();
+    ensure!(
+        first > 0,
+        "the context {context:?} gives no token before the choice {choice:?}"
+    );
+    ensure!(
+        first < whole.len(),
+        "the choice {choice:?} adds no token to the context"
+    );
+    let found = log_probabilities(model, &whole)?;
+    let sum: f64 = found[first - 1..].iter().map(|nats| f64::from(*nats)).sum();
+    ensure!(
+        sum.is_finite(),
+        "the log-probability of {choice:?} is {sum}"
+    );
+    Ok(sum)
+}
+
+/// The place of the highest, of equal ones the first.
+fn highest(values: &[f64]) -> usize {
+    let mut best = 0;
+    for (index, value) in values.iter().enumerate() {
+        if *value > values[best] {
+            best = index;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests;
