@@ -6,7 +6,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    convert, cost, doctor, eval, generate, inspect, kernels, oracle, quantize, sample, study, train,
+    convert, cost, doctor, eval, generate, import, inspect, kernels, oracle, quantize, sample,
+    study, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -45,6 +46,8 @@ enum Task {
     Convert(convert::Convert),
     /// Generate text with a model in a Hugging Face folder
     Generate(Box<generate::Generate>),
+    /// Make a model folder of a GGUF file
+    Import(import::Import),
     /// Give the perplexity of texts, and the share of right answers to questions
     Eval(eval::Eval),
     /// List the devices, their element types, and the kernel of each operation
@@ -64,6 +67,7 @@ impl Command {
             Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),
             Task::Convert(convert) => convert.run().map(|()| ExitCode::SUCCESS),
             Task::Generate(generate) => generate.run().map(|()| ExitCode::SUCCESS),
+            Task::Import(import) => import.run().map(|()| ExitCode::SUCCESS),
             Task::Eval(eval) => eval.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
         }

@@ -8,6 +8,7 @@ mod dispatch;
 mod doctor;
 mod eval;
 mod generate;
+mod import;
 mod inspect;
 mod kernels;
 mod layers;

@@ -8,6 +8,7 @@ mod blocks;
 mod read;
 #[cfg(test)]
 mod tests;
+mod tokenizer;
 
 use std::path::Path;
 
@@ -15,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
 use super::config::CONFIG_FILE;
+use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
 use super::{
     DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
     TensorWriter,
@@ -25,17 +27,28 @@ pub use read::{GgufFile, GgufTensor};
 
 /// Turns the GGUF file `path` into the model folder `target`, with tensors of type `dtype` (`F32`,
 /// `BF16` or `F16`) under the names of transformers, and a `config.json`. The rows of queries and
-/// keys, which llama.cpp's converter permutes, get their order back. There is no tokenizer in it.
+/// keys, which llama.cpp's converter permutes, get their order back. A byte-level BPE tokenizer whose
+/// words are cut as those of GPT-2 or SmolLM becomes `tokenizer.json`.
 ///
 /// # Errors
 /// When the file is malformed, is not of the Llama architecture, has tensors of types other than
-/// F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, or the folder cannot be written.
-pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<DecoderConfig> {
+/// F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, has a tokenizer that contradicts
+/// itself or the model, or the folder cannot be written.
+pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<Imported> {
     let file = GgufFile::open(path)?;
     import_file(&file, target, dtype).with_context(|| path.display().to_string())
 }
 
-fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<DecoderConfig> {
+/// What [`import`] wrote.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Imported {
+    /// Of the model.
+    pub config: DecoderConfig,
+    /// Why there is no `tokenizer.json`, where there is none.
+    pub no_tokenizer: Option<String>,
+}
+
+fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported> {
     let type_name = match dtype {
         Dtype::F32 => "float32",
         Dtype::BF16 => "bfloat16",
@@ -77,8 +90,19 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<DecoderCo
         super::tensors::list(&unknown)
     );
     writer.finish()?;
+    let no_tokenizer = match tokenizer::tokenizer_json(file)? {
+        Err(reason) => Some(reason),
+        Ok(json) => {
+            write_json(&new.path().join(TOKENIZER_FILE), &json)?;
+            Tokenizer::read(new.path(), config.vocab, &config.eos)?;
+            None
+        }
+    };
     new.finish()?;
-    Ok(config)
+    Ok(Imported {
+        config,
+        no_tokenizer,
+    })
 }
 
 /// The configuration that the metadata says.

@@ -32,7 +32,11 @@ pub enum Value {
     Bool(bool),
     /// Text.
     String(String),
-    /// So many values, which are not kept.
+    /// An array of strings.
+    Strings(Vec<String>),
+    /// An array of integers of 32 bits.
+    Integers(Vec<i128>),
+    /// So many values of another type, which are not kept.
     Array(u64),
 }
 
@@ -273,8 +277,7 @@ impl<'a> Cursor<'a> {
             8 => Value::String(self.string()?),
             9 => {
                 let (kind, count) = (self.u32()?, self.u64()?);
-                self.skip(kind, count, depth + 1)?;
-                Value::Array(count)
+                self.values(kind, count, depth + 1)?
             }
             10 => Value::Integer(self.u64()?.into()),
             11 => Value::Integer(i64::from_le_bytes(self.array()?).into()),
@@ -283,8 +286,8 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// Goes over `count` values.
-    fn skip(&mut self, kind: u32, count: u64, depth: usize) -> Result<()> {
+    /// `count` values. Nothing is allocated for more than the bytes that are there.
+    fn values(&mut self, kind: u32, count: u64, depth: usize) -> Result<Value> {
         ensure!(depth <= MAX_DEPTH, "arrays are nested too deeply");
         let size = match kind {
             0 | 1 | 7 => 1,
@@ -292,19 +295,41 @@ impl<'a> Cursor<'a> {
             4..=6 => 4,
             10..=12 => 8,
             // Each takes bytes, so that a count that lies ends at the end of the file.
-            8 | 9 => {
+            8 => {
+                let mut strings = Vec::new();
+                for _ in 0..count {
+                    strings.push(self.string()?);
+                }
+                return Ok(Value::Strings(strings));
+            }
+            9 => {
                 for _ in 0..count {
                     self.value(kind, depth)?;
                 }
-                return Ok(());
+                return Ok(Value::Array(count));
             }
             other => bail!("the type of a value is {other}, which is not known"),
         };
         let Some(bytes) = count.checked_mul(size) else {
             bail!("an array is said to have {count} values");
         };
-        self.take(bytes)?;
-        Ok(())
+        let bytes = self.take(bytes)?;
+        let (words, _) = bytes.as_chunks();
+        Ok(match kind {
+            4 => Value::Integers(
+                words
+                    .iter()
+                    .map(|w| u32::from_le_bytes(*w).into())
+                    .collect(),
+            ),
+            5 => Value::Integers(
+                words
+                    .iter()
+                    .map(|w| i32::from_le_bytes(*w).into())
+                    .collect(),
+            ),
+            _ => Value::Array(count),
+        })
     }
 
     /// Axes, type and offset.

@@ -212,7 +212,11 @@ fn a_llama_becomes_a_folder() {
     let folder = Scratch::new("gguf");
     let path = write(&folder, &model());
     let target = folder.join("out");
-    let config = import(&path, &target, Dtype::BF16).unwrap();
+    let Imported {
+        config,
+        no_tokenizer,
+    } = import(&path, &target, Dtype::BF16).unwrap();
+    assert!(no_tokenizer.unwrap().contains("tokenizer.ggml.model"));
     assert_eq!(DecoderConfig::read(&target).unwrap(), config);
     assert_eq!((config.heads, config.kv_heads, config.head), (2, 1, 16));
     assert_eq!(
@@ -243,6 +247,78 @@ fn a_llama_becomes_a_folder() {
         let found = found.to_f32().unwrap();
         assert_eq!(found, values(seed, found.len()), "{name}");
     }
+}
+
+fn array(kind: u32, values: &[Vec<u8>]) -> Vec<u8> {
+    let count = values.len() as u64;
+    [
+        &kind.to_le_bytes()[..],
+        &count.to_le_bytes(),
+        &values.concat(),
+    ]
+    .concat()
+}
+
+/// [`model`] with the tokenizer of seven tokens and these changes of it.
+fn with_tokenizer(cut: &str, merges: &[&str], types: &[i32]) -> Made {
+    let mut made = model();
+    made.keys.retain(|key| {
+        let tokens = string("tokenizer.ggml.tokens");
+        !key.starts_with(&tokens)
+    });
+    let tokens = ["a", "<s>", "</s>", "b", "Ġ", "ab", "Ġab", "1", "2", "12"];
+    let strings = |texts: &[&str]| {
+        let texts: Vec<Vec<u8>> = texts.iter().map(|text| string(text)).collect();
+        array(8, &texts)
+    };
+    let types: Vec<Vec<u8>> = types.iter().map(|t| t.to_le_bytes().to_vec()).collect();
+    made.key("tokenizer.ggml.model", 8, &string("gpt2"));
+    made.key("tokenizer.ggml.pre", 8, &string(cut));
+    made.key("tokenizer.ggml.tokens", 9, &strings(&tokens));
+    made.key("tokenizer.ggml.merges", 9, &strings(merges));
+    made.key("tokenizer.ggml.token_type", 9, &array(5, &types));
+    made.key("tokenizer.ggml.add_bos_token", 7, &[1]);
+    made
+}
+
+const MERGES: [&str; 3] = ["a b", "Ġ ab", "1 2"];
+const TYPES: [i32; 10] = [1, 3, 3, 1, 1, 1, 1, 1, 1, 1];
+
+#[test]
+fn the_tokenizer_of_a_file_becomes_one() {
+    for (cut, digits) in [("smollm", vec![7, 8]), ("gpt-2", vec![9])] {
+        let folder = Scratch::new("gguf-tokenizer");
+        let path = write(&folder, &with_tokenizer(cut, &MERGES, &TYPES));
+        let target = folder.join("out");
+        let made = import(&path, &target, Dtype::F32).unwrap();
+        assert_eq!(made.no_tokenizer, None);
+        let tokenizer = Tokenizer::read(&target, VOCAB, &[1, 2]).unwrap();
+        let text = "ab ab</s>12";
+        let expected = [vec![1, 5, 6, 2], digits].concat();
+        let found = tokenizer.encode(text, true).unwrap();
+        assert_eq!(found, expected, "{cut}");
+        assert_eq!(tokenizer.encode(text, false).unwrap(), expected[1..]);
+        assert_eq!(
+            tokenizer.decode(&found, true).unwrap(),
+            format!("<s>{text}")
+        );
+        assert_eq!(tokenizer.decode(&found, false).unwrap(), "ab ab12");
+    }
+}
+
+#[test]
+fn a_tokenizer_that_contradicts_itself_is_an_error() {
+    let error = error_of(&with_tokenizer("smollm", &["a c"], &TYPES));
+    assert!(
+        error.contains("\"a c\"") && error.contains("no pair"),
+        "{error}"
+    );
+    let error = error_of(&with_tokenizer("smollm", &MERGES, &TYPES[1..]));
+    assert!(error.contains("9 entries for 10 tokens"), "{error}");
+    let folder = Scratch::new("gguf-tokenizer-other");
+    let path = write(&folder, &with_tokenizer("viking", &MERGES, &TYPES));
+    let made = import(&path, &folder.join("out"), Dtype::F32).unwrap();
+    assert!(made.no_tokenizer.unwrap().contains("viking"));
 }
 
 #[test]
