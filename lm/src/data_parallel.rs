@@ -14,9 +14,9 @@ use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::DataParallel;
-use burn_nvfp4::graph::{GraphSteps, copy_into};
 use rand::RngExt;
 
+use crate::capture::{GraphSteps, copy_into};
 use crate::data::Batch;
 use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;

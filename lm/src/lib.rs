@@ -21,6 +21,7 @@
 //! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
 //! bytes as an uninterrupted one.
 
+mod capture;
 pub mod checkpoint;
 pub mod config;
 pub mod cost;

@@ -1,0 +1,37 @@
+//! Captured steps, where a backend with graphs is compiled in.
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use burn_nvfp4::graph::{GraphSteps, copy_into};
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+pub(crate) use absent::{GraphSteps, copy_into};
+
+/// Where there is none, no graph begins.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+mod absent {
+    use anyhow::{Result, bail};
+    use burn::tensor::{Device, Int, Tensor};
+
+    pub(crate) enum GraphSteps {}
+
+    impl GraphSteps {
+        pub(crate) fn begin<M>(_: &M, device: &Device) -> Result<Self> {
+            bail!("graph is true, but {device:?} has no graphs: build with --features cuda")
+        }
+
+        pub(crate) fn step(&mut self, _: impl FnOnce()) -> Result<()> {
+            match *self {}
+        }
+
+        pub(crate) fn launch(&mut self, _: impl FnOnce()) -> Result<()> {
+            match *self {}
+        }
+    }
+
+    pub(crate) fn copy_into<const D: usize>(
+        _: Tensor<D, Int>,
+        from: Tensor<D, Int>,
+    ) -> Result<Tensor<D, Int>> {
+        bail!("{:?} has no graphs", from.device())
+    }
+}
