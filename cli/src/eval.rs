@@ -1,7 +1,7 @@
 //! `nvfp4 eval`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
@@ -9,7 +9,7 @@ use clap::Args;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
-use nvfp4_lm::interchange::Checkpoint;
+use nvfp4_lm::interchange::checkpoint::is_quantized;
 
 use crate::device::{ComputeType, DeviceName};
 use crate::layers::LayerBar;
@@ -115,8 +115,4 @@ fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Re
         questions.len()
     );
     Ok(())
-}
-
-fn is_quantized(folder: &Path) -> Result<bool> {
-    Ok(Checkpoint::scan(folder)?.config().is_some())
 }

@@ -10,6 +10,7 @@ use burn::tensor::{Int, Tensor, TensorData, activation::log_softmax};
 use serde::Deserialize;
 
 use crate::decoder::Decoder;
+use crate::decoder::sampling::first_best;
 use crate::hf::Tokenizer;
 
 /// Tokens whose logits are in memory at a time.
@@ -274,8 +275,8 @@ pub fn choose(
         let scores = scores.with_context(|| format!("question {}", index + 1))?;
         let lengths = question.choices.iter().map(|choice| choice.len() as f64);
         let by_byte: Vec<f64> = scores.iter().zip(lengths).map(|(s, n)| s / n).collect();
-        plain += usize::from(highest(&scores) == question.answer);
-        normalized += usize::from(highest(&by_byte) == question.answer);
+        plain += usize::from(first_best(&scores) == question.answer);
+        normalized += usize::from(first_best(&by_byte) == question.answer);
         progress(index + 1, questions.len());
     }
     Ok(Answers {
@@ -306,17 +307,6 @@ fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) ->
         "the log-probability of {choice:?} is {sum}"
     );
     Ok(sum)
-}
-
-/// The place of the highest, of equal ones the first.
-fn highest(values: &[f64]) -> usize {
-    let mut best = 0;
-    for (index, value) in values.iter().enumerate() {
-        if *value > values[best] {
-            best = index;
-        }
-    }
-    best
 }
 
 #[cfg(test)]

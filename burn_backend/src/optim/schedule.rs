@@ -37,6 +37,7 @@ impl Schedule {
         self.buffer = Some((device.clone(), buffer.clone()));
         buffer
     }
+
     /// Has the numbers of step `time` written now, for [`begun`](Self::begun).
     pub(super) fn begin(&mut self, params: &AdamWParams, lr: f64, time: u64, device: &Device) {
         self.at(params, lr, time, device);

@@ -214,8 +214,9 @@ impl Nvfp4Recipe {
         self.healing.iter().try_for_each(Healing::check)
     }
 
-    /// Whether any operand is quantized.
-    pub fn is_quantized(&self) -> bool {
+    /// The operands of the three GEMMs: fprop's `x` and `w`, dgrad's `dy` and `w`, wgrad's `x` and
+    /// `dy`.
+    pub fn operands(&self) -> [QuantSpec; 6] {
         let Self {
             fprop,
             dgrad,
@@ -223,8 +224,11 @@ impl Nvfp4Recipe {
             ..
         } = self;
         [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
-            .iter()
-            .any(QuantSpec::is_quantized)
+    }
+
+    /// Whether any operand is quantized.
+    pub fn is_quantized(&self) -> bool {
+        self.operands().iter().any(QuantSpec::is_quantized)
     }
 
     /// The operands of a layer's GEMMs, resolved with the draws of `rng_state`.

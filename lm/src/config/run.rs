@@ -415,13 +415,8 @@ impl RunConfig {
 }
 
 fn has_ms_eden(recipe: &Nvfp4Recipe) -> bool {
-    let Nvfp4Recipe {
-        fprop,
-        dgrad,
-        wgrad,
-        ..
-    } = recipe;
-    [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
+    let operands = recipe.operands();
+    operands
         .iter()
         .any(|operand| operand.format == OperandFormat::MsEden)
 }

@@ -170,12 +170,12 @@ impl Sampler {
     }
 }
 
-/// The first of the largest logits.
-fn first_best(logits: &[f64]) -> usize {
+/// Where the largest value is, of equal ones the first.
+pub(crate) fn first_best(values: &[f64]) -> usize {
     let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
+    for (place, value) in values.iter().enumerate() {
+        if *value > values[best] {
+            best = place;
         }
     }
     best

@@ -36,7 +36,7 @@ fn the_mean_is_of_tokens_and_its_error_of_windows() {
     assert_eq!(CrossEntropy::of(&[(3, 1.0)]).error, f64::INFINITY);
     let half = Accuracy::of(50, 100);
     assert_eq!((half.share, half.error), (0.5, (0.25f64 / 99.0).sqrt()));
-    assert_eq!(highest(&[-2.0, -1.0, -1.0]), 1);
+    assert_eq!(first_best(&[-2.0, -1.0, -1.0]), 1);
 }
 
 #[test]
@@ -200,7 +200,7 @@ mod with_a_model {
                 own.iter().map(|nats| f64::from(*nats)).sum()
             })
             .collect();
-        let best = highest(&scores);
+        let best = first_best(&scores);
         let questions = [question(best), question(best), question(1 - best)];
         let found = choose(&model, &tokenizer, &questions, &mut |_, _| ()).unwrap();
         assert!((found.plain.share - 2.0 / 3.0).abs() < 1e-12);

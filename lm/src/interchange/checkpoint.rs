@@ -31,6 +31,24 @@ pub struct Problem {
 /// The FP8 scales of one attention layer: keys, values.
 pub type KvScales = [Option<f32>; 2];
 
+/// Whether the model in `folder` is quantized, by its configuration alone.
+///
+/// # Errors
+/// When config.json or hf_quant_config.json cannot be read.
+pub fn is_quantized(folder: &Path) -> Result<bool> {
+    Ok(read_configs(folder)?.1.is_some())
+}
+
+/// config.json of `folder`, and how the model is quantized by it and hf_quant_config.json.
+fn read_configs(folder: &Path) -> Result<(Value, Option<QuantConfig>)> {
+    let json: Value = read_json(&folder.join(CONFIG_FILE))?;
+    let path = folder.join(HF_QUANT_CONFIG);
+    let file = path.exists().then(|| read_json(&path)).transpose()?;
+    let config = QuantConfig::read(&json, file.as_ref());
+    let config = config.with_context(|| folder.display().to_string())?;
+    Ok((json, config))
+}
+
 /// A checkpoint: the tensors of a folder, and what they are.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -51,11 +69,7 @@ impl Checkpoint {
     /// # Errors
     /// When config.json, hf_quant_config.json or a safetensors file cannot be read at all.
     pub fn scan(folder: &Path) -> Result<Self> {
-        let json: Value = read_json(&folder.join(CONFIG_FILE))?;
-        let path = folder.join(HF_QUANT_CONFIG);
-        let file = path.exists().then(|| read_json(&path)).transpose()?;
-        let config = QuantConfig::read(&json, file.as_ref())
-            .with_context(|| folder.display().to_string())?;
+        let (json, config) = read_configs(folder)?;
         let mut checkpoint = Self {
             folder: folder.to_owned(),
             json,
