@@ -90,20 +90,29 @@ impl<M: LanguageModel> Rank<M> {
         self.optimizer.begin_step(lr, &self.device)?;
         let Graph { steps, batch, loss } = graph;
         let (inputs, targets) = batch.as_ref().expect("`load` has put it there");
+        let mut made = None;
         let step = || {
             let (inputs, targets) = (inputs.clone(), targets.clone());
             let (of_step, gradients) = self.gradients(inputs, targets);
-            *loss = Some(of_step);
+            made = Some(of_step);
             let model = self.model.take().expect(KEPT);
             self.model = Some(self.optimizer.step_begun(model, gradients));
         };
-        match launched {
-            true => steps.launch(step)?,
-            false => steps.step(step).map(|_| ())?,
-        }
+        let of_step = match launched {
+            true => {
+                steps.launch(step)?;
+                made
+            }
+            false => {
+                steps.step(step)?;
+                // A replay makes none: it writes that of the capture.
+                *loss = made.or(loss.take());
+                loss.clone()
+            }
+        };
         // The next replay writes another loss to the same memory.
-        let loss = loss.as_ref().expect("a step has been taken");
-        self.pending.push(loss.clone().mul_scalar(1.0));
+        let loss = of_step.expect("a step has been taken");
+        self.pending.push(loss.mul_scalar(1.0));
         Ok(())
     }
 

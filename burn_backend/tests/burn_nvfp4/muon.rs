@@ -257,7 +257,9 @@ fn steps_are_the_formula() {
             weight = weight * (1.0 - rate * 0.5) - update;
             let found = values(net.up.val().inner());
             for (found, expected) in found.iter().zip(values(weight.clone())) {
-                assert!((found - expected).abs() < 1e-5, "{found}, not {expected}");
+                // Burn may choose another matmul the second time.
+                let near = (found - expected).abs() < burn_matmul_error(1e-5);
+                assert!(near, "{found}, not {expected}");
             }
         }
         assert_eq!(net.bits()[..64], Net::new(DType::F32, &device).bits()[..64]);

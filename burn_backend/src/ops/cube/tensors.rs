@@ -68,8 +68,14 @@ pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor 
     match tensor.can_mut() && !is_read {
         true => tensor,
         false => {
-            trace_op(op, "copy", 1, tensor.meta.shape().num_elements());
-            tensor.copy()
+            let shape = tensor.meta.shape().clone();
+            let elements = shape.num_elements();
+            trace_op(op, "copy", 1, elements);
+            // As one row: a copy of several may have padding between them.
+            let dtype = tensor.dtype;
+            let row = Shape::new([elements]);
+            let row = new_tensor(&tensor, tensor.handle.clone(), row, dtype).copy();
+            new_tensor(&tensor, row.handle, shape, dtype)
         }
     }
 }
