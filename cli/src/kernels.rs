@@ -32,10 +32,9 @@ pub(crate) fn keep() {
         Some(folder) => Some(PathBuf::from(folder)),
         None => Some(default_folder()),
     };
-    // Without it they are not counted.
-    if log::set_logger(&COUNTER).is_ok() {
-        log::set_max_level(log::LevelFilter::Info);
-    }
+    let logger = Counter(tracing_log::LogTracer::new());
+    log::set_boxed_logger(Box::new(logger)).expect(NO_LOGGER);
+    log::set_max_level(log::LevelFilter::Info);
     let file = configure(folder.as_deref()).unwrap_or_else(|error| {
         tracing::warn!("compiled kernels are not kept: {error}");
         None
@@ -43,8 +42,14 @@ pub(crate) fn keep() {
     let _ = FILE.set(file);
 }
 
+/// Hands the messages of the crate `log` on to `tracing`.
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn keep() {}
+pub(crate) fn keep() {
+    tracing_log::LogTracer::init().expect(NO_LOGGER);
+}
+
+/// Why a logger can be set.
+const NO_LOGGER: &str = "`main` has set no logger";
 
 /// The file with compiled kernels, where they are kept.
 fn file() -> Option<&'static Path> {
@@ -64,12 +69,10 @@ pub(crate) fn place() -> String {
     }
 }
 
+/// Counts the kernels that CubeCL compiles, of which it tells the crate `log`, and hands all other
+/// messages on to `tracing`.
 #[cfg(feature = "cuda")]
-static COUNTER: Counter = Counter;
-
-/// Takes the messages of CubeCL, which reports by the crate `log`.
-#[cfg(feature = "cuda")]
-struct Counter;
+struct Counter(tracing_log::LogTracer);
 
 #[cfg(feature = "cuda")]
 impl log::Log for Counter {
@@ -78,11 +81,9 @@ impl log::Log for Counter {
     }
 
     fn log(&self, record: &log::Record) {
-        let target = record.target();
-        if target == nvfp4::kernels::kernel_cache::COMPILATION_TARGET {
-            COMPILED.fetch_add(1, Ordering::Relaxed);
-        } else if target.starts_with("cubecl_environment") && record.level() <= log::Level::Warn {
-            tracing::warn!("compiled kernels: {}", record.args());
+        match record.target() == nvfp4::kernels::kernel_cache::COMPILATION_TARGET {
+            true => _ = COMPILED.fetch_add(1, Ordering::Relaxed),
+            false => self.0.log(record),
         }
     }
 

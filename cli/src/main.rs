@@ -36,10 +36,12 @@ const LOG_FILTER: &str = "warn,cubecl_server::command=error,cubecl_runtime::logg
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
-    tracing_subscriber::fmt()
+    let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .init();
+        .finish();
+    // Not by `init`, which would take the logger of the crate `log`: `kernels` counts by it.
+    tracing::subscriber::set_global_default(subscriber).expect("a process has one `main`");
     nvfp4_lm::memory::mute_memory_panics();
     match command::Command::parse().run() {
         Ok(code) => code,

@@ -96,8 +96,8 @@ pub mod kernels {
         },
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
-            GateInputsLaunch, NormInputsLaunch, PrologueInputsArgs, PrologueOutArgs,
-            prologue_kernel, rms_norm_rstd_kernel,
+            GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs,
+            PrologueOutArgs, prologue_kernel, rms_norm_rstd_kernel,
         },
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},

@@ -7,8 +7,8 @@ use super::{
     amax::{AmaxRequest, amaxes},
     plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
     prologue::{
-        self, Input, Prologue, PrologueInputs, PrologueInputsExpand, check_gain, gain_arg,
-        normalized_block, row_cubes,
+        self, Input, LaunchedVariant, Prologue, PrologueInputs, PrologueInputsExpand, check_gain,
+        gain_arg, normalized_block, row_cubes,
     },
     request::{quantize, quantize_both},
     rowwise::{row_amax_of, row_block},
@@ -70,6 +70,7 @@ pub fn quantize_per_token_rms_norm(
         unsafe { buffer(&rstd, x.rows) },
         gain_arg(gain, x.cols),
         epsilon,
+        LaunchedVariant::FoundNorm,
     ));
     Ok((launch(client, &input, copy, norm)?, rstd))
 }
@@ -264,6 +265,9 @@ pub struct FoundNorm {
     pub gain: Box<[Vector<f32, Const<4>>]>,
     /// Added to the mean square.
     pub epsilon: f32,
+    /// [`LaunchedVariant::FoundNorm`].
+    #[cube(comptime)]
+    pub variant: LaunchedVariant,
 }
 
 #[cube]

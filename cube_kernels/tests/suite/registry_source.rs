@@ -2,7 +2,7 @@
 //! instructions and spilled registers are looked for in the machine code.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicUsize, Ordering},
@@ -16,6 +16,7 @@ use crate::support::{
     nvrtc::CudaTools,
     sources::{self, is_left_out, machine_code},
 };
+use cubecl::{hash::StableHash, prelude::KernelId};
 use cubecl_server::runtime::Runtime;
 use nvfp4_kernels::{
     cube::codec::Conversion,
@@ -335,4 +336,30 @@ fn the_registry_has_every_kernel() {
     assert!(forgotten.is_empty(), "not in the registry: {forgotten:?}");
     let gone: Vec<&String> = registered.difference(&defined).collect();
     assert!(gone.is_empty(), "no longer in the crate: {gone:?}");
+}
+
+/// Kernels that are kept across processes are found by a hash of their arguments, in which two
+/// variants of an enum may be equal: a comptime argument has to tell them apart.
+#[test]
+fn hashes_of_kernels_are_their_own() {
+    let mut found: BTreeMap<StableHash, (KernelId, String)> = BTreeMap::new();
+    let mut alike = Vec::new();
+    for conversion in [Conversion::Hardware, Conversion::Sm89] {
+        for Instance { name, kernel, .. } in instances(conversion) {
+            let id = kernel.id();
+            match found.entry(id.stable_hash()) {
+                Entry::Vacant(entry) => {
+                    entry.insert((id, name));
+                }
+                Entry::Occupied(entry) => {
+                    let (other, before) = entry.get();
+                    if *other != id {
+                        alike.push(format!("{before} and {name}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(found.len() > 100, "only {} kernels", found.len());
+    assert!(alike.is_empty(), "one hash for {}", alike.join(", "));
 }

@@ -28,21 +28,22 @@ fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradien
 
 fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<CubeBackend> {
     ParameterState {
-        weight: updated(parameter.weight),
-        first: updated(parameter.first),
-        second: updated(parameter.second),
-        copy: parameter.copy.map(updated),
+        weight: updated("weight", parameter.weight),
+        first: updated("first moment", parameter.first),
+        second: updated("second moment", parameter.second),
+        copy: parameter.copy.map(|copy| updated("rounded weight", copy)),
         ..parameter
     }
 }
 
 /// `tensor`, which a step writes in place; as [`owned`], but not in a graph. A replay would read what
 /// is here now, and write a copy that no later replay reads.
-fn updated(tensor: CubeTensor) -> CubeTensor {
+fn updated(part: &str, tensor: CubeTensor) -> CubeTensor {
     assert!(
         tensor.can_mut() || !tensor.client.is_capturing(),
-        "nvfp4 AdamW: a parameter or its state is held elsewhere too, so that a step of a graph would \
-         update a copy of it: drop the clones of the model and of the optimizer"
+        "nvfp4 AdamW: the {part} of a parameter, {:?}, is held elsewhere too, so that a step of a graph \
+         would update a copy of it: drop the clones of the model and of the optimizer",
+        tensor.meta.shape()
     );
     owned(OP, tensor)
 }

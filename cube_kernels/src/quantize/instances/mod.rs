@@ -11,8 +11,8 @@ mod swizzle;
 use cubecl::prelude::*;
 
 use super::kernels::{
-    GateInputsLaunch, Grouping, NormInputsLaunch, PackedRowsLaunch, PrologueInputsArgs,
-    ShapeLaunch, SourcePlan,
+    GateInputsLaunch, Grouping, LaunchedVariant, NormInputsLaunch, PackedRowsLaunch,
+    PrologueInputsArgs, ShapeLaunch, SourcePlan,
 };
 use crate::{
     registry::{DummyDevice, Instance},
@@ -90,11 +90,14 @@ fn packed(device: &DummyDevice) -> PackedRowsLaunch {
 /// The fused prologue `name`, or none.
 fn prologue_inputs(device: &DummyDevice, name: &str) -> PrologueInputsArgs {
     let b = |len| device.buffer(len);
-    let gates = || GateInputsLaunch::new(b(64), b(64), 8, 4);
+    let gates = |variant| GateInputsLaunch::new(b(64), b(64), 8, 4, variant);
+    let norm = || NormInputsLaunch::new(b(ROWS), b(COLS / 4), LaunchedVariant::RmsNorm);
     match name {
-        "RmsNorm" => PrologueInputsArgs::RmsNorm(NormInputsLaunch::new(b(ROWS), b(COLS / 4))),
-        "SwiGlu" => PrologueInputsArgs::SwiGlu(gates()),
-        "SwiGluBackward" => PrologueInputsArgs::SwiGluBackward(gates()),
+        "RmsNorm" => PrologueInputsArgs::RmsNorm(norm()),
+        "SwiGlu" => PrologueInputsArgs::SwiGlu(gates(LaunchedVariant::SwiGlu)),
+        "SwiGluBackward" => {
+            PrologueInputsArgs::SwiGluBackward(gates(LaunchedVariant::SwiGluBackward))
+        }
         _ => PrologueInputsArgs::Plain,
     }
 }

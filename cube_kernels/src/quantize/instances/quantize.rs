@@ -4,10 +4,10 @@ use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
-        DrawLaunch, FoundNormLaunch, Grouping, PackedOutLaunch, PerTokenPlan, QuantOutArgs,
-        QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs, RowPlan, ShapeLaunch,
-        TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel,
-        quantize_row_kernel, quantize_tiles_kernel,
+        DrawLaunch, FoundNormLaunch, Grouping, LaunchedVariant, PackedOutLaunch, PerTokenPlan,
+        QuantOutArgs, QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs, RowPlan,
+        ShapeLaunch, TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel,
+        quantize_per_token_kernel, quantize_row_kernel, quantize_tiles_kernel,
     },
     BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs,
 };
@@ -127,7 +127,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (0, row_plans[0], "FoundNorm"),
         ] {
             let norm = match computed {
-                "FoundNorm" => RowNormArgs::Found(FoundNormLaunch::new(b(ROWS), b(COLS / 4), 1e-6)),
+                "FoundNorm" => RowNormArgs::Found(FoundNormLaunch::new(
+                    b(ROWS),
+                    b(COLS / 4),
+                    1e-6,
+                    LaunchedVariant::FoundNorm,
+                )),
                 _ => RowNormArgs::None,
             };
             all.push(instance!(

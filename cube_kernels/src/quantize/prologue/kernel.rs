@@ -20,6 +20,20 @@ pub(super) const fn per_vector(kind: FloatKind) -> usize {
     VECTOR * 4 / kind.size()
 }
 
+/// Which variant of an enum a kernel was launched with. CubeCL's hash of such an argument does not
+/// see it, and finds compiled kernels that are kept by the hash alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LaunchedVariant {
+    /// [`PrologueInputs::RmsNorm`].
+    RmsNorm,
+    /// [`PrologueInputs::SwiGlu`].
+    SwiGlu,
+    /// [`PrologueInputs::SwiGluBackward`].
+    SwiGluBackward,
+    /// `RowNorm::Found`.
+    FoundNorm,
+}
+
 /// What a kernel reads beside `x`, and what it makes of both.
 #[derive(CubeType, CubeLaunch)]
 pub enum PrologueInputs {
@@ -40,6 +54,9 @@ pub struct NormInputs {
     pub rstd: Box<[f32]>,
     /// One for each column.
     pub gain: Box<[Vector<f32, Const<4>>]>,
+    /// [`LaunchedVariant::RmsNorm`].
+    #[cube(comptime)]
+    pub variant: LaunchedVariant,
 }
 
 /// Inputs of a gated activation.
@@ -53,6 +70,9 @@ pub struct GateInputs {
     pub pitch: usize,
     /// Vectors of a row before its part of `up`.
     pub up_start: usize,
+    /// [`LaunchedVariant::SwiGlu`] or [`LaunchedVariant::SwiGluBackward`].
+    #[cube(comptime)]
+    pub variant: LaunchedVariant,
 }
 
 /// What vectors of one column of vectors have in common.

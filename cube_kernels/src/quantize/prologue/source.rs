@@ -3,8 +3,8 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::kernel::{
-    GateInputsLaunch, NormInputsLaunch, PrologueInputsArgs, per_vector, prologue_kernel,
-    rms_norm_rstd_kernel,
+    GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs, per_vector,
+    prologue_kernel, rms_norm_rstd_kernel,
 };
 use crate::{
     BLOCK, Nvfp4Error,
@@ -135,13 +135,14 @@ impl GateArgs {
         self.pitch - self.up_start
     }
 
-    fn launch(&self) -> GateInputsLaunch {
+    fn launch(&self, variant: LaunchedVariant) -> GateInputsLaunch {
         let per_vector = per_vector(self.gate.dtype);
         GateInputsLaunch::new(
             Words::of(&self.gate).arg(),
             Words::of(&self.up).arg(),
             self.pitch / per_vector,
             self.up_start / per_vector,
+            variant,
         )
     }
 }
@@ -249,10 +250,15 @@ impl Input {
                 PrologueInputsArgs::RmsNorm(NormInputsLaunch::new(
                     rstd,
                     gain_arg(gain, self.matrix.cols),
+                    LaunchedVariant::RmsNorm,
                 ))
             }
-            Operands::SwiGlu(args) => PrologueInputsArgs::SwiGlu(args.launch()),
-            Operands::SwiGluBackward(args) => PrologueInputsArgs::SwiGluBackward(args.launch()),
+            Operands::SwiGlu(args) => {
+                PrologueInputsArgs::SwiGlu(args.launch(LaunchedVariant::SwiGlu))
+            }
+            Operands::SwiGluBackward(args) => {
+                PrologueInputsArgs::SwiGluBackward(args.launch(LaunchedVariant::SwiGluBackward))
+            }
         }
     }
 }
