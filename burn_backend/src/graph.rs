@@ -13,8 +13,8 @@
 //! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a graph
 //! would repeat: a layer with it refuses to run in such a step.
 //!
-//! Of this module the capture itself has never run on a GPU; tests take its steps kernel by kernel on
-//! CubeCL's CPU runtime. `nvfp4 train --graph` takes its steps so.
+//! `nvfp4 train --graph` takes its steps so. Tests compare replayed steps with ordinary ones on GPUs,
+//! and steps kernel by kernel on CubeCL's CPU runtime, which has no graphs.
 //!
 //! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would draw
 //! the same bits at each replay.
@@ -115,6 +115,10 @@ impl GraphSteps {
         if self.ordinary < WARM_UP {
             self.launch(step)?;
             self.ordinary += 1;
+            if self.ordinary == WARM_UP {
+                let offset = Dispatch::nvfp4_make_room(self.offset.clone().into_dispatch());
+                self.offset = Tensor::from_dispatch(offset);
+            }
             return Ok(TakenBy::Launches);
         }
         let device = self.device.as_dispatch().clone();

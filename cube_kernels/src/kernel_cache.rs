@@ -10,6 +10,10 @@
 //! it compiled before by the CUDA source. The file is one for each version of this crate and of the
 //! driver, because PTX of a newer driver may not load in an older one. Files may be deleted at any
 //! time. Where the file cannot be written, kernels are compiled as without it.
+//!
+//! CubeCL finds an entry by a hash alone, which leaves out the variant of an enum among a kernel's
+//! arguments. This crate's kernels have a comptime number beside each such variant, and a test
+//! compares the hashes of all of them. Kernels of others that take enums may not.
 
 use std::path::{Path, PathBuf};
 

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
-use crate::data_parallel::{Graph, Rank};
+use crate::data_parallel::{Rank, Watched};
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
@@ -260,6 +260,7 @@ pub fn measure<M: LanguageModel, T>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
+    config.check_graph([recipe])?;
     let budget = MemoryBudget::new(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
@@ -267,12 +268,12 @@ pub fn measure<M: LanguageModel, T>(
     })
 }
 
-/// Who looks on at a step: a replay of a graph shows nothing of what it does.
+/// Who looks on at a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Watched {
-    No,
-    ByTelemetry,
-    ByProfiler,
+enum Observer {
+    None,
+    Telemetry,
+    Profiler,
 }
 
 fn measure_steps<M: LanguageModel, T>(
@@ -288,24 +289,21 @@ fn measure_steps<M: LanguageModel, T>(
     let built = started.elapsed().as_secs_f64();
     let optimizer = Optimizer::new(config)?;
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
-    let mut graph = match config.graph {
-        true => Some(Graph::begin(&rank)?),
-        false => None,
-    };
+    if config.graph {
+        rank.begin_graph()?;
+    }
     let (mut number, mut sampled_operands) = (0, 0);
-    let mut take = |count: usize, watched: Watched| -> Result<(f64, Vec<f32>)> {
+    let mut take = |count: usize, observer: Observer| -> Result<(f64, Vec<f32>)> {
         let started = Instant::now();
         for _ in 0..count {
             let batch = Batch::random(config.seed, number, config.batch, config.model.context);
             let telemetry =
-                (watched == Watched::ByTelemetry).then(|| Telemetry::start(rank.model()));
-            match &mut graph {
-                Some(graph) => {
-                    let launched = watched != Watched::No;
-                    rank.graph_step(graph, batch, config.lr, launched)?;
-                }
-                None => rank.step(batch, config.lr),
-            }
+                (observer == Observer::Telemetry).then(|| Telemetry::start(rank.model()));
+            let watched = match observer {
+                Observer::None => Watched::No,
+                Observer::Telemetry | Observer::Profiler => Watched::Yes,
+            };
+            rank.step(batch, config.lr, watched)?;
             if let Some(telemetry) = telemetry {
                 sampled_operands = telemetry.finish().len();
             }
@@ -316,18 +314,18 @@ fn measure_steps<M: LanguageModel, T>(
         Ok((started.elapsed().as_secs_f64() / count as f64, losses))
     };
     let started = Instant::now();
-    take(effort.warm, Watched::No)?;
+    take(effort.warm, Observer::None)?;
     let has_telemetry = config.telemetry_every > 0;
     if has_telemetry {
-        take(1, Watched::ByTelemetry)?;
+        take(1, Observer::Telemetry)?;
     }
     let warmed = started.elapsed().as_secs_f64();
     drop(shared);
     let _exclusive = lock(DeviceLock::Exclusive)?;
-    let mut rounds = |watched: Watched| -> Result<Vec<f64>> {
+    let mut rounds = |observer: Observer| -> Result<Vec<f64>> {
         let mut seconds = Vec::with_capacity(effort.rounds);
         for _ in 0..effort.rounds {
-            let (each, losses) = take(effort.steps, watched)?;
+            let (each, losses) = take(effort.steps, observer)?;
             ensure!(
                 losses.iter().all(|loss| loss.is_finite()),
                 "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
@@ -336,14 +334,14 @@ fn measure_steps<M: LanguageModel, T>(
         }
         Ok(seconds)
     };
-    let seconds = rounds(Watched::No)?;
+    let seconds = rounds(Observer::None)?;
     let sampled = match has_telemetry {
-        true => rounds(Watched::ByTelemetry)?,
+        true => rounds(Observer::Telemetry)?,
         false => Vec::new(),
     };
     let mut observed = Ok(());
     let (memory, kernels) = observe::step(device, || {
-        let taken = take(1, Watched::ByProfiler).map(|_| ());
+        let taken = take(1, Observer::Profiler).map(|_| ());
         observed = std::mem::replace(&mut observed, Ok(())).and(taken);
     });
     observed?;

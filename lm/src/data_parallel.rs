@@ -35,6 +35,16 @@ pub(crate) struct Rank<M> {
     pending: Vec<Tensor<1>>,
     /// All ranks of the run, if they are several.
     group: Option<DataParallel>,
+    /// The steps as a graph, while they are taken so.
+    graph: Option<Graph>,
+}
+
+/// Whether telemetry or a profiler looks on at a step: a replay of a graph shows nothing of what it
+/// does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Watched {
+    No,
+    Yes,
 }
 
 impl<M: LanguageModel> Rank<M> {
@@ -45,6 +55,7 @@ impl<M: LanguageModel> Rank<M> {
             model: Some(model),
             pending: Vec::new(),
             group: None,
+            graph: None,
         }
     }
 
@@ -63,31 +74,56 @@ impl<M: LanguageModel> Rank<M> {
         Ok(())
     }
 
-    /// One step. Nothing is read back from the device.
-    pub fn step(&mut self, batch: Batch, lr: f64) {
-        let (inputs, targets) = batch.tensors(&self.device);
-        let (loss, gradients) = self.gradients(inputs, targets);
-        self.pending.push(loss);
-        let model = self.model.take().expect(KEPT);
-        self.model = Some(self.optimizer.step(lr, model, gradients));
-    }
-
-    /// One step, as [`step`](Self::step) takes it, of a graph. The model of the graph is this one, and
-    /// nobody has a clone of it. `launched` has it taken kernel by kernel, for those who look on.
+    /// From here on, each step is one launch of a graph of this model and optimizer, after three
+    /// ordinary steps.
     ///
     /// # Errors
-    /// When the device cannot capture what the step does, or replay it, or the optimizer cannot be in
-    /// a graph.
-    pub fn graph_step(
-        &mut self,
-        graph: &mut Graph,
-        batch: Batch,
-        lr: f64,
-        launched: bool,
-    ) -> Result<()> {
+    /// When the device has no graphs, or another graph.
+    pub fn begin_graph(&mut self) -> Result<()> {
+        let steps = GraphSteps::begin(self.model(), &self.device)?;
+        self.graph = Some(Graph::new(steps));
+        Ok(())
+    }
+
+    /// Whether steps are those of a graph.
+    pub fn has_graph(&self) -> bool {
+        self.graph.is_some()
+    }
+
+    /// Steps are ordinary again.
+    pub fn end_graph(&mut self) {
+        self.graph = None;
+    }
+
+    /// One step. Nothing is read back from the device. Where somebody [looks on](Watched), its
+    /// kernels are launched one by one even if it was captured.
+    ///
+    /// # Errors
+    /// With a graph: when the device cannot capture what the step does, or replay it, or the
+    /// optimizer cannot be in a graph.
+    pub fn step(&mut self, batch: Batch, lr: f64, watched: Watched) -> Result<()> {
         let (inputs, targets) = batch.tensors(&self.device);
-        graph.load(inputs, targets)?;
-        self.optimizer.begin_step(lr, &self.device)?;
+        let loss = match self.graph.take() {
+            None => {
+                let (loss, gradients) = self.gradients(inputs, targets);
+                let model = self.model.take().expect(KEPT);
+                self.model = Some(self.optimizer.step(lr, model, gradients));
+                loss
+            }
+            Some(mut graph) => {
+                graph.load(inputs, targets)?;
+                self.optimizer.begin_step(lr, &self.device)?;
+                let loss = self.graph_step(&mut graph, watched)?;
+                self.graph = Some(graph);
+                loss
+            }
+        };
+        self.pending.push(loss);
+        Ok(())
+    }
+
+    /// The loss of a step of `graph`, whose batch and learning rate are on the device.
+    fn graph_step(&mut self, graph: &mut Graph, watched: Watched) -> Result<Tensor<1>> {
         let Graph { steps, batch, loss } = graph;
         let (inputs, targets) = batch.as_ref().expect("`load` has put it there");
         let mut made = None;
@@ -98,12 +134,12 @@ impl<M: LanguageModel> Rank<M> {
             let model = self.model.take().expect(KEPT);
             self.model = Some(self.optimizer.step_begun(model, gradients));
         };
-        let of_step = match launched {
-            true => {
+        let of_step = match watched {
+            Watched::Yes => {
                 steps.launch(step)?;
                 made
             }
-            false => {
+            Watched::No => {
                 steps.step(step)?;
                 // A replay makes none: it writes that of the capture.
                 *loss = made.or(loss.take());
@@ -111,9 +147,7 @@ impl<M: LanguageModel> Rank<M> {
             }
         };
         // The next replay writes another loss to the same memory.
-        let loss = of_step.expect("a step has been taken");
-        self.pending.push(loss.mul_scalar(1.0));
-        Ok(())
+        Ok(of_step.expect("a step has been taken").mul_scalar(1.0))
     }
 
     /// The loss of a batch, without autodiff, and the gradients of all parameters, averaged over the
@@ -167,8 +201,8 @@ impl<M: LanguageModel> Rank<M> {
     }
 }
 
-/// The steps of a rank as a CUDA graph: after three ordinary steps, each is one launch.
-pub(crate) struct Graph {
+/// The steps of a rank as a CUDA graph.
+struct Graph {
     steps: GraphSteps,
     /// Inputs and targets, where the graph reads them.
     batch: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
@@ -177,16 +211,12 @@ pub(crate) struct Graph {
 }
 
 impl Graph {
-    /// Before the first step of `rank`.
-    ///
-    /// # Errors
-    /// When its device has no graphs, or another graph.
-    pub fn begin<M: LanguageModel>(rank: &Rank<M>) -> Result<Self> {
-        Ok(Self {
-            steps: GraphSteps::begin(rank.model(), &rank.device)?,
+    fn new(steps: GraphSteps) -> Self {
+        Self {
+            steps,
             batch: None,
             loss: None,
-        })
+        }
     }
 
     /// Puts a batch where the graph reads it.
@@ -371,7 +401,8 @@ fn worker<M: LanguageModel>(mut rank: Rank<M>, budget: MemoryBudget) -> Result<W
         budget.guard(&device, || {
             for job in received {
                 match job {
-                    Job::Step { batch, lr } => rank.step(batch, lr),
+                    Job::Step { batch, lr } => (rank.step(batch, lr, Watched::No))
+                        .expect("steps without a graph do not fail"),
                     // The first rank has gone if no one listens.
                     Job::Losses(reply) => drop(reply.send(rank.losses())),
                     Job::Digest(reply) => drop(reply.send(rank.digest())),
@@ -463,16 +494,20 @@ mod tests {
         let batch = |step| Batch::random(1, step, config.batch, config.model.context);
         let lr = |step| config.lr * (1.0 + step as f64);
         let mut ordinary = rank();
-        (0..steps).for_each(|step| ordinary.step(batch(step), lr(step)));
+        for step in 0..steps {
+            ordinary.step(batch(step), lr(step), Watched::No).unwrap();
+        }
         let mut captured = rank();
-        let mut graph = Graph::begin(&captured).unwrap();
+        captured.begin_graph().unwrap();
         for step in 0..steps {
             // One is looked at in between.
-            let launched = step == 20;
-            captured
-                .graph_step(&mut graph, batch(step), lr(step), launched)
-                .unwrap();
+            let watched = match step {
+                20 => Watched::Yes,
+                _ => Watched::No,
+            };
+            captured.step(batch(step), lr(step), watched).unwrap();
         }
+        let graph = captured.graph.as_ref().unwrap();
         assert_eq!(graph.steps.is_captured(), name != "cpu");
         let bits = |losses: Vec<f32>| losses.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         assert_eq!(bits(captured.losses()), bits(ordinary.losses()));

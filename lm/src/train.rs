@@ -14,7 +14,7 @@ use burn_nvfp4::{Nvfp4State, set_mode};
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
-use crate::data_parallel::{Graph, Others, Rank};
+use crate::data_parallel::{Others, Rank, Watched};
 use crate::memory::MemoryBudget;
 use crate::metrics::{METRICS, METRICS_HEADER, Row, read_lossy, read_metrics, whole_lines};
 use crate::model::LanguageModel;
@@ -49,13 +49,6 @@ pub enum Outcome {
     Stopped,
 }
 
-/// Whether telemetry looks on at a step: it sees layers run, which a replay does not have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Taken {
-    Sampled,
-    Unseen,
-}
-
 /// A run with one recipe: the model, its optimizer, and its progress.
 pub struct Run<'a, M> {
     config: &'a RunConfig,
@@ -68,8 +61,6 @@ pub struct Run<'a, M> {
     rank: Rank<M>,
     /// Those on the other devices, while steps are taken.
     others: Option<Others>,
-    /// The steps as a graph, while they are taken so.
-    graph: Option<Graph>,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
@@ -111,7 +102,6 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             corpus,
             rank: Rank::new(devices[0].clone(), model, optimizer),
             others: None,
-            graph: None,
             devices,
             folder: folder.into(),
             step: 0,
@@ -250,7 +240,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.others = Some(Others::start(&mut self.rank, &self.devices, &budget)?);
             }
             let outcome = self.train_ranks(stop_at, observer);
-            self.graph = None;
+            self.rank.end_graph();
             if let Some(others) = self.others.take() {
                 others.stop();
             }
@@ -288,11 +278,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 set_mode(self.rank.model(), next);
                 // A graph goes on as it was captured.
                 if mode.replace(next) != Some(next) {
-                    self.graph = None;
+                    self.rank.end_graph();
                 }
             }
-            if self.config.graph && self.graph.is_none() {
-                self.graph = Some(Graph::begin(&self.rank)?);
+            if self.config.graph && !self.rank.has_graph() {
+                self.rank.begin_graph()?;
             }
             let every = self.config.telemetry_every;
             if every > 0 && self.step.is_multiple_of(every) {
@@ -300,7 +290,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.sampled_step(lr)?;
                 clock.resume();
             } else {
-                self.train_step(lr, Taken::Unseen)?;
+                self.train_step(lr, Watched::No)?;
                 clock.steps += 1;
             }
             observer.step(self.step);
@@ -351,7 +341,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         (self.config.batch * self.config.model.context) as u64
     }
 
-    fn train_step(&mut self, lr: f64, taken: Taken) -> Result<()> {
+    fn train_step(&mut self, lr: f64, watched: Watched) -> Result<()> {
         let &RunConfig {
             seed,
             batch,
@@ -366,13 +356,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         if let Some(others) = &self.others {
             others.step(parts, lr);
         }
-        match &mut self.graph {
-            Some(graph) => {
-                let launched = taken == Taken::Sampled;
-                self.rank.graph_step(graph, own, lr, launched)?;
-            }
-            None => self.rank.step(own, lr),
-        }
+        self.rank.step(own, lr, watched)?;
         self.step += 1;
         Ok(())
     }
@@ -382,7 +366,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         use std::io::Write as _;
         let step = self.step;
         let telemetry = Telemetry::start(self.rank.model());
-        self.train_step(lr, Taken::Sampled)?;
+        self.train_step(lr, Watched::Yes)?;
         let samples = telemetry.finish();
         let path = self.folder.join(TELEMETRY);
         let mut text = String::new();

@@ -12,6 +12,7 @@ use super::check::check_device;
 use super::counters::count;
 use super::ops::MarkOps;
 use super::tracker::tracker;
+use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
 use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::Nvfp4Recipe;
@@ -82,10 +83,11 @@ impl Mark {
     ) -> Tensor<D> {
         let training = base.is_autodiff();
         let dims = base.dims();
+        let forward = self.state.for_forward(&self.recipe, identity, training);
         let call = Arc::new(Call::new(
             self.layer.clone(),
             [dims[D - 2], dims[D - 1]],
-            self.state.for_forward(&self.recipe, identity, training),
+            or_panic("a decorated layer", forward),
             training,
             base.is_tracked(),
         ));

@@ -205,7 +205,7 @@ impl Nvfp4GroupedLinear {
             warn_of_distributed_weight(&weight);
         }
         let identity = WeightIdentity::of([&weight]);
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
         Ok(grouped_linear_unchecked(
             input, weight, bias, experts, spec, context,
         ))

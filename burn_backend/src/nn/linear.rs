@@ -137,7 +137,7 @@ impl Nvfp4Linear {
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let identity = WeightIdentity::of([&weight]);
-        Ok(self.forward_with(weight, identity, bias, input))
+        self.forward_with(weight, identity, bias, input)
     }
 
     /// Fail unless [`try_forward`](Self::try_forward) takes `input`.
@@ -168,13 +168,13 @@ impl Nvfp4Linear {
         identity: Option<WeightIdentity>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
-    ) -> Tensor<D> {
+    ) -> Result<Tensor<D>, Nvfp4Error> {
         let draws = input.is_tracked() || weight.is_tracked();
         if draws {
             warn_of_distributed_weight(&weight);
         }
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws);
-        linear_unchecked(input, weight, bias, spec, context)
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
+        Ok(linear_unchecked(input, weight, bias, spec, context))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -217,7 +217,7 @@ impl Nvfp4Linear {
         let biases: Option<Vec<_>> = biases.collect();
         let bias = biases.map(|biases| Tensor::cat(biases, 0));
         let weight = Tensor::cat(weights, 1);
-        let together = first.forward_with(weight, identity, bias, input);
+        let together = first.forward_with(weight, identity, bias, input)?;
         Ok(together.split_with_sizes(widths, D - 1))
     }
 

@@ -237,12 +237,15 @@ impl LayerState {
 
     /// The resolved operands of the layer's next forward with the weight `weight` by `recipe`, and
     /// its context. If it `draws`, being a training forward, it takes the current offset.
+    ///
+    /// # Errors
+    /// When it draws in a step of a graph what that would repeat.
     pub(crate) fn for_forward(
         &self,
         recipe: &Nvfp4Recipe,
         weight: Option<WeightIdentity>,
         draws: bool,
-    ) -> (LinearSpec, LinearContext) {
+    ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
         let mode = self.mode();
         let rng_state = if draws && mode != LayerMode::HighPrecision {
             self.advance()
@@ -262,10 +265,14 @@ impl LayerState {
         let spec = mode.of(recipe.spec(&rng_state));
         #[cfg(any(feature = "cpu", feature = "cuda"))]
         let spec = match draws && self.offsets().pinned.is_some() {
-            true => spec.with_offset_in_memory(),
+            true => {
+                let spec = spec.with_offset_in_memory();
+                spec.check()?;
+                spec
+            }
             false => spec,
         };
-        (spec, context)
+        Ok((spec, context))
     }
 
     /// Where the layer records samples of its operands, while telemetry is on.

@@ -1,9 +1,14 @@
 //! Steps by a captured graph have the bits of ordinary ones; CUDA captures, CubeCL's CPU runtime takes
 //! the same steps kernel by kernel.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use burn_core::backend::DispatchDevice;
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nvfp4::graph::{GraphSteps, TakenBy, copy_into};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
+
+use cubecl::MemoryScope;
 
 use crate::support::{Matrix, device};
 
@@ -13,6 +18,13 @@ const D_OUT: usize = 64;
 
 fn is_flex() -> bool {
     format!("{:?}", device()).contains("Flex")
+}
+
+/// A device has one graph at a time.
+static GRAPH: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    GRAPH.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A layer that has run 5 times.
@@ -52,6 +64,7 @@ fn steps_have_the_bits_of_ordinary_ones() {
         println!("SKIPPED: graph::steps_have_the_bits_of_ordinary_ones: Flex has no graphs");
         return;
     }
+    let _alone = alone();
     let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
     let layer = layer();
     // The same weight, and offsets of its own.
@@ -113,4 +126,70 @@ fn copies_go_where_the_tensor_is() {
     let short = Tensor::<1, Int>::from_data([1i32], &device());
     let error = copy_into(numbers([1, 2, 3]), short).unwrap_err();
     assert!(error.to_string().contains("from"), "{error}");
+}
+
+/// A graph would repeat the signs that it draws on the host.
+#[test]
+fn ms_eden_is_refused_in_steps_of_a_graph() {
+    if is_flex() {
+        println!("SKIPPED: graph::ms_eden_is_refused_in_steps_of_a_graph: Flex has no graphs");
+        return;
+    }
+    let _alone = alone();
+    let config = Nvfp4LinearConfig::new(128, 128).with_recipe(Nvfp4Recipe::quartet2());
+    let layer = config.init(&device().autodiff());
+    let x = matrix(128, 128, 1).require_grad();
+    layer.try_forward(x.clone()).unwrap();
+    let mut steps = GraphSteps::begin(&layer, &device()).unwrap();
+    let mut refused = None;
+    let _ = steps.launch(|| refused = layer.try_forward(x.clone()).err());
+    let error = refused.unwrap().to_string();
+    assert!(error.contains("MS-EDEN"), "{error}");
+    drop(steps);
+    layer.try_forward(x).unwrap();
+}
+
+/// Bytes that the pools of this test's stream hold and nobody uses.
+fn free() -> u64 {
+    device().sync().unwrap();
+    match device().as_dispatch() {
+        DispatchDevice::Cube(device) => {
+            let report = device.client().memory_report(MemoryScope::CurrentStream);
+            let usage = report.usage();
+            usage.bytes_reserved - usage.bytes_in_use
+        }
+        _ => panic!("not a CubeCL device"),
+    }
+}
+
+/// In a capture no memory can be added, and what is free may be in other pieces than before it.
+#[test]
+fn there_is_more_room_for_the_capture_than_a_step_took() {
+    if is_flex() {
+        println!(
+            "SKIPPED: graph::there_is_more_room_for_the_capture_than_a_step_took: Flex has no graphs"
+        );
+        return;
+    }
+    let _alone = alone();
+    let layer = layer();
+    let mut steps = GraphSteps::begin(&layer, &device()).unwrap();
+    let mut found = 0.0;
+    let mut step = || {
+        let made = Tensor::<2>::ones([4096, 4096], &device()) * 2.0;
+        found = made.slice([0..1, 0..1]).into_scalar::<f32>();
+    };
+    steps.launch(&mut step).unwrap();
+    let before = free();
+    assert!(before > 16 << 20, "{before} bytes of a step's 64 MiB");
+    for _ in 0..3 {
+        steps.step(&mut step).unwrap();
+    }
+    assert!(
+        free() >= before + before / 4,
+        "{} of {before} bytes",
+        free()
+    );
+    drop(steps);
+    assert_eq!(found, 2.0);
 }

@@ -217,7 +217,7 @@ impl RunConfig {
         }
         self.check_devices()?;
         self.check_switches()?;
-        self.check_graph()?;
+        self.check_graph(self.all_recipes())?;
         let all: Vec<&RecipeName> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -266,7 +266,10 @@ impl RunConfig {
     }
 
     /// What a captured step cannot do: draw on the host, or take part in a collective.
-    fn check_graph(&self) -> Result<()> {
+    pub(crate) fn check_graph<'a>(
+        &self,
+        recipes: impl IntoIterator<Item = &'a RecipeName>,
+    ) -> Result<()> {
         if !self.graph {
             return Ok(());
         }
@@ -291,7 +294,7 @@ impl RunConfig {
             "graph is true and decorate is given, but steps of decorated models are not captured: \
              leave out one of them"
         );
-        for recipe in self.all_recipes() {
+        for recipe in recipes {
             ensure!(
                 !has_ms_eden(&self.nvfp4_recipe(recipe)?),
                 "graph is true and recipe is {recipe}, but MS-EDEN draws signs on the host: leave \

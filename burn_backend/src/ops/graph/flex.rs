@@ -19,4 +19,8 @@ impl GraphOps for Flex {
     fn nvfp4_draw_at(_offset: IntTensor<Self>, _begins: bool) -> IntTensor<Self> {
         unreachable!("{NO_GRAPHS}")
     }
+
+    fn nvfp4_make_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
 }

@@ -35,6 +35,11 @@ pub trait GraphOps: Backend {
     /// queued later, adds it to the offset of its stream. Else it is forgotten.
     #[fusion(meta = meta::draw_at)]
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
+
+    /// `offset`, after the pools of its device got more free memory than they have: the same step in
+    /// a capture, in which no page can be added, may find that its free memory is in other pieces.
+    #[fusion(meta = meta::make_room)]
+    fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -46,6 +51,10 @@ mod meta {
     }
 
     pub(super) fn advance_offset(offset: &TensorSpec, _step: &u32) -> TensorSpec {
+        offset.clone()
+    }
+
+    pub(super) fn make_room(offset: &TensorSpec) -> TensorSpec {
         offset.clone()
     }
 
@@ -65,5 +74,9 @@ impl<B: GraphOps, C: CheckpointStrategy> GraphOps for Autodiff<B, C> {
 
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
         B::nvfp4_draw_at(offset, begins)
+    }
+
+    fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
+        B::nvfp4_make_room(offset)
     }
 }
