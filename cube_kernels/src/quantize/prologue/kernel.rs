@@ -24,11 +24,11 @@ pub(super) const fn per_vector(kind: FloatKind) -> usize {
 /// see it, and finds compiled kernels that are kept by the hash alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LaunchedVariant {
-    /// [`PrologueInputs::RmsNorm`].
+    /// `PrologueInputs::RmsNorm`.
     RmsNorm,
-    /// [`PrologueInputs::SwiGlu`].
+    /// `PrologueInputs::SwiGlu`.
     SwiGlu,
-    /// [`PrologueInputs::SwiGluBackward`].
+    /// `PrologueInputs::SwiGluBackward`.
     SwiGluBackward,
     /// `RowNorm::Found`.
     FoundNorm,
