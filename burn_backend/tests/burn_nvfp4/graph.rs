@@ -3,13 +3,12 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn_core::backend::DispatchDevice;
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nvfp4::graph::{GraphSteps, TakenBy, copy_into};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
 
-use cubecl::MemoryScope;
-
+use crate::memory::memory_usage;
+use crate::support::skip::skip;
 use crate::support::{Matrix, device};
 
 const ROWS: usize = 32;
@@ -61,8 +60,7 @@ fn bytes(tensor: &Tensor<2>) -> Vec<u8> {
 #[test]
 fn steps_have_the_bits_of_ordinary_ones() {
     if is_flex() {
-        println!("SKIPPED: graph::steps_have_the_bits_of_ordinary_ones: Flex has no graphs");
-        return;
+        skip!("Flex has no graphs");
     }
     let _alone = alone();
     let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
@@ -132,8 +130,7 @@ fn copies_go_where_the_tensor_is() {
 #[test]
 fn ms_eden_is_refused_in_steps_of_a_graph() {
     if is_flex() {
-        println!("SKIPPED: graph::ms_eden_is_refused_in_steps_of_a_graph: Flex has no graphs");
-        return;
+        skip!("Flex has no graphs");
     }
     let _alone = alone();
     let config = Nvfp4LinearConfig::new(128, 128).with_recipe(Nvfp4Recipe::quartet2());
@@ -151,25 +148,15 @@ fn ms_eden_is_refused_in_steps_of_a_graph() {
 
 /// Bytes that the pools of this test's stream hold and nobody uses.
 fn free() -> u64 {
-    device().sync().unwrap();
-    match device().as_dispatch() {
-        DispatchDevice::Cube(device) => {
-            let report = device.client().memory_report(MemoryScope::CurrentStream);
-            let usage = report.usage();
-            usage.bytes_reserved - usage.bytes_in_use
-        }
-        _ => panic!("not a CubeCL device"),
-    }
+    let usage = memory_usage(&device());
+    usage.bytes_reserved - usage.bytes_in_use
 }
 
 /// In a capture no memory can be added, and what is free may be in other pieces than before it.
 #[test]
 fn there_is_more_room_for_the_capture_than_a_step_took() {
     if is_flex() {
-        println!(
-            "SKIPPED: graph::there_is_more_room_for_the_capture_than_a_step_took: Flex has no graphs"
-        );
-        return;
+        skip!("Flex has no graphs");
     }
     let _alone = alone();
     let layer = layer();

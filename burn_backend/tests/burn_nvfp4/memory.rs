@@ -3,21 +3,25 @@
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::{DType, Device, Tensor};
 use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
-use cubecl::MemoryScope;
+use cubecl::{MemoryScope, MemoryUsage};
 
 use crate::support::skip::skip;
 use crate::support::{Matrix, device, skip_where_small_only, small_only};
 
-/// Bytes in use on the stream of this test when nothing is under way: other tests run beside it.
-fn in_use(device: &Device) -> u64 {
+/// The pools of this test's stream when nothing is under way: other tests run beside it.
+pub fn memory_usage(device: &Device) -> MemoryUsage {
     device.sync().unwrap();
     match device.as_dispatch() {
         DispatchDevice::Cube(device) => {
             let report = device.client().memory_report(MemoryScope::CurrentStream);
-            report.usage().bytes_in_use
+            report.usage()
         }
         _ => panic!("not a CubeCL device"),
     }
+}
+
+fn in_use(device: &Device) -> u64 {
+    memory_usage(device).bytes_in_use
 }
 
 /// Between forward and backward a layer of `preset` (`tokens`, `d_in`, `d_out`) holds no more than
