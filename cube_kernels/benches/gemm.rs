@@ -1,6 +1,6 @@
 //! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six
 //! products and quantizations of a linear layer's forward and backward pass, and what a call of
-//! cuBLASLt costs.
+//! cuBLASLt costs; and the same products with tiles of every width, whole and shared (stream-K).
 //!
 //! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such
 //! as `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process,
@@ -33,7 +33,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, Operand, Plan, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
-        kernels::{W4a16Tile, decode, transposed},
+        kernels::{Sm90Tile, W4a16Tile, decode, transposed},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -256,6 +256,20 @@ const LARGE: [(usize, usize, usize); 6] = [
     (512, 8192, 8192),
 ];
 
+/// Weight gradients of a block of width 768 and 16384 tokens, and other outputs whose tiles do not
+/// fill all SMs evenly.
+const UNEVEN: [(usize, usize, usize); 9] = [
+    (768, 768, 16384),
+    (768, 2304, 16384),
+    (768, 4096, 16384),
+    (2048, 768, 16384),
+    (1024, 1024, 8192),
+    (2048, 2048, 2048),
+    (2048, 6144, 8192),
+    (8192, 2048, 2048),
+    (16384, 768, 2048),
+];
+
 /// Rows of a decoding step.
 const FEW: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
@@ -394,6 +408,50 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (name, n, k) in MODELS {
         for m in [1, 64, 8192] {
             all(format!("model/{name}, {m} tokens"), (m, n, k));
+        }
+    }
+}
+
+/// Whole tiles and tiles shared out along the contraction, of every width.
+fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
+    for (m, n, k) in UNEVEN {
+        let name = format!("tiles/{m} x {n} x {k}");
+        if !is_wanted(&name) {
+            continue;
+        }
+        let operations = 2.0 * (m * n * k) as f64;
+        let (x, y): (Vec<_>, Vec<_>) = (0..2)
+            .map(|i| {
+                let x = noise.matrix(client, m, k, 2 * i);
+                (x, noise.matrix(client, n, k, 2 * i + 1))
+            })
+            .unzip();
+        let plans = Sm90Tile::ALL.map(|tile| {
+            let whole = format!("128 x {}", tile.n());
+            let shared = format!("128 x {} shared", tile.n());
+            let whole = (whole, Plan::DequantThenBf16(tile, 16));
+            [whole, (shared, Plan::StreamK(tile, 16))]
+        });
+        for (plan, chosen) in plans.into_iter().flatten() {
+            let queue = |i: usize| {
+                let gemm = Gemm::new(&x[i % 2], &y[i % 2]).out(FloatKind::Bf16);
+                multiply(client, gemm.plan(chosen))
+            };
+            if let Err(error) = queue(0) {
+                println!("{name}, {plan}: {error}");
+                continue;
+            }
+            let record = Record::new(format!("{name}, {plan}"), operations);
+            time_on_device(criterion, client, record, |i| {
+                queue(i).unwrap();
+            });
+        }
+        let record = Record::new(format!("{name}, {CUBLAS}"), operations);
+        match cublas(client, &x[0], &y[0]) {
+            Ok(_) => time_on_device(criterion, client, record, |i| {
+                cublas(client, &x[i % 2], &y[i % 2]).unwrap();
+            }),
+            Err(error) => println!("{name}: {error}"),
         }
     }
 }
@@ -645,6 +703,9 @@ fn main() {
         copy(&client);
     }
     dense(&mut criterion, &client, &noise);
+    if is_wanted("tiles") {
+        tiles(&mut criterion, &client, &noise);
+    }
     if is_wanted("grouped") {
         grouped(&mut criterion, &client, &noise);
     }

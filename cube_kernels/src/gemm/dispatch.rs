@@ -6,9 +6,11 @@ use cubecl::client::Client;
 use super::{
     cublaslt,
     kernels::{
-        cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16, sm90_w4a16::Sm90W4a16,
-        sm120_nvfp4::Sm120Nvfp4, small_m::SmallM,
+        cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
+        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm120_nvfp4::Sm120Nvfp4,
+        small_m::SmallM,
     },
+    materialize::PackedReads,
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
     scheduler::GroupedDim,
@@ -20,11 +22,12 @@ use crate::{
 };
 
 /// All kernels, in the order in which they are asked.
-const KERNELS: [&dyn Kernel; 7] = [
+const KERNELS: [&dyn Kernel; 8] = [
     &CublasLt,
     &SmallM,
     &Sm90W4a16,
     &Sm90Bf16,
+    &Sm90StreamK,
     &Sm120Nvfp4,
     &Cmma,
     &Scalar,
@@ -37,6 +40,7 @@ pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
         Plan::SmallM => &SmallM,
         Plan::W4a16(..) => &Sm90W4a16,
         Plan::DequantThenBf16(..) => &Sm90Bf16,
+        Plan::StreamK(..) => &Sm90StreamK,
         Plan::BlockScaled(_) => &Sm120Nvfp4,
         Plan::Cmma => &Cmma,
         Plan::Scalar => &Scalar,
@@ -220,7 +224,7 @@ fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> 
     };
     let problem = Problem::new([OperandLayout::Packed; 2], shape);
     let choice = plan(&device, &problem);
-    choice.is_ok_and(|choice| matches!(choice.plan, Plan::DequantThenBf16(..)))
+    choice.is_ok_and(|choice| kernel_of(choice.plan).reads(choice.plan).packed == PackedReads::Bf16)
 }
 
 /// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of

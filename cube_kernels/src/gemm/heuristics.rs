@@ -1,6 +1,7 @@
 //! Which tile a shape takes on sm_90, with the measurements behind it.
 
 use super::{
+    kernels::sm90_stream_k::{StreamK, stages_of, tiles_of},
     operand::OperandLayout,
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
@@ -75,6 +76,40 @@ pub(crate) fn sm90_bf16(sms: usize, problem: &Problem) -> (Sm90Tile, usize, f64)
         (tile, BAND, waves(tiles, sms) * cost + before)
     });
     cheapest(estimates)
+}
+
+/// Microseconds that exchanging partial tiles takes, whatever their number: their counters are
+/// cleared, and the owner of a tile waits for others.
+const EXCHANGE: f64 = 5.0;
+
+/// Microseconds for reading one partial tile of 128 x 256.
+const PARTIAL_TILE: f64 = 1.6;
+
+/// The same for the kernel that shares tiles out along the contraction, of a dense GEMM; infinite
+/// where whole tiles take no longer. How operands in bf16 are stored decides nothing: sums of
+/// shared tiles have another order, and should not depend on it.
+pub(crate) fn sm90_stream_k(sms: usize, problem: &Problem) -> (Sm90Tile, usize, f64) {
+    let GemmShape { m, n, k } = problem.shape;
+    let before = dequantize(problem.a, m) + dequantize(problem.b, n);
+    let depth = stages_of(k);
+    let shared = BF16.into_iter().filter(|(tile, _)| tile.takes_mn_major());
+    let shared = shared.filter_map(|(tile, cost)| {
+        let plan = StreamK::of(tiles_of(problem.shape, tile), depth, sms)?;
+        let waves = (plan.whole / sms) as f64 + plan.slice as f64 / depth as f64;
+        let partials = plan.partials_of_tile() as f64 * tile.n() as f64 / 256.0;
+        let exchange = (EXCHANGE + PARTIAL_TILE * partials) * 8192.0 / k as f64;
+        Some((tile, BAND, waves * cost + exchange))
+    });
+    let none = (Sm90Tile::N256, BAND, f64::INFINITY);
+    let (tile, band, estimate) = cheapest(shared.chain([none]));
+    let whole = BF16.into_iter().map(|(tile, cost)| {
+        let tiles = tiles_of(problem.shape, tile);
+        (tile, BAND, waves(tiles, sms) * cost)
+    });
+    match estimate < cheapest(whole).2 {
+        true => (tile, band, estimate + before),
+        false => none,
+    }
 }
 
 /// The same for the kernel that dequantizes `b` in registers, of a dense GEMM.

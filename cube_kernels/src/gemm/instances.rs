@@ -6,11 +6,12 @@ use half::bf16;
 use super::kernels::small_m::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor,
-    GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, Pieces,
-    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
-    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, W4a16Plan, W4a16Tile, add_rows_kernel,
-    arrange_kernel, cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel,
-    scalar_kernel, sm90_bf16_kernel, sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel,
+    GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch,
+    PartialTilesLaunch, Pieces, ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule,
+    ScheduledProblemLaunch, Sm90Plan, Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape,
+    StreamKPlan, StreamKProblemLaunch, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
+    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
+    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel,
     transpose_kernel,
 };
 use crate::{
@@ -25,6 +26,8 @@ use crate::{
 pub enum GemmInstance {
     /// The bf16 kernel of Hopper.
     Sm90Bf16(Sm90Plan, EpilogueKind),
+    /// The bf16 kernel of Hopper that shares tiles out along the contraction.
+    Sm90StreamK(StreamKPlan),
     /// The W4A16 kernel of Hopper.
     Sm90W4a16(W4a16Plan),
     /// The NVFP4 kernel of consumer Blackwell.
@@ -95,6 +98,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     all.extend(around(device));
     all.extend(sm90_bf16(device));
+    all.extend(sm90_stream_k(device));
     all.extend(sm90_w4a16(device));
     all.extend(sm120_nvfp4(device));
     all.extend(small_m(device));
@@ -267,6 +271,48 @@ fn around(device: &DummyDevice) -> Vec<Instance> {
         );
         let grouped = schedule.is_some();
         all.push(instance.of_gemm(GemmInstance::Arrange { grouped }, Architectures::Sm90a));
+    }
+    all
+}
+
+/// Each tile: dense, with the whole epilogue, and with operands stored the other way round.
+fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for tile in Sm90Tile::ALL {
+        let mut forms = vec![
+            (PLAIN, [Major::K; 2]),
+            (ALL, [Major::K; 2]),
+            (PLAIN, [Major::Mn, Major::K]),
+        ];
+        if tile.takes_mn_major() {
+            forms.extend([(PLAIN, [Major::K, Major::Mn]), (PLAIN, [Major::Mn; 2])]);
+        }
+        for (kind, majors) in forms {
+            let plan = StreamKPlan { tile, majors };
+            let operand = |rows, major| {
+                let rows = if major == Major::Mn { 64 } else { rows };
+                map(device, [rows, 64], bf16::elem_type_native())
+                    .with_swizzle(TensorMapSwizzle::B128)
+            };
+            let shape = ProblemShapeLaunch::of((128, 128, 128), 1);
+            let problem = StreamKProblemLaunch::new(shape, 0, 1, 2, 1, 0, 0, 16);
+            let instance = instance!(
+                device,
+                units SM90_UNITS,
+                sm90_stream_k_kernel,
+                format!("{tile:?}-{}-{majors:?}", kind.accumulate),
+                Expected::default(),
+                AddressType::U32,
+                operand(128, majors[0]),
+                operand(tile.n(), majors[1]),
+                problem,
+                PartialTilesLaunch::new(device.buffer(1 << 12), device.buffer(1)),
+                epilogue(device, kind),
+                device.buffer(1 << 12),
+                plan,
+            );
+            all.push(instance.of_gemm(GemmInstance::Sm90StreamK(plan), Architectures::Sm90a));
+        }
     }
     all
 }

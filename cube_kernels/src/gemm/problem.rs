@@ -129,6 +129,8 @@ pub enum Plan {
     W4a16(W4a16Tile, usize),
     /// Packed operands dequantized to bf16 before the GEMM; with the height of a band.
     DequantThenBf16(Sm90Tile, usize),
+    /// The same, with the tiles of the last wave shared out along the contraction.
+    StreamK(Sm90Tile, usize),
     /// Codes and scales go to block-scaled matrix instructions.
     BlockScaled(Sm120Tile),
     /// Tiles dequantized in shared memory, 16x16x16 matrix instructions.
@@ -160,6 +162,13 @@ impl fmt::Display for Plan {
             Self::DequantThenBf16(tile, _) => {
                 let n = tile.n();
                 write!(f, "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles")
+            }
+            Self::StreamK(tile, _) => {
+                let n = tile.n();
+                write!(
+                    f,
+                    "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles, stream-K"
+                )
             }
             Self::BlockScaled(tile) => {
                 let (m, n) = (tile.tile_m(), SM120_TILE_N);

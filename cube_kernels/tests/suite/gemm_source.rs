@@ -10,7 +10,7 @@ use nvfp4_kernels::{
         GemmInstance,
         kernels::{
             CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm120Plan,
-            SmallMShape, W4a16Plan,
+            SmallMShape, StreamKPlan, W4a16Plan,
         },
     },
     tensor::FloatKind,
@@ -33,6 +33,7 @@ pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
     );
     match gemm {
         GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
+        GemmInstance::Sm90StreamK(plan) => sm90_stream_k(name, plan, sass),
         GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
         GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
@@ -55,20 +56,39 @@ pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
 }
 
 fn sm90_bf16(name: &str, plan: Sm90Plan, kind: EpilogueKind, sass: &str) {
-    // Four in the loop, one in the tail.
-    assert_eq!(count(sass, "HGMMA"), 5, "{name}");
-    // The operands that the instruction transposes.
-    let mn_major = plan.majors.map(|major| major == Major::Mn);
-    for (which, is_transposed) in [(".tnspA", mn_major[0]), (".tnspB", mn_major[1])] {
-        let expected = if is_transposed { 5 } else { 0 };
-        assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
-    }
     // With every part of the epilogue, the widest tile keeps one register of it in memory.
     let most = match kind.accumulate && plan.tile == Sm90Tile::N256 {
         true => 2,
         false => 0,
     };
     assert!(spills(sass) <= most, "{name} spills");
+    bf16_main_loop(name, plan.tile, plan.majors, sass);
+}
+
+fn sm90_stream_k(name: &str, plan: StreamKPlan, sass: &str) {
+    bf16_main_loop(name, plan.tile, plan.majors, sass);
+    // A partial tile is written and read 16 bytes at a time, and its counter raised and waited for
+    // across the GPU.
+    let vectors = plan.tile.n() / 8;
+    assert!(count(sass, "STG.E.128") >= vectors, "{name}");
+    assert!(count(sass, "LDG.E.128") >= vectors, "{name}");
+    assert!(count(sass, "LDG.E.STRONG.GPU") >= 1, "{name}");
+    assert!(
+        count(sass, "RED.E.ADD.STRONG.GPU") + count(sass, "REDG.E.ADD.STRONG.GPU") >= 1,
+        "{name}"
+    );
+}
+
+/// The main loop of the kernels that read bf16.
+fn bf16_main_loop(name: &str, tile: Sm90Tile, majors: [Major; 2], sass: &str) {
+    // Four in the loop, one in the tail.
+    assert_eq!(count(sass, "HGMMA"), 5, "{name}");
+    // The operands that the instruction transposes.
+    let mn_major = majors.map(|major| major == Major::Mn);
+    for (which, is_transposed) in [(".tnspA", mn_major[0]), (".tnspB", mn_major[1])] {
+        let expected = if is_transposed { 5 } else { 0 };
+        assert_eq!(sass.matches(which).count(), expected, "{name}: {which}");
+    }
     let lines: Vec<&str> = sass.lines().collect();
     let is_wgmma = |line: &&str| line.contains("HGMMA");
     let first = lines.iter().position(is_wgmma).unwrap();
@@ -76,7 +96,7 @@ fn sm90_bf16(name: &str, plan: Sm90Plan, kind: EpilogueKind, sass: &str) {
     let main_loop = lines[first..last].join("\n");
     assert_eq!(spills(&main_loop), 0, "{name} spills in its main loop");
     let boxes = |rows: usize, mn_major| if mn_major { rows / 64 } else { 1 };
-    let boxes = boxes(128, mn_major[0]) + boxes(plan.tile.n(), mn_major[1]);
+    let boxes = boxes(128, mn_major[0]) + boxes(tile.n(), mn_major[1]);
     assert!(count(sass, "UTMALDG") >= boxes, "{name}");
 }
 
@@ -152,6 +172,9 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
         GemmInstance::Sm90Bf16(plan, kind) => {
             let is_plain = kind.out == FloatKind::Bf16 && plan.majors == [Major::K; 2];
             plan.tile == Sm90Tile::N256 || is_plain
+        }
+        GemmInstance::Sm90StreamK(plan) => {
+            plan.tile == Sm90Tile::N256 || plan.majors == [Major::K; 2]
         }
         GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {
             Multiply::Instruction => true,

@@ -27,6 +27,8 @@ mod gemm_cublaslt;
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_portable;
+#[cfg(feature = "cube")]
+mod gemm_stream_k;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]

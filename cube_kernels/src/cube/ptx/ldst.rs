@@ -102,3 +102,27 @@ pub fn ld_global_nc_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
     );
     Vector::<u32, Const<4>>::reinterpret(words)
 }
+
+/// Loads one word of device memory that another CTA releases with [`red_release_gpu_add`]; what
+/// that CTA wrote before is visible behind it: `ld.acquire.gpu.global.b32`.
+///
+/// PTX 6.0; sm_70 and later.
+#[cube]
+pub fn ld_acquire_gpu(address: u64) -> u32 {
+    let word: u32;
+    gpu_asm!("ld.acquire.gpu.global.b32 {w}, [{a}];", w = out(_) word, a = in(_) address);
+    u32::reinterpret(word)
+}
+
+/// Adds to a word of device memory, behind all that this thread, and those it synchronized with,
+/// wrote: `red.release.gpu.global.add.u32`.
+///
+/// PTX ISA "Parallel Synchronization and Communication Instructions: red"; PTX 6.0, sm_70 and
+/// later.
+#[cube]
+pub fn red_release_gpu_add(address: u64, addend: u32) {
+    gpu_asm!(
+        "red.release.gpu.global.add.u32 [{a}], {v};",
+        a = in(_) address, v = in(_) addend
+    );
+}

@@ -13,6 +13,8 @@ mod sm120_nvfp4_stage;
 #[allow(missing_docs)]
 pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
+pub(crate) mod sm90_stream_k;
+#[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
 #[allow(missing_docs)]
 mod sm90_w4a16_output;
@@ -33,6 +35,9 @@ pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
 pub use scalar::{ScalarPlan, scalar_grouped_kernel, scalar_kernel};
 pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_bf16_kernel};
+pub use sm90_stream_k::{
+    PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
+};
 pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
 pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
 pub use sm120_nvfp4_stage::Pieces;

@@ -62,9 +62,73 @@ pub struct Sm90Plan {
 /// Whole stages, and instructions of 16 columns in one more, for `k` columns.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct Depth {
-    steps: u32,
-    tail: u32,
+pub(super) struct Depth {
+    pub steps: u32,
+    pub tail: u32,
+}
+
+#[cube]
+impl Depth {
+    /// Of `columns` columns.
+    pub fn of(columns: u32) -> Self {
+        let instructions = columns.div_ceil(16u32);
+        Depth {
+            steps: instructions / 4u32,
+            tail: instructions % 4u32,
+        }
+    }
+
+    /// Stages, the one that is not whole too.
+    pub fn stages(&self) -> u32 {
+        self.steps + u32::cast_from(self.tail > 0u32)
+    }
+}
+
+/// What a consumer warpgroup reads of every stage.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct StageOperands {
+    /// The descriptor of its rows of `a` in the first stage.
+    pub a: u64,
+    /// That of `b`.
+    pub b: u64,
+    /// 1 in the unit that tells the producer that a stage has been read, else 0.
+    pub leader: u32,
+}
+
+/// The sums of 64 rows of a tile over `depth`, from the stage of `pipeline` on.
+#[cube]
+pub(super) fn multiply<S: Size>(
+    pipeline: PipelineState,
+    operands: StageOperands,
+    depth: Depth,
+    #[comptime] form: (Sm90Tile, [Major; 2]),
+) -> Vector<f32, S> {
+    let (tile, majors) = comptime!(form);
+    let (a, b, leader) = (operands.a, operands.b, operands.leader);
+    let steps = u32::reinterpret(depth.steps);
+    let tail = u32::reinterpret(depth.tail);
+    let mut sums = Vector::<f32, S>::new(0.0f32);
+    if steps + tail > 0u32 {
+        if comptime!(tile == Sm90Tile::N256) {
+            sums = Vector::<f32, S>::reinterpret(mainloop_m64n256(
+                pipeline, a, b, steps, tail, leader, majors,
+            ));
+        } else if comptime!(tile == Sm90Tile::N176) {
+            sums = Vector::<f32, S>::reinterpret(mainloop_m64n176(
+                pipeline, a, b, steps, tail, leader, majors,
+            ));
+        } else if comptime!(tile == Sm90Tile::N128) {
+            sums = Vector::<f32, S>::reinterpret(mainloop_m64n128(
+                pipeline, a, b, steps, tail, leader, majors,
+            ));
+        } else {
+            sums = Vector::<f32, S>::reinterpret(mainloop_m64n64(
+                pipeline, a, b, steps, tail, leader, majors,
+            ));
+        }
+    }
+    sums
 }
 
 /// Rows of `a` that group `group` has.
@@ -86,17 +150,13 @@ fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDi
         let own = extent(&problem.offsets, group, problem.shape.k);
         columns = own.end - own.start;
     }
-    let instructions = columns.div_ceil(16u32);
-    Depth {
-        steps: instructions / 4u32,
-        tail: instructions % 4u32,
-    }
+    Depth::of(columns)
 }
 
 /// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`,
 /// and `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
 #[cube]
-fn load_stage(
+pub(super) fn load_stage(
     operand: &TensorMap<bf16, Tiled>,
     stage: &mut [Vector<bf16, Const<8>>],
     ready: &Barrier,
@@ -181,19 +241,19 @@ pub fn sm90_bf16_kernel(
 /// Where the parts of shared memory begin.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct SharedAddresses {
+pub(super) struct SharedAddresses {
     /// Barriers that complete when a stage is full; those of empty stages are behind them.
-    full: u32,
-    a: u32,
-    b: u32,
-    staging: u32,
+    pub full: u32,
+    pub a: u32,
+    pub b: u32,
+    pub staging: u32,
 }
 
 /// Vectors of 16 bytes in a stage of `a`: eight to a row.
-const A_STAGE: usize = SM90_TILE_M * 8;
+pub(super) const A_STAGE: usize = SM90_TILE_M * 8;
 
 /// Vectors of 16 bytes in a stage of `b`.
-const fn b_stage(tile: Sm90Tile) -> usize {
+pub(super) const fn b_stage(tile: Sm90Tile) -> usize {
     tile.n() * 8
 }
 
@@ -243,8 +303,7 @@ fn produce(
                 from = extent(&problem.offsets, group, problem.shape.k).start;
             }
             let depth = depth_of(problem, group, grouped);
-            let stages_here = depth.steps + u32::cast_from(depth.tail > 0u32);
-            for step in 0..stages_here {
+            for step in 0..depth.stages() {
                 let stage = used % comptime!(stages as u32);
                 let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
                 mbarrier_wait_parity(empty + stage * 8u32, parity);
@@ -339,29 +398,13 @@ fn consume(
                 parity: (used / comptime!(stages as u32)) & 1u32,
             };
             let depth = depth_of(problem, group, grouped);
-            let steps = u32::reinterpret(depth.steps);
-            let tail = u32::reinterpret(depth.tail);
             let size!(S) = comptime!(plan.tile.accumulators());
-            let mut sums = Vector::<f32, S>::new(0.0f32);
-            if steps + tail > 0u32 {
-                if comptime!(tile_n == 256) {
-                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n256(
-                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
-                    ));
-                } else if comptime!(tile_n == 176) {
-                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n176(
-                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
-                    ));
-                } else if comptime!(tile_n == 128) {
-                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n128(
-                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
-                    ));
-                } else {
-                    sums = Vector::<f32, S>::reinterpret(mainloop_m64n64(
-                        pipeline, a_tile, b_tile, steps, tail, leader, majors,
-                    ));
-                }
-            }
+            let operands = StageOperands {
+                a: a_tile,
+                b: b_tile,
+                leader,
+            };
+            let sums = multiply::<S>(pipeline, operands, depth, comptime!((plan.tile, majors)));
             let own = WarpTile {
                 row: first + at.row + warp * 16u32,
                 end,
@@ -371,7 +414,7 @@ fn consume(
                 staging,
             };
             write_warp_tile::<S>(sums, own, epilogue, out, tile_n);
-            used += steps + u32::cast_from(tail > 0u32);
+            used += depth.stages();
             tile += CUBE_COUNT as u32;
         } else {
             passed += tiles_m * tiles_n;
@@ -450,11 +493,36 @@ impl Kernel for Sm90Bf16 {
     }
 }
 
-fn major(operand: &Materialized) -> Major {
+pub(super) fn major(operand: &Materialized) -> Major {
     match operand.is_mn_major() {
         true => Major::Mn,
         false => Major::K,
     }
+}
+
+/// How TMA reads `operand`, stored with `k` columns: boxes of the `rows` rows of a tile, or of 64
+/// rows of an operand that is MN-major. Its memory holds so many elements.
+pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> TensorMapArg<Tiled> {
+    // A map may not be empty; with no contraction, none of it is read.
+    let depth = if k == 0 { TILE_K } else { k };
+    let (shape, tile_size) = if operand.is_mn_major() {
+        ([depth, operand.rows], [TILE_K, SM90_BOX])
+    } else {
+        ([operand.rows, depth], [rows, TILE_K])
+    };
+    // SAFETY: the caller checked that the memory holds so many elements.
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
+    };
+    TensorMapArg::new(
+        TiledArgs {
+            tile_size: tile_size.into(),
+        },
+        tensor,
+        bf16::elem_type_native(),
+    )
+    .with_swizzle(TensorMapSwizzle::B128)
+    .with_prefetch(TensorMapPrefetch::B256)
 }
 
 /// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes
@@ -482,28 +550,6 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
         GroupedDim::K => groups.groups * m * n,
         GroupedDim::None | GroupedDim::M => m * n,
     };
-    // A map may not be empty; with no contraction, none of it is read.
-    let depth = if k == 0 { TILE_K } else { k };
-    let map = |operand: &Materialized, rows: usize| {
-        let (shape, tile_size) = if operand.is_mn_major() {
-            ([depth, operand.rows], [TILE_K, SM90_BOX])
-        } else {
-            ([operand.rows, depth], [rows, TILE_K])
-        };
-        // SAFETY: the caller checked that the memory holds so many elements.
-        let tensor = unsafe {
-            TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
-        };
-        TensorMapArg::new(
-            TiledArgs {
-                tile_size: tile_size.into(),
-            },
-            tensor,
-            bf16::elem_type_native(),
-        )
-        .with_swizzle(TensorMapSwizzle::B128)
-        .with_prefetch(TensorMapPrefetch::B256)
-    };
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked that the memory holds what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
@@ -516,8 +562,8 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS),
             address_type(outputs),
-            map(a, SM90_TILE_M),
-            map(b, tile.n()),
+            operand_map(a, k, SM90_TILE_M),
+            operand_map(b, k, tile.n()),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),
                 memory(&groups.offsets, groups.groups + 1),

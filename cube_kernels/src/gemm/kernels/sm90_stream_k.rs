@@ -1,0 +1,729 @@
+//! The bf16 GEMM of Hopper for outputs whose tiles do not fill the GPU evenly: those of the last
+//! wave are shared out along the contraction, so that all SMs end at the same time (stream-K).
+//!
+//! It loads and multiplies as [`sm90_bf16`](super::sm90_bf16) does. Of a shared tile, one CTA, its
+//! owner, takes the first part of the contraction; other CTAs take the rest, write their sums to a
+//! workspace and raise the counter of the tile. The owner waits for the counter, adds their sums in
+//! the order of the contraction, and writes the tile: the result depends on the shape and the
+//! number of SMs, never on timing.
+
+use cubecl::{
+    prelude::{barrier::Barrier, *},
+    server::Handle,
+};
+use half::bf16;
+
+use super::sm90_bf16::{
+    A_STAGE, Depth, SharedAddresses, StageOperands, TILE_K, UNITS, b_stage, check_sm90, load_stage,
+    major, multiply, operand_map,
+};
+use crate::{
+    Nvfp4Error,
+    capabilities::GemmBackend,
+    cube::ptx::{
+        Major, cvta_to_global, cvta_to_shared, ld_acquire_gpu, mbarrier_arrive_expect_tx,
+        mbarrier_wait_parity, named_barrier_sync, red_release_gpu_add,
+        sm90_mainloop::PipelineState, wgmma_descriptor,
+    },
+    gemm::{
+        arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
+        epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
+        heuristics,
+        materialize::{PackedReads, Reads},
+        problem::{
+            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
+        },
+        scheduler::{GroupedDim, Place, place},
+        tiles::{SM90_TILE_M, Sm90Tile},
+    },
+    memory::{address_type, allocate},
+    quantize::amax::zeros,
+};
+
+/// Units of the two consumer warpgroups.
+const CONSUMERS: u32 = 256;
+
+/// How the tiles of a GEMM are shared out among CTAs. All depths are in stages of [`TILE_K`].
+///
+/// A grid has `slices * shared + helpers` CTAs. Each computes its share of the first `whole` tiles.
+/// Then `slices` CTAs compute `slice` stages each of a shared tile, which leaves `rest` stages of
+/// every shared tile to the helpers; these take `per_helper` stages each of all rests, one tile
+/// after another. CTAs that compute the same slice of their tiles read operands at the same time,
+/// which share them in the L2 cache; ranges that begin anywhere in a tile would not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StreamK {
+    pub whole: usize,
+    pub shared: usize,
+    pub slices: usize,
+    pub slice: usize,
+    pub rest: usize,
+    pub per_helper: usize,
+    pub helpers: usize,
+}
+
+impl StreamK {
+    /// For `tiles` tiles of `depth` stages on so many SMs: `None` where nothing is to be shared
+    /// out, since the waves are full or a tile has too few stages.
+    pub fn of(tiles: usize, depth: usize, sms: usize) -> Option<Self> {
+        let shared = tiles % sms;
+        if shared == 0 || depth < 2 {
+            return None;
+        }
+        let whole = tiles - shared;
+        let slice = (shared * depth).div_ceil(sms);
+        let slices = (sms / shared).min(depth.div_ceil(slice));
+        let rest = depth.saturating_sub(slices * slice);
+        let (per_helper, helpers) = match sms - slices * shared {
+            0 => (0, 0),
+            _ if rest == 0 => (0, 0),
+            helpers => {
+                let per_helper = (shared * rest).div_ceil(helpers);
+                (per_helper, (shared * rest).div_ceil(per_helper))
+            }
+        };
+        // A rest without helpers: `slice` was rounded up from a whole share.
+        debug_assert!(rest == 0 || helpers > 0);
+        let is_shared = slices > 1 || rest > 0;
+        is_shared.then_some(Self {
+            whole,
+            shared,
+            slices,
+            slice,
+            rest,
+            per_helper,
+            helpers,
+        })
+    }
+
+    /// CTAs of the grid.
+    pub fn ctas(&self) -> usize {
+        self.slices * self.shared + self.helpers
+    }
+
+    /// Partial tiles in the workspace: the slices behind the first, and the parts of rests, whose
+    /// number is that of tile and helper together.
+    pub fn partials(&self) -> usize {
+        let rests = if self.rest > 0 {
+            self.shared + self.helpers
+        } else {
+            0
+        };
+        (self.slices - 1) * self.shared + rests
+    }
+
+    /// Partial tiles that the owner of a tile adds, at most.
+    pub fn partials_of_tile(&self) -> usize {
+        let rests = match self.rest {
+            0 => 0,
+            rest => 1 + rest.div_ceil(self.per_helper),
+        };
+        self.slices - 1 + rests
+    }
+}
+
+/// A GEMM whose tiles are shared out as [`StreamK`] says.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct StreamKProblem {
+    /// Its size.
+    pub shape: ProblemShape,
+    /// Tiles that one CTA computes whole.
+    pub whole: u32,
+    /// Tiles that are shared.
+    pub shared: u32,
+    /// CTAs of a shared tile that have a slice.
+    pub slices: u32,
+    /// Stages of a slice.
+    pub slice: u32,
+    /// Stages of a tile behind its slices.
+    pub rest: u32,
+    /// Stages of a helper.
+    pub per_helper: u32,
+    /// Height of a band of tiles.
+    pub band: u32,
+}
+
+/// Stages `from` to `to` of a tile; none behind the last piece of a CTA. Those that do not begin
+/// the tile go to partial tile `partial` of the workspace.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Piece {
+    tile: u32,
+    from: u32,
+    to: u32,
+    partial: u32,
+}
+
+#[cube]
+impl StreamKProblem {
+    /// Piece `number` of this CTA, of tiles of `depth` stages.
+    ///
+    /// The CTAs that wait for others have the highest numbers: where a GPU begins CTAs in order,
+    /// those that they wait for are running, however few fit at a time.
+    fn piece(&self, number: u32, depth: u32) -> Piece {
+        let cta = place_in_grid();
+        let ctas = CUBE_COUNT as u32;
+        // Whole tiles of this CTA.
+        let own = (self.whole + ctas - 1u32 - cta) / ctas;
+        let mut piece = Piece {
+            tile: cta + number * ctas,
+            from: 0u32,
+            to: depth,
+            partial: 0u32,
+        };
+        if number >= own {
+            let index = number - own;
+            let last = ctas - 1u32 - cta;
+            let sliced = self.slices * self.shared;
+            if last < sliced {
+                let slice = last / self.shared;
+                piece.tile = self.whole + last % self.shared;
+                piece.from = slice * self.slice;
+                piece.to = select(
+                    index == 0u32,
+                    min(piece.from + self.slice, depth),
+                    piece.from,
+                );
+                // Not read of the first slice.
+                piece.partial = last - min(last, self.shared);
+            } else {
+                let helper = last - sliced;
+                let begin = helper * self.per_helper;
+                let end = min(begin + self.per_helper, self.shared * self.rest);
+                let tile = begin / self.rest + index;
+                let first = max(begin, tile * self.rest);
+                let behind = max(first, min(end, (tile + 1u32) * self.rest));
+                let sliced_depth = self.slices * self.slice;
+                piece.tile = self.whole + tile;
+                piece.from = sliced_depth + (first - tile * self.rest);
+                piece.to = sliced_depth + (behind - tile * self.rest);
+                piece.partial = (self.slices - 1u32) * self.shared + tile + helper;
+            }
+        }
+        piece
+    }
+
+    /// Where tile `tile` lies.
+    fn place(&self, tile: u32, #[comptime] form: Sm90Tile) -> Place {
+        place(
+            tile,
+            self.shape.m.div_ceil(comptime!(SM90_TILE_M as u32)),
+            self.shape.n.div_ceil(comptime!(form.n() as u32)),
+            self.band,
+            comptime!(SM90_TILE_M as u32),
+            comptime!(form.n() as u32),
+        )
+    }
+
+    /// Partial tiles of the rest of shared tile `tile`: the first, and how many.
+    fn partials_of_rest(&self, tile: u32) -> (u32, u32) {
+        let mut first = 0u32;
+        let mut count = 0u32;
+        if self.rest > 0u32 {
+            let helper = tile * self.rest / self.per_helper;
+            let last = ((tile + 1u32) * self.rest - 1u32) / self.per_helper;
+            first = (self.slices - 1u32) * self.shared + tile + helper;
+            count = last + 1u32 - helper;
+        }
+        (first, count)
+    }
+}
+
+/// The place of this CTA in the grid: a function, since `rustc` takes `CUBE_POS` for a constant.
+#[cube]
+fn place_in_grid() -> u32 {
+    CUBE_POS as u32
+}
+
+/// The sums of CTAs that do not own their tile.
+#[derive(CubeType, CubeLaunch)]
+pub struct PartialTiles {
+    /// Partial tiles, each as the units of two consumer warpgroups hold it: four sums of every unit,
+    /// then the next four.
+    pub sums: Box<[Vector<f32, Const<4>>]>,
+    /// For each shared tile how many of its partial tiles are written; zero at first.
+    pub written: Box<[u32]>,
+}
+
+/// Vectors of four sums in a partial tile.
+const fn partial_len(tile: Sm90Tile) -> usize {
+    SM90_TILE_M * tile.n() / 4
+}
+
+#[cube]
+impl PartialTiles {
+    /// Writes partial tile `index`, of shared tile `tile`.
+    fn write<S: Size>(
+        &mut self,
+        sums: Vector<f32, S>,
+        index: u32,
+        tile: u32,
+        #[comptime] shape: Sm90Tile,
+    ) {
+        let unit = thread_in_cta() - 128u32;
+        let first = index as usize * comptime!(partial_len(shape)) + unit as usize;
+        #[unroll]
+        for i in 0..comptime!(shape.n() / 8) {
+            let mut four = Vector::<f32, Const<4>>::new(0.0f32);
+            #[unroll]
+            for j in 0..4usize {
+                four.insert(j, sums.extract(comptime!(4 * i + j)));
+            }
+            self.sums[first + comptime!(i * CONSUMERS as usize)] = four;
+        }
+        named_barrier_sync(1u32, CONSUMERS);
+        if unit == 0u32 {
+            red_release_gpu_add(self.counter(tile), 1u32);
+        }
+    }
+
+    /// Waits until `count` partial tiles of shared tile `tile` are written.
+    fn wait(&self, tile: u32, count: u32) {
+        if thread_in_cta() == 128u32 {
+            let counter = self.counter(tile);
+            while ld_acquire_gpu(counter) < count {}
+        }
+        named_barrier_sync(1u32, CONSUMERS);
+    }
+
+    /// `sums` and, behind each other, `count` partial tiles from `index` on, `stride` apart.
+    fn add<S: Size>(
+        &self,
+        sums: Vector<f32, S>,
+        index: u32,
+        count: u32,
+        stride: u32,
+        #[comptime] shape: Sm90Tile,
+    ) -> Vector<f32, S> {
+        let unit = thread_in_cta() - 128u32;
+        let mut sums = sums;
+        for n in 0..count {
+            let index = index + n * stride;
+            let first = index as usize * comptime!(partial_len(shape)) + unit as usize;
+            #[unroll]
+            for i in 0..comptime!(shape.n() / 8) {
+                let four = self.sums[first + comptime!(i * CONSUMERS as usize)];
+                #[unroll]
+                for j in 0..4usize {
+                    let at = comptime!(4 * i + j);
+                    sums.insert(at, sums.extract(at) + four.extract(j));
+                }
+            }
+        }
+        sums
+    }
+
+    fn counter(&self, tile: u32) -> u64 {
+        cvta_to_global::<u32>(self.written.as_ptr()) + u64::cast_from(tile) * 4u64
+    }
+}
+
+/// The comptime choices of `sm90_stream_k_kernel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StreamKPlan {
+    /// The tile.
+    pub tile: Sm90Tile,
+    /// How `a` and `b` are stored.
+    pub majors: [Major; 2],
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`. `out` is in units of 16
+/// bytes.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm90_stream_k_kernel(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    problem: StreamKProblem,
+    partials: &mut PartialTiles,
+    epilogue: Epilogue,
+    out: &mut [Vector<u32, Const<4>>],
+    #[comptime] plan: StreamKPlan,
+) {
+    let tile = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(tile.stages() * A_STAGE), 1024usize);
+    let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
+        Shared::new_aligned_slice(comptime!(tile.stages() * b_stage(tile)), 1024usize);
+    let staging: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(8 * STAGING / 16), 128usize);
+    let barriers: Shared<[Barrier]> =
+        Shared::new_aligned_slice(comptime!(2 * tile.stages()), 8usize);
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
+    if UNIT_POS == 0 {
+        #[unroll]
+        for s in 0..stages {
+            barriers[s].init_manual(1);
+            barriers[s + stages].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+    if UNIT_POS < 128u32 {
+        if UNIT_POS == 0u32 {
+            produce(
+                a,
+                b,
+                &problem,
+                &mut a_tiles,
+                &mut b_tiles,
+                &barriers,
+                full,
+                plan,
+            );
+        }
+    } else {
+        let shared = SharedAddresses {
+            full,
+            a: cvta_to_shared::<Vector<bf16, Const<8>>>(a_tiles.as_slice().as_ptr()),
+            b: cvta_to_shared::<Vector<bf16, Const<8>>>(b_tiles.as_slice().as_ptr()),
+            staging: cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr()),
+        };
+        consume(&problem, partials, &epilogue, out, shared, plan);
+    }
+}
+
+/// The producer, one unit: fills the stages of all pieces of this CTA, one after another.
+#[cube]
+fn produce(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    problem: &StreamKProblem,
+    a_tiles: &mut [Vector<bf16, Const<8>>],
+    b_tiles: &mut [Vector<bf16, Const<8>>],
+    barriers: &[Barrier],
+    full: u32,
+    #[comptime] plan: StreamKPlan,
+) {
+    let tile = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let b_stage = comptime!(b_stage(plan.tile));
+    let depth = Depth::of(problem.shape.k).stages();
+    let empty = full + comptime!(8 * plan.tile.stages() as u32);
+    let mut used = 0u32;
+    let mut number = 0u32;
+    let mut goes_on = true;
+    while goes_on {
+        let piece = problem.piece(number, depth);
+        goes_on = piece.from < piece.to;
+        let at = problem.place(piece.tile, tile);
+        for step in piece.from..piece.to {
+            let stage = used % comptime!(stages as u32);
+            let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+            mbarrier_wait_parity(empty + stage * 8u32, parity);
+            mbarrier_arrive_expect_tx(
+                full + stage * 8u32,
+                comptime!(((SM90_TILE_M + tile.n()) * TILE_K * 2) as u32),
+            );
+            let s = stage as usize;
+            let ready = &barriers[s];
+            let column = step * comptime!(TILE_K as u32);
+            load_stage(
+                a,
+                &mut a_tiles[s * A_STAGE..(s + 1) * A_STAGE],
+                ready,
+                at.row,
+                column,
+                SM90_TILE_M,
+                comptime!(plan.majors[0]),
+            );
+            load_stage(
+                b,
+                &mut b_tiles[s * b_stage..(s + 1) * b_stage],
+                ready,
+                at.column,
+                column,
+                comptime!(tile.n()),
+                comptime!(plan.majors[1]),
+            );
+            used += 1u32;
+        }
+        number += 1u32;
+    }
+}
+
+/// A consumer warpgroup: multiplies 64 rows of every piece of this CTA, and writes them or passes
+/// them on.
+#[cube]
+fn consume(
+    problem: &StreamKProblem,
+    partials: &mut PartialTiles,
+    epilogue: &Epilogue,
+    out: &mut [Vector<u32, Const<4>>],
+    shared: SharedAddresses,
+    #[comptime] plan: StreamKPlan,
+) {
+    let tile = comptime!(plan.tile);
+    let stages = comptime!(plan.tile.stages());
+    let majors = comptime!(plan.majors);
+    let whole_depth = Depth::of(problem.shape.k);
+    let depth = whole_depth.stages();
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
+    let a_tile =
+        wgmma_descriptor(shared.a, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
+    let operands = StageOperands {
+        a: a_tile,
+        b: wgmma_descriptor(shared.b, comptime!(majors[1])),
+        leader: u32::cast_from((UNIT_POS & 127u32) == 0u32),
+    };
+    let warp = (thread_in_cta() - 128u32) / 32u32;
+    let mut used = 0u32;
+    let mut number = 0u32;
+    let mut goes_on = true;
+    while goes_on {
+        let piece = problem.piece(number, depth);
+        goes_on = piece.from < piece.to;
+        if goes_on {
+            let pipeline = PipelineState {
+                full: shared.full,
+                empty: shared.full + comptime!(8 * plan.tile.stages() as u32),
+                stage: used % comptime!(stages as u32),
+                parity: (used / comptime!(stages as u32)) & 1u32,
+            };
+            let is_last = piece.to == depth;
+            let here = Depth {
+                steps: min(piece.to, whole_depth.steps) - piece.from,
+                tail: select(is_last, whole_depth.tail, 0u32),
+            };
+            let size!(S) = comptime!(plan.tile.accumulators());
+            let mut sums = multiply::<S>(pipeline, operands, here, comptime!((tile, majors)));
+            let index = piece.tile - problem.whole;
+            if piece.from > 0u32 {
+                partials.write::<S>(sums, piece.partial, index, tile);
+            } else {
+                if !is_last {
+                    let (rest, of_rest) = problem.partials_of_rest(index);
+                    let of_slices = problem.slices - 1u32;
+                    partials.wait(index, of_slices + of_rest);
+                    sums = partials.add::<S>(sums, index, of_slices, problem.shared, tile);
+                    sums = partials.add::<S>(sums, rest, of_rest, 1u32, tile);
+                }
+                let at = problem.place(piece.tile, tile);
+                let own = WarpTile {
+                    row: at.row + warp * 16u32,
+                    end: problem.shape.m,
+                    column: at.column,
+                    n: problem.shape.n,
+                    group: 0u32,
+                    staging: shared.staging + warp * comptime!(STAGING as u32),
+                };
+                write_warp_tile::<S>(sums, own, epilogue, out, comptime!(tile.n()));
+            }
+            used += piece.to - piece.from;
+        }
+        number += 1u32;
+    }
+}
+
+/// The GEMM of sm_90 that shares tiles out along the contraction.
+pub(crate) struct Sm90StreamK;
+
+/// Stages of [`TILE_K`] in a contraction.
+pub(crate) fn stages_of(k: usize) -> usize {
+    k.div_ceil(TILE_K)
+}
+
+/// Tiles of an output.
+pub(crate) fn tiles_of(shape: GemmShape, tile: Sm90Tile) -> usize {
+    shape.m.div_ceil(SM90_TILE_M) * shape.n.div_ceil(tile.n())
+}
+
+impl Kernel for Sm90StreamK {
+    fn name(&self) -> &'static str {
+        "sm90_stream_k"
+    }
+
+    fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
+        GemmBackend::Sm90Wgmma
+    }
+
+    fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        check_sm90(device, problem)?;
+        if problem.grouped != GroupedDim::None {
+            return Err(Refusal::Operands("there are groups"));
+        }
+        let depth = stages_of(problem.shape.k);
+        let shares = |tile| StreamK::of(tiles_of(problem.shape, tile), depth, device.sms).is_some();
+        match Sm90Tile::ALL.into_iter().any(shares) {
+            true => Ok(()),
+            false => Err(Refusal::Operands("the tiles fill all SMs, or k is short")),
+        }
+    }
+
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        let (tile, band, estimate) = heuristics::sm90_stream_k(device.sms, problem);
+        Candidate {
+            plan: Plan::StreamK(tile, band),
+            estimate: Some(estimate),
+        }
+    }
+
+    fn reads(&self, _plan: Plan) -> Reads {
+        Reads {
+            packed: PackedReads::Bf16,
+            mn_major: true,
+        }
+    }
+
+    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+        match plan {
+            Plan::StreamK(tile, band) if tile.takes_mn_major() || !launch.b.is_mn_major() => {
+                queue(launch, tile, band).ok_or_else(|| misfit(plan, launch))
+            }
+            plan => Err(misfit(plan, launch)),
+        }
+    }
+}
+
+/// Queues the GEMM; `None` where nothing is to be shared out. Memory and sizes are those that
+/// [`check_sm90`] takes.
+fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
+    let Launch {
+        client,
+        a,
+        b,
+        groups,
+        epilogue,
+        output,
+        ..
+    } = *launch;
+    let GemmShape { m, n, k } = launch.shape;
+    let tiles = tiles_of(launch.shape, tile);
+    let schedule = StreamK::of(tiles, stages_of(k), sms(client))?;
+    if groups.grouping != GroupedDim::None {
+        return None;
+    }
+    let partial_vectors = schedule.partials() * partial_len(tile);
+    let sums = allocate(client, partial_vectors * 16);
+    let written = zeros(client, schedule.shared);
+    let out = &output.matrix().handle;
+    let memory = |handle: &Handle, len: usize| {
+        // SAFETY: the workspace was allocated with this length, and the caller checked that the
+        // output's memory holds what `epilogue.kind` reads of it.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    let bytes = m * n * epilogue.kind.out.size();
+    // SAFETY: the kernel masks what it writes by rows and columns, reads operands through maps, and
+    // writes as many partial tiles as `schedule` says.
+    unsafe {
+        sm90_stream_k_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(schedule.ctas() as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            address_type((m * n).max(partial_vectors * 4)),
+            operand_map(a, k, SM90_TILE_M),
+            operand_map(b, k, tile.n()),
+            StreamKProblemLaunch::new(
+                ProblemShapeLaunch::of((m, n, k), 1),
+                schedule.whole as u32,
+                schedule.shared as u32,
+                schedule.slices as u32,
+                schedule.slice as u32,
+                schedule.rest as u32,
+                schedule.per_helper as u32,
+                band as u32,
+            ),
+            PartialTilesLaunch::new(
+                memory(&sums, partial_vectors),
+                memory(&written, schedule.shared),
+            ),
+            epilogue.launch([m, b.rows], 1, (out, bytes / 4), 1.0),
+            memory(out, bytes / 16),
+            StreamKPlan {
+                tile,
+                majors: [a, b].map(major),
+            },
+        );
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `StreamKProblem::piece` gives, in the language of the host.
+    fn pieces(
+        plan: &StreamK,
+        cta: usize,
+        depth: usize,
+    ) -> Vec<(usize, usize, usize, Option<usize>)> {
+        let last = plan.ctas() - 1 - cta;
+        let own = (cta..plan.whole).step_by(plan.ctas());
+        let mut pieces: Vec<_> = own.map(|tile| (tile, 0, depth, None)).collect();
+        let sliced = plan.slices * plan.shared;
+        if last < sliced {
+            let (slice, tile) = (last / plan.shared, last % plan.shared);
+            let from = slice * plan.slice;
+            let partial = last.checked_sub(plan.shared);
+            let to = (from + plan.slice).min(depth);
+            pieces.push((plan.whole + tile, from, to, partial));
+            return pieces;
+        }
+        let helper = last - sliced;
+        let end = ((helper + 1) * plan.per_helper).min(plan.shared * plan.rest);
+        let mut at = helper * plan.per_helper;
+        while at < end {
+            let tile = at / plan.rest;
+            let behind = end.min((tile + 1) * plan.rest);
+            let depth_of = |at: usize| plan.slices * plan.slice + at - tile * plan.rest;
+            let partial = (plan.slices - 1) * plan.shared + tile + helper;
+            pieces.push((
+                plan.whole + tile,
+                depth_of(at),
+                depth_of(behind),
+                Some(partial),
+            ));
+            at = behind;
+        }
+        pieces
+    }
+
+    /// Every stage of every tile is computed once, no CTA has more than a slice of shared tiles, and
+    /// no two pieces have the same partial tile.
+    #[test]
+    fn all_stages_are_shared_out_evenly() {
+        let mut shared = 0;
+        for sms in [4, 7, 132] {
+            for tiles in (1..40).chain([54, 96, 131, 132, 133, 200, 384, 500]) {
+                for depth in [1, 2, 3, 5, 12, 33, 256] {
+                    let Some(plan) = StreamK::of(tiles, depth, sms) else {
+                        continue;
+                    };
+                    shared += 1;
+                    assert!(plan.ctas() <= sms, "{plan:?}");
+                    let mut covered = vec![vec![0; depth]; tiles];
+                    let mut taken = vec![false; plan.partials()];
+                    for cta in 0..plan.ctas() {
+                        let mut stages = 0;
+                        for (tile, from, to, partial) in pieces(&plan, cta, depth) {
+                            assert!(from < to, "{plan:?}: an empty piece of CTA {cta}");
+                            assert_eq!(partial.is_none(), from == 0, "{plan:?}");
+                            covered[tile][from..to].iter_mut().for_each(|n| *n += 1);
+                            if let Some(partial) = partial {
+                                assert!(!taken[partial], "{plan:?}: {partial} twice");
+                                taken[partial] = true;
+                            }
+                            if tile >= plan.whole {
+                                stages += to - from;
+                            }
+                        }
+                        assert!(
+                            stages <= plan.slice,
+                            "{plan:?}: {stages} stages of CTA {cta}"
+                        );
+                    }
+                    assert!(covered.iter().flatten().all(|n| *n == 1), "{plan:?}");
+                }
+            }
+        }
+        assert!(shared > 500, "{shared}");
+    }
+
+    #[test]
+    fn full_waves_are_not_shared_out() {
+        assert_eq!(StreamK::of(132, 64, 132), None);
+        assert_eq!(StreamK::of(264, 64, 132), None);
+        assert_eq!(StreamK::of(5, 1, 132), None);
+    }
+}

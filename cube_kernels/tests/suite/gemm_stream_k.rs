@@ -1,0 +1,168 @@
+//! Products whose tiles are shared out along the contraction, on Hopper: bit for bit as whole tiles
+//! where sums are exact, and within the bound of sums in f32 where they are not.
+
+use crate::support::gemm::multiply;
+use crate::support::inputs::Generator;
+use crate::support::packed::{Packed, assert_bound, unscaled};
+use cubecl::prelude::*;
+use half::bf16;
+use nvfp4_kernels::{
+    capabilities::{Capabilities, GemmBackend},
+    gemm::{
+        self, Elements, Gemm, Operand, OperandLayout, Plan, Problem, Scale, Target,
+        kernels::Sm90Tile,
+    },
+    tensor::{FloatKind, Matrix},
+};
+
+/// The client of a Hopper GPU, or an early return.
+macro_rules! hopper {
+    ($test:literal) => {{
+        let client = client!($test);
+        if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
+            println!("SKIPPED: {}: needs compute capability 9.0", $test);
+            return;
+        }
+        client
+    }};
+}
+
+/// The bytes of a matrix.
+fn bytes(client: &Client, matrix: &Matrix) -> Vec<u8> {
+    let bytes = client.read_one(matrix.handle.clone()).unwrap();
+    bytes[..matrix.len() * matrix.dtype.size()].to_vec()
+}
+
+/// `rows` x `k` whole numbers from -3 to 3, in rows and in columns.
+fn whole_numbers(client: &Client, rows: usize, k: usize, seed: u32) -> [Matrix; 2] {
+    let mut random = Generator::new(seed);
+    let x: Vec<bf16> = (0..rows * k)
+        .map(|_| bf16::from_f32((random.next_u32() % 7) as f32 - 3.0))
+        .collect();
+    let columns: Vec<bf16> = (0..rows * k).map(|i| x[i % rows * k + i / rows]).collect();
+    let upload = |x: &[bf16], rows, cols| {
+        let handle = client.create_from_slice(bytemuck::cast_slice(x));
+        Matrix::new(handle, rows, cols, FloatKind::Bf16).unwrap()
+    };
+    [upload(&x, rows, k), upload(&columns, k, rows)]
+}
+
+/// Shapes with one shared tile and with many, with and without whole waves before them, with one
+/// slice and with several, with tails everywhere.
+const SHAPES: [(usize, usize, usize); 9] = [
+    (64, 64, 128),
+    (1, 8, 4096),
+    (768, 768, 4096),
+    (768, 2304, 2048),
+    (768, 4096, 1040),
+    (2048, 768, 1032),
+    (300, 2112, 1000),
+    (2056, 4104, 520),
+    (1544, 3000, 200),
+];
+
+#[test]
+fn shared_tiles_have_the_bits_of_whole_ones() {
+    let client = hopper!("shared_tiles_have_the_bits_of_whole_ones");
+    let mut compared = 0;
+    for (m, n, k) in SHAPES {
+        let [a, a_columns] = whole_numbers(&client, m, k, 3);
+        let [b, b_columns] = whole_numbers(&client, n, k, 4);
+        let layouts = [
+            [Elements::Bf16(&a), Elements::Bf16(&b)],
+            [Elements::Bf16MnMajor(&a_columns), Elements::Bf16(&b)],
+            [Elements::Bf16(&a), Elements::Bf16MnMajor(&b_columns)],
+            [
+                Elements::Bf16MnMajor(&a_columns),
+                Elements::Bf16MnMajor(&b_columns),
+            ],
+        ];
+        for [left, right] in layouts {
+            let run = |plan, out| {
+                let gemm = Gemm::new(unscaled(left), unscaled(right)).target(Target::New(out));
+                let gemm = gemm.backend(Some(GemmBackend::Sm90Wgmma)).plan(Some(plan));
+                multiply(&client, gemm).map(|out| bytes(&client, &out))
+            };
+            let whole = Plan::DequantThenBf16(Sm90Tile::N128, 16);
+            for tile in Sm90Tile::ALL {
+                let is_narrow = tile == Sm90Tile::N176;
+                if is_narrow && matches!(right, Elements::Bf16MnMajor(_)) {
+                    continue;
+                }
+                for out in [FloatKind::F32, FloatKind::Bf16] {
+                    let Ok(found) = run(Plan::StreamK(tile, 16), out) else {
+                        // Full waves of this tile.
+                        continue;
+                    };
+                    let what = format!("{tile:?}, {m} x {n} x {k}, {left:?} {right:?}, {out:?}");
+                    assert!(found == run(whole, out).unwrap(), "{what}");
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 200, "{compared}");
+}
+
+/// The whole epilogue, again and again: the order of the sums is that of the contraction, whoever is
+/// done first.
+#[test]
+fn shared_tiles_with_epilogues_are_deterministic() {
+    let client = hopper!("shared_tiles_with_epilogues_are_deterministic");
+    for (m, n, k) in [(768, 768, 8192), (768, 2304, 4096), (2056, 4104, 544)] {
+        let (x, y) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
+        let (left, right) = (x.device(&client), y.device(&client));
+        let mut random = Generator::new(7);
+        let mut floats = |len: usize| {
+            let x: Vec<f32> = (0..len).map(|_| random.normal()).collect();
+            client.create_from_slice(bytemuck::cast_slice(&x))
+        };
+        let (rows, cols, held) = (floats(m), floats(n), floats(m * n));
+        let bias = Matrix::new(floats(n), 1, n, FloatKind::F32).unwrap();
+        let run = |scales: [Scale; 2], bias: Option<&Matrix>, target: Target<'_>, tile| {
+            let operand = |elements, scale| Operand { elements, scale };
+            let a = operand(Elements::Packed(&left), scales[0]);
+            let b = operand(Elements::Packed(&right), scales[1]);
+            let gemm = Gemm::new(a, b).bias(bias).target(target);
+            let plan = Some(Plan::StreamK(tile, 16));
+            let gemm = gemm.backend(Some(GemmBackend::Sm90Wgmma)).plan(plan);
+            bytes(&client, &multiply(&client, gemm).unwrap())
+        };
+        for tile in [Sm90Tile::N256, Sm90Tile::N128] {
+            let what = format!("{tile:?}, {m} x {n} x {k}");
+            let of_tensors = [
+                Scale::Tensor(&left.amax, 2688.0),
+                Scale::Tensor(&right.amax, 2688.0),
+            ];
+            let new = Target::New(FloatKind::F32);
+            let plain = run(of_tensors, None, new, tile);
+            assert_bound(bytemuck::cast_slice(&plain), &x, &y, &what);
+            let of_rows = [Scale::PerRow(&rows, 2688.0), Scale::PerRow(&cols, 1536.0)];
+            let accumulated = || {
+                let copy = client.read_one(held.clone()).unwrap();
+                let copy = client.create_from_slice(&copy);
+                let matrix = Matrix::new(copy, m, n, FloatKind::F32).unwrap();
+                run(of_rows, Some(&bias), Target::Accumulate(&matrix), tile)
+            };
+            let first = accumulated();
+            for _ in 0..10 {
+                assert!(run(of_tensors, None, new, tile) == plain, "{what}");
+                assert!(accumulated() == first, "{what}, accumulated");
+            }
+        }
+    }
+}
+
+/// Weight gradients of a small model take it, those of large ones need not, and the layout of an
+/// operand in bf16 does not decide.
+#[test]
+fn few_tiles_are_shared_out() {
+    let client = hopper!("few_tiles_are_shared_out");
+    for (m, n, k) in [(768, 768, 16384), (768, 4096, 16384)] {
+        for layout in [OperandLayout::KMajor, OperandLayout::MnMajor] {
+            let choice = gemm::choose(&client, &Problem::new([layout; 2], (m, n, k))).unwrap();
+            let is_shared = matches!(choice.plan, Plan::StreamK(..));
+            assert!(is_shared, "{m} x {n} x {k}, {layout:?}: {:?}", choice.plan);
+        }
+    }
+}
