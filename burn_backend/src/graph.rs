@@ -1,23 +1,24 @@
 //! A training step as a CUDA graph: captured once, replayed by one launch.
 //!
-//! A step of a small model is hundreds of launches, each of which takes the host longer than the GPU.
-//! A graph has them recorded: a replay launches them all at once, with the buffers and the scalar
-//! arguments of the recording. So what changes from step to step has to be in device memory:
+//! A step of a small model is hundreds of launches, each of which takes the host longer than the
+//! GPU. A graph has them recorded: a replay launches them all at once, with the buffers and the
+//! scalar arguments of the recording. So what changes from step to step has to be in device memory:
 //!
 //! - the batch: in tensors that [`copy_into`] fills;
-//! - the numbers of the optimizer: [`AdamW::begin_step`](crate::optim::AdamW::begin_step) writes them
-//!   before each step, and [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun) is in it;
-//! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances it
-//!   at the end of each step.
+//! - the numbers of the optimizer: [`AdamW::begin_step`](crate::optim::AdamW::begin_step) writes
+//!   them before each step, and [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun) is
+//!   in it;
+//! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances
+//!   it at the end of each step.
 //!
-//! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a graph
-//! would repeat: a layer with it refuses to run in such a step.
+//! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a
+//! graph would repeat: a layer with it refuses to run in such a step.
 //!
-//! `nvfp4 train --graph` takes its steps so. Tests compare replayed steps with ordinary ones on GPUs,
-//! and steps kernel by kernel on CubeCL's CPU runtime, which has no graphs.
+//! `nvfp4 train --graph` takes its steps so. Tests compare replayed steps with ordinary ones on
+//! GPUs, and steps kernel by kernel on CubeCL's CPU runtime, which has no graphs.
 //!
-//! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would draw
-//! the same bits at each replay.
+//! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would
+//! draw the same bits at each replay.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -30,8 +31,8 @@ use crate::ops::graph::GraphOps;
 use crate::state::{FoundLayer, layers};
 use crate::validate;
 
-/// Ordinary steps before the captured one: allocations, tuning and what fusion finds out have settled
-/// by then. Burn's `capture` takes as many.
+/// Ordinary steps before the captured one: allocations, tuning and what fusion finds out have
+/// settled by then. Burn's `capture` takes as many.
 const WARM_UP: usize = 3;
 
 /// How [`GraphSteps::step`] took a step.

@@ -446,6 +446,32 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                 queue(i).unwrap();
             });
         }
+        // Both packed, as a weight gradient may have them.
+        let [a, b] = [(m, 1), (n, 2)].map(|(rows, seed)| {
+            let packed = |i: usize| noise.packed(client, rows, k, seed + 2 * i);
+            [packed(0), packed(1)]
+        });
+        let fused = W4a16Tile::ALL.into_iter().filter(|tile| tile.rows_a >= 128);
+        let fused = fused.map(|tile| {
+            let form = format!("{} x {}", tile.rows_b(), tile.rows_a);
+            (
+                format!("packed, {form} in registers"),
+                Plan::W4a16(tile, 16),
+            )
+        });
+        let decoded = Plan::StreamK(Sm90Tile::N256, 16);
+        for (plan, chosen) in fused.chain([("packed, 128 x 256 shared".into(), decoded)]) {
+            let record = Record::new(format!("{name}, {plan}"), operations);
+            let queue = |i: usize| {
+                let gemm = Gemm::new(&a[i % 2], &b[i % 2]).out(FloatKind::Bf16);
+                multiply(client, gemm.plan(chosen))
+            };
+            if queue(0).is_ok() {
+                time_on_device(criterion, client, record, |i| {
+                    queue(i).unwrap();
+                });
+            }
+        }
         let record = Record::new(format!("{name}, {CUBLAS}"), operations);
         match cublas(client, &x[0], &y[0]) {
             Ok(_) => time_on_device(criterion, client, record, |i| {

@@ -1,15 +1,15 @@
 //! Compiled kernels that outlive the process.
 //!
-//! CubeCL compiles a kernel by NVRTC when it is first launched, and one after the other on each GPU.
-//! A training step takes a hundred kernels and more, which is seconds of each start. [`configure`]
-//! switches CubeCL's store of compiled kernels on, in a folder that all processes share. What is
-//! stored is PTX; the driver keeps what it makes of it itself.
+//! CubeCL compiles a kernel by NVRTC when it is first launched, and one after the other on each
+//! GPU. A training step takes a hundred kernels and more, which is seconds of each start.
+//! [`configure`] switches CubeCL's store of compiled kernels on, in a folder that all processes
+//! share. What is stored is PTX; the driver keeps what it makes of it itself.
 //!
 //! Entries are found by CubeCL's version, the architecture of the GPU, the kernel with everything
-//! that it is specialized for, and the build of the program. A program that is built anew finds what
-//! it compiled before by the CUDA source. The file is one for each version of this crate and of the
-//! driver, because PTX of a newer driver may not load in an older one. Files may be deleted at any
-//! time. Where the file cannot be written, kernels are compiled as without it.
+//! that it is specialized for, and the build of the program. A program that is built anew finds
+//! what it compiled before by the CUDA source. The file is one for each version of this crate and
+//! of the driver, because PTX of a newer driver may not load in an older one. Files may be deleted
+//! at any time. Where the file cannot be written, kernels are compiled as without it.
 //!
 //! CubeCL finds an entry by a hash alone, which leaves out the variant of an enum among a kernel's
 //! arguments. This crate's kernels have a comptime number beside each such variant, and a test
@@ -25,8 +25,9 @@ use cubecl::{
 };
 use cubecl_environment::config::logger::LogCrateLevel;
 
-/// Target of the messages of the crate `log` with which CubeCL reports each kernel that it compiles,
-/// at level info, once [`configure`] was called: one message a kernel, before it is compiled.
+/// Target of the messages of the crate `log` with which CubeCL reports each kernel that it
+/// compiles, at level info, once [`configure`] was called: one message a kernel, before it is
+/// compiled.
 pub const COMPILATION_TARGET: &str = "cubecl::compilation";
 
 /// Why kernels cannot be kept.
@@ -54,11 +55,11 @@ pub fn default_folder() -> PathBuf {
 /// where there is none. To be called before anything else uses CubeCL: before the first device is
 /// opened.
 ///
-/// The file is returned where kernels are kept. They are not where there is no CUDA driver, and where
-/// the crate was built without the feature `kernel-cache`.
+/// The file is returned where kernels are kept. They are not where there is no CUDA driver, and
+/// where the crate was built without the feature `kernel-cache`.
 ///
-/// Everything else of CubeCL's configuration is as without: from `cubecl.toml` or `burn.toml` in the
-/// current folder or above it, and from the environment. Where that file switches the store on
+/// Everything else of CubeCL's configuration is as without: from `cubecl.toml` or `burn.toml` in
+/// the current folder or above it, and from the environment. Where that file switches the store on
 /// itself (`compilation.cache`), its place and name stay, too.
 ///
 /// # Errors

@@ -129,8 +129,8 @@ impl Decorator {
     ///
     /// One of rank 3 is a stack of experts' weights, `[experts, d_in, d_out]` with at most 512
     /// experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens, d_in]`, and its
-    /// GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with equally many tokens
-    /// for each expert, bit for bit.
+    /// GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with equally many
+    /// tokens for each expert, bit for bit.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self

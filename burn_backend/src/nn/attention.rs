@@ -330,9 +330,9 @@ impl Nvfp4Attention {
     /// # Shapes
     ///
     /// - `x`: `[tokens, d_model]`, of type `f32`, `bf16` or `f16`
-    /// - `offsets`: `u32[sequences + 1]`, token numbers that ascend from 0: sequence `s` is the tokens
-    ///   from entry `s` to entry `s + 1`. The host does not read them: sequences longer than the
-    ///   context of `positions` are not refused, but rotated as if its last position went on.
+    /// - `offsets`: `u32[sequences + 1]`, token numbers that ascend from 0: sequence `s` is the
+    ///   tokens from entry `s` to entry `s + 1`. The host does not read them: sequences longer than
+    ///   the context of `positions` are not refused, but rotated as if its last position went on.
     /// - output: `[tokens, d_model]`, of the type of `x`. Tokens behind the last sequence attend to
     ///   nothing.
     ///

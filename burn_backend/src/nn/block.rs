@@ -147,8 +147,8 @@ impl Nvfp4TransformerBlock {
     /// stream is left to the norm behind it, which adds while it normalises.
     ///
     /// # Errors
-    /// As [`try_forward`](Self::try_forward), and when the parts of the stream differ in shape, type
-    /// or device.
+    /// As [`try_forward`](Self::try_forward), and when the parts of the stream differ in shape,
+    /// type or device.
     pub fn try_forward_stream(
         &self,
         stream: ResidualStream,

@@ -82,8 +82,8 @@ impl RmsNorm {
         cast(or_panic("RmsNorm::forward", normed), dtype)
     }
 
-    /// What is [still to be added](ResidualStream) to the residual stream is added, in the pass that
-    /// normalises the sum: the stream, and its norm in the type of the stream.
+    /// What is [still to be added](ResidualStream) to the residual stream is added, in the pass
+    /// that normalises the sum: the stream, and its norm in the type of the stream.
     ///
     /// # Errors
     /// When the device has no implementation, a type is not supported, the last axis is not that of

@@ -197,8 +197,8 @@ impl AdamW {
     }
 
     /// Counts the step to come and writes its numbers, of learning rate `lr`, to the memory of
-    /// `device`, where [`try_step_begun`](Self::try_step_begun) reads them: the part of a step that a
-    /// captured graph cannot have, since it differs from step to step.
+    /// `device`, where [`try_step_begun`](Self::try_step_begun) reads them: the part of a step that
+    /// a captured graph cannot have, since it differs from step to step.
     ///
     /// # Errors
     /// When the learning rate is negative or not finite.

@@ -101,8 +101,8 @@ struct OneParameter {
     schedule: Arc<Mutex<StepSchedule>>,
 }
 
-/// What is kept of a parameter: `time`, the moments `first` and `second`, and `weight`, its value in
-/// `f32`, where it is not `f32` itself; all flat.
+/// What is kept of a parameter: `time`, the moments `first` and `second`, and `weight`, its value
+/// in `f32`, where it is not `f32` itself; all flat.
 ///
 /// What a record held stays on the host until the parameter's device is known: Burn loads records
 /// onto its default device, which need not exist.

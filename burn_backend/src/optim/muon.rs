@@ -195,8 +195,8 @@ pub struct MuonState {
     pub weight: Option<Tensor<1>>,
 }
 
-/// Muon with its state, and AdamW for what is no matrix. The matrices of a stack `[n, d_in, d_out]`,
-/// experts' weights say, are made orthogonal each by itself.
+/// Muon with its state, and AdamW for what is no matrix. The matrices of a stack `[n, d_in,
+/// d_out]`, experts' weights say, are made orthogonal each by itself.
 ///
 /// All of it is tensor operations of Burn and its matmul, and [`AdamW`]'s kernels; nothing is read
 /// back from the device.
@@ -258,8 +258,8 @@ impl Muon {
     /// stay as they are.
     ///
     /// # Errors
-    /// As [`AdamW::try_step`], whichever of the two a parameter belongs to. No parameter has changed
-    /// then, but `model` is gone.
+    /// As [`AdamW::try_step`], whichever of the two a parameter belongs to. No parameter has
+    /// changed then, but `model` is gone.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,

@@ -11,8 +11,8 @@ const SIZE: usize = 256;
 /// Decibels that a GEMM keeps of normal data, rounded to nearest.
 const NEAREST: f64 = 16.0;
 /// Decibels by which a GEMM may fall short of what the noise of its operands alone predicts: its
-/// outputs share rows of noise, and the noise of an operand shrinks the signal a little (1 %), which
-/// adds up coherently (0.03 dB).
+/// outputs share rows of noise, and the noise of an operand shrinks the signal a little (1 %),
+/// which adds up coherently (0.03 dB).
 const SPREAD: f64 = 0.3;
 /// Decibels that it keeps with stochastic rounding.
 const STOCHASTIC: f64 = 6.0;
@@ -91,7 +91,8 @@ fn every_preset_keeps_the_signal_of_each_gemm() {
             };
             let [fprop, dgrad, wgrad] = decibels(&exact, &by_recipe(&x, &recipe));
             println!("{preset}, stochastic {stochastic}: {fprop:.2}, {dgrad:.2}, {wgrad:.2} dB");
-            // No preset rounds stochastically forward. MS-EDEN draws its scales whatever the rounding.
+            // No preset rounds stochastically forward. MS-EDEN draws its scales whatever the
+            // rounding.
             let is_drawn = stochastic || preset == "quartet2";
             let least = if is_drawn { STOCHASTIC } else { NEAREST };
             let nearest = if preset == "mxfp4" {
@@ -107,8 +108,8 @@ fn every_preset_keeps_the_signal_of_each_gemm() {
     }
 }
 
-/// The bounds can fail: one row of huge values underflows the block scales of all others, unless each row
-/// has a global scale of its own.
+/// The bounds can fail: one row of huge values underflows the block scales of all others, unless
+/// each row has a global scale of its own.
 #[test]
 fn a_signal_that_is_lost_is_below_the_bounds() {
     flex_only!();

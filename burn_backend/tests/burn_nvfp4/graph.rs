@@ -1,5 +1,5 @@
-//! Steps by a captured graph have the bits of ordinary ones; CUDA captures, CubeCL's CPU runtime takes
-//! the same steps kernel by kernel.
+//! Steps by a captured graph have the bits of ordinary ones; CUDA captures, CubeCL's CPU runtime
+//! takes the same steps kernel by kernel.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -213,8 +213,8 @@ fn burn_optims_adamw_is_near() {
     }
 }
 
-/// With gradients of zero the decay alone acts: that of the group, of matrices, and none of vectors.
-/// What has no gradient stays, whatever its decay.
+/// With gradients of zero the decay alone acts: that of the group, of matrices, and none of
+/// vectors. What has no gradient stays, whatever its decay.
 #[test]
 fn decays_are_those_of_groups_and_the_rest_stays() {
     let device = device().autodiff();

@@ -1,5 +1,5 @@
-//! The results file of a benchmark, as `cargo xtask results` reads it: one question, the figures that
-//! answer it, and where they come from.
+//! The results file of a benchmark, as `cargo xtask results` reads it: one question, the figures
+//! that answer it, and where they come from.
 
 use std::{
     env,
@@ -37,8 +37,8 @@ pub struct Row {
 }
 
 impl Results {
-    /// Writes the file that `NVFP4_BENCH_JSON` names, or `nvfp4-bench-NAME.json` in the target folder,
-    /// and prints where it is.
+    /// Writes the file that `NVFP4_BENCH_JSON` names, or `nvfp4-bench-NAME.json` in the target
+    /// folder, and prints where it is.
     pub fn write(&self) -> std::io::Result<()> {
         let path = self.path();
         if let Some(folder) = path.parent() {
@@ -50,8 +50,8 @@ impl Results {
     }
 
     fn path(&self) -> PathBuf {
-        // A folder in the target folder, wherever Cargo was told to have that; the working directory
-        // of a benchmark is that of its package.
+        // A folder in the target folder, wherever Cargo was told to have that; the working
+        // directory of a benchmark is that of its package.
         let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent();
         env::var_os("NVFP4_BENCH_JSON").map_or_else(
             || {

@@ -20,8 +20,8 @@ const PARAMS: AdamWParams = AdamWParams {
     epsilon: 1e-8,
 };
 
-/// A step of 218 million parameters, as `benches/pytorch_step.py` has it: `f32` all through, and with
-/// gradients and parameters of `bf16`, and moments too.
+/// A step of 218 million parameters, as `benches/pytorch_step.py` has it: `f32` all through, and
+/// with gradients and parameters of `bf16`, and moments too.
 pub fn adamw(section: &mut Section<'_>) {
     let client = section.client();
     let total = (PARAMETERS * ELEMENTS) as f64;

@@ -37,7 +37,8 @@ pub fn activation(
     }
 }
 
-/// The gradient of [`activation()`] by `x`, of its shape and type, given `grad`, that of its output.
+/// The gradient of [`activation()`] by `x`, of its shape and type, given `grad`, that of its
+/// output.
 ///
 /// # Errors
 /// When `grad` has not the shape and type of the output, the columns of `x` are odd for SwiGLU, or

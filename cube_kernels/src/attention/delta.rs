@@ -129,7 +129,8 @@ fn chunk_product<F: Numeric, N: Size>(
     sum
 }
 
-/// The sums of rows, `[heads, tokens]`. The lanes of a row are neighbours; rows are those of memory.
+/// The sums of rows, `[heads, tokens]`. The lanes of a row are neighbours; rows are those of
+/// memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn delta_kernel<F: Numeric, N: Size>(
     out: &[Vector<F, N>],

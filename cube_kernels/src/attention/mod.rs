@@ -1,16 +1,16 @@
 //! Attention, `softmax(mask(scale · q kᵀ)) v`, forward and backward, without a matrix of tokens by
 //! tokens in memory.
 //!
-//! - [`forward`] gives the output and the log-sum-exp of each row of scores; from these [`backward`]
-//!   computes the weights again, block by block.
+//! - [`forward`] gives the output and the log-sum-exp of each row of scores; from these
+//!   [`backward`] computes the weights again, block by block.
 //! - [`rope()`] rotates queries and keys by their positions, or back.
 //! - `mma` has kernels by matrix instructions for CUDA GPUs, bf16 and f16; `scalar` has kernels for
 //!   every device and type, which are the twins of
 //!   [`reference::attention`](crate::reference::attention).
 //!
 //! Every sum has an order that depends on its operands' shapes alone: results repeat bit for bit,
-//! and a sequence has the same bits in any company that the same kernels compute. Chapter "Attention" of the book has the
-//! formulas.
+//! and a sequence has the same bits in any company that the same kernels compute. Chapter
+//! "Attention" of the book has the formulas.
 
 #[allow(missing_docs)]
 mod delta;

@@ -378,6 +378,33 @@ mod tests {
         assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
     }
 
+    /// Weight gradients of small models share their tiles out, however the operands are stored.
+    #[test]
+    fn few_tiles_of_long_contractions_are_shared_out() {
+        let layouts = [OperandLayout::KMajor, OperandLayout::MnMajor];
+        for layout in layouts {
+            let plan = |shape| sm90(&Problem::new([layout; 2], shape));
+            let shared = |tile| Plan::StreamK(tile, BAND);
+            assert_eq!(plan((768, 768, 16384)), shared(Sm90Tile::N128));
+            assert_eq!(plan((512, 512, 16384)), shared(Sm90Tile::N128));
+            // Measured: whole tiles are faster, or as fast.
+            for shape in [
+                (768, 2304, 16384),
+                (768, 4096, 16384),
+                (1024, 1024, 8192),
+                (2048, 2048, 2048),
+                (2048, 6144, 8192),
+                (16384, 768, 2048),
+            ] {
+                let plan = plan(shape);
+                assert!(
+                    matches!(plan, Plan::DequantThenBf16(..)),
+                    "{shape:?}: {plan}"
+                );
+            }
+        }
+    }
+
     /// Where both operands are dequantized, the kernel behind that is the same for a dequantized
     /// one in the place of either.
     #[test]

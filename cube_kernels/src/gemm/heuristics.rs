@@ -1,10 +1,10 @@
 //! Which tile a shape takes on sm_90, with the measurements behind it.
 
 use super::{
-    kernels::sm90_stream_k::{StreamK, stages_of, tiles_of},
     operand::OperandLayout,
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
+    stream_k::{StreamK, stages_of, tiles_of},
     tiles::{SM90_TILE_M, Sm90Tile, W4a16Tile},
 };
 
@@ -78,12 +78,22 @@ pub(crate) fn sm90_bf16(sms: usize, problem: &Problem) -> (Sm90Tile, usize, f64)
     cheapest(estimates)
 }
 
-/// Microseconds that exchanging partial tiles takes, whatever their number: their counters are
-/// cleared, and the owner of a tile waits for others.
-const EXCHANGE: f64 = 5.0;
+/// Microseconds that sharing out tiles of 128 x 256 costs, where the owner of a tile adds up to two
+/// partial tiles: counters are cleared, partial tiles are written, and owners wait for them.
+///
+/// Measured (H100, microseconds beyond the share of the contraction, 128 x 256 tiles): 768 x 2304 x
+/// 16384 27, 768 x 4096 x 16384 37, 2048 x 768 x 16384 17, 1024 x 1024 x 8192 17, 2048 x 6144 x
+/// 8192 25. Of 768 x 768 x 16384, with nine partial tiles for each owner 28, with four of 128 x
+/// 128 11, and with tiles of 128 x 64 25.
+const EXCHANGE: f64 = 25.0;
 
-/// Microseconds for reading one partial tile of 128 x 256.
-const PARTIAL_TILE: f64 = 1.6;
+/// Microseconds for each further partial tile of 128 x 256.
+const PARTIAL_TILE: f64 = 4.0;
+
+/// The share of its estimate that a single wave takes that leaves SMs idle: the others have more of
+/// the clock and of the L2 cache. Measured (H100): 0.87 with 96 tiles of 128 x 256, 0.85 with 36 of
+/// 128 x 128, 0.92 with 108.
+const PARTIAL_WAVE: f64 = 0.87;
 
 /// The same for the kernel that shares tiles out along the contraction, of a dense GEMM; infinite
 /// where whole tiles take no longer. How operands in bf16 are stored decides nothing: sums of
@@ -92,19 +102,22 @@ pub(crate) fn sm90_stream_k(sms: usize, problem: &Problem) -> (Sm90Tile, usize, 
     let GemmShape { m, n, k } = problem.shape;
     let before = dequantize(problem.a, m) + dequantize(problem.b, n);
     let depth = stages_of(k);
-    let shared = BF16.into_iter().filter(|(tile, _)| tile.takes_mn_major());
-    let shared = shared.filter_map(|(tile, cost)| {
-        let plan = StreamK::of(tiles_of(problem.shape, tile), depth, sms)?;
-        let waves = (plan.whole / sms) as f64 + plan.slice as f64 / depth as f64;
-        let partials = plan.partials_of_tile() as f64 * tile.n() as f64 / 256.0;
-        let exchange = (EXCHANGE + PARTIAL_TILE * partials) * 8192.0 / k as f64;
-        Some((tile, BAND, waves * cost + exchange))
+    let shared = BF16.into_iter().filter_map(|(tile, cost)| {
+        // Behind whole waves it has never won, and narrow tiles take as long to exchange.
+        let plan = StreamK::of(tiles_of(problem.shape, tile), depth, sms)
+            .filter(|plan| plan.whole == 0 && matches!(tile, Sm90Tile::N256 | Sm90Tile::N128))?;
+        let waves = plan.slice as f64 / depth as f64;
+        let further = plan.partials_of_tile().saturating_sub(2) * tile.n();
+        let exchange = (EXCHANGE * tile.n() as f64 + PARTIAL_TILE * further as f64) / 256.0;
+        // These costs do not grow with the contraction, unlike all others here.
+        Some((tile, BAND, waves * cost + exchange * 8192.0 / k as f64))
     });
     let none = (Sm90Tile::N256, BAND, f64::INFINITY);
     let (tile, band, estimate) = cheapest(shared.chain([none]));
     let whole = BF16.into_iter().map(|(tile, cost)| {
         let tiles = tiles_of(problem.shape, tile);
-        (tile, BAND, waves(tiles, sms) * cost)
+        let idle = if tiles < sms { PARTIAL_WAVE } else { 1.0 };
+        (tile, BAND, waves(tiles, sms) * cost * idle)
     });
     match estimate < cheapest(whole).2 {
         true => (tile, band, estimate + before),

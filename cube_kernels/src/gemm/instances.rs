@@ -317,8 +317,8 @@ fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Each tile: dense of both 16-bit types, grouped, with the whole epilogue, and with operands stored
-/// the other way round.
+/// Each tile: dense of both 16-bit types, grouped, with the whole epilogue, and with operands
+/// stored the other way round.
 fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for tile in Sm90Tile::ALL {

@@ -4,7 +4,7 @@
 //! choice of a kernel, the materialization of its operands and the launch, once each and in this
 //! order.
 //!
-//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `operand` and `output` are what requests
+//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output` are what requests
 //! and kernels are made of, `materialize` brings operands into the form that a kernel reads,
 //! `problem` is what the choice depends on and what every kernel answers, `heuristics` has the
 //! measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
@@ -30,6 +30,7 @@ mod output;
 mod problem;
 #[allow(missing_docs)]
 mod scheduler;
+mod stream_k;
 mod tiles;
 
 pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};

@@ -584,7 +584,8 @@ pub fn target_scale_kernel(
     }
 }
 
-/// One cube adds up the losses of rows; see [`reference::sum_losses`](crate::reference::sum_losses).
+/// One cube adds up the losses of rows; see
+/// [`reference::sum_losses`](crate::reference::sum_losses).
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn sum_losses_kernel(losses: &[f32], scale: &[f32], out: &mut [f32], rows: usize) {
     let mut sums: Shared<[f32]> = Shared::new_slice(LOSS_LANES);

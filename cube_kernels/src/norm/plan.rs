@@ -147,8 +147,8 @@ impl NormPlan {
 
 /// Cubes that work on `items` in turn, each of them the whole cube.
 ///
-/// Where there are no planes the units are a power of two, so that each partial sum of a row has one
-/// unit.
+/// Where there are no planes the units are a power of two, so that each partial sum of a row has
+/// one unit.
 pub(super) fn cubes(client: &Client, items: usize, plan: &NormPlan) -> (CubeCount, CubeDim) {
     let (count, dim) = tile_grid(client, items);
     let units = match plan.planes {

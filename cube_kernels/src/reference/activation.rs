@@ -14,7 +14,8 @@ use crate::BLOCK;
 /// An activation between two linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
-    /// `silu(gate) · up` of rows that hold `gate` and `up`, concatenated: half as long as the input.
+    /// `silu(gate) · up` of rows that hold `gate` and `up`, concatenated: half as long as the
+    /// input.
     SwiGlu,
     /// GELU of each element.
     Gelu(Gelu),

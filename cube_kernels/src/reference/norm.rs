@@ -1,10 +1,10 @@
 //! RMSNorm and LayerNorm of rows, with an addition before them, and their gradients.
 //!
-//! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b` of 16 elements
-//! goes to partial sum `b % 256`, element after element, and neighbouring sums are added, then
-//! neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are made of parts
-//! whose number depends on the rows alone, see [`norm_parts`]. No order depends on how a kernel is
-//! launched, so that kernels have the same bits on every device.
+//! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b`
+//! of 16 elements goes to partial sum `b % 256`, element after element, and neighbouring sums are
+//! added, then neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are
+//! made of parts whose number depends on the rows alone, see [`norm_parts`]. No order depends on
+//! how a kernel is launched, so that kernels have the same bits on every device.
 
 use std::ops::Range;
 
@@ -193,8 +193,8 @@ fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
 /// those of the forward.
 ///
 /// With `n` the normalised row before gain and bias and `t = grad · gain`, the gradient by `x` is
-/// `rstd · (t - mean(t) - n · mean(t · n)) + sum_grad`, without `mean(t)` for [`Norm::Rms`]; that by
-/// the gain is the sum of `grad · n` over the rows, and that by the bias the sum of `grad`.
+/// `rstd · (t - mean(t) - n · mean(t · n)) + sum_grad`, without `mean(t)` for [`Norm::Rms`]; that
+/// by the gain is the sum of `grad · n` over the rows, and that by the bias the sum of `grad`.
 ///
 /// # Panics
 /// When a matrix does not hold `rows * gain.len()` elements, or `stats` not those of the rows.

@@ -79,10 +79,10 @@ fn tiny_tensors_are_kept_by_the_global_scale() {
         assert!(found >= KEPT, "{factor:e}: {found:.2} dB");
     }
     // From an amax of 7.9e-36 down, 2688 / FLT_MAX, the global scale saturates: values are encoded
-    // with FLT_MAX, and decoded with amax / 2688 all the same. So they lose magnitude, by
-    // `gain = amax * FLT_MAX / 2688`, and nothing else: the block scales, which are as much smaller,
-    // are still far above the subnormal ones of E4M3. The error follows: `1 - gain` of the signal,
-    // and `gain` times the noise of any other tensor, whose amplitudes add up at worst.
+    // with FLT_MAX, and decoded with amax / 2688 all the same. So they lose magnitude, by `gain =
+    // amax * FLT_MAX / 2688`, and nothing else: the block scales, which are as much smaller, are
+    // still far above the subnormal ones of E4M3. The error follows: `1 - gain` of the signal, and
+    // `gain` times the noise of any other tensor, whose amplitudes add up at worst.
     let x = rows(|_| 1e-36);
     let amax = reference::amax(&x);
     let gain = f64::from(amax) * f64::from(f32::MAX) / 2688.0;

@@ -3,8 +3,8 @@
 //! the random word that the instruction would, against the oracle, byte for byte.
 //!
 //! On CUDA devices of sm_89 and later this is the code around the instructions as sm_100a has it,
-//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway: there only `--full` runs
-//! these tests. In a process of its own, since all kernels of a process convert alike;
+//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway: there only `--full`
+//! runs these tests. In a process of its own, since all kernels of a process convert alike;
 //! `NVFP4_TEST_EMULATED=1` does the same to all other tests.
 
 use crate::support::device;

@@ -1,8 +1,8 @@
 //! Products on the path that the device takes, against sums in f64 and bit for bit against each
 //! other.
 //!
-//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`. Large products are checked at sampled
-//! rows and columns, through [`reference::gemm_f64`] of those rows alone.
+//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`. Large products are checked at
+//! sampled rows and columns, through [`reference::gemm_f64`] of those rows alone.
 
 use crate::support::device;
 use crate::support::epilogue::{Epilogue, check_epilogues};
@@ -23,18 +23,6 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;
-
-/// The client of a Hopper GPU, or an early return.
-macro_rules! hopper {
-    ($test:literal) => {{
-        let client = client!($test);
-        if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
-            println!("SKIPPED: {}: needs compute capability 9.0", $test);
-            return;
-        }
-        client
-    }};
-}
 
 fn on_gpu(client: &Client) -> bool {
     Capabilities::of(client).gemm != GemmBackend::Scalar
@@ -192,8 +180,8 @@ fn integers_are_exact() {
     }
 }
 
-/// Row `i` of the left operand picks element `picked(i)` of every row of the right one, exactly: every
-/// position along the contraction arrives where it belongs.
+/// Row `i` of the left operand picks element `picked(i)` of every row of the right one, exactly:
+/// every position along the contraction arrives where it belongs.
 #[test]
 fn one_hot_rows_pick_elements() {
     let client = client!("one_hot_rows_pick_elements");
@@ -384,8 +372,8 @@ fn bf16_paths(client: &Client) -> Vec<GemmBackend> {
     }
 }
 
-/// Tails of `m`, `n` and the contraction, and rows that the copy engine cannot read (an `m` or a contraction
-/// that is no multiple of 8), which are transposed before or take another path.
+/// Tails of `m`, `n` and the contraction, and rows that the copy engine cannot read (an `m` or a
+/// contraction that is no multiple of 8), which are transposed before or take another path.
 #[test]
 fn columns_equal_rows() {
     let client = client!("columns_equal_rows");
@@ -419,8 +407,8 @@ fn columns_equal_rows_of_large_products() {
     columns_equal_rows_for(&client, &shapes);
 }
 
-/// Operands in columns, either or both, have the bits of the product of the same operands in rows, on every
-/// path and with every tile.
+/// Operands in columns, either or both, have the bits of the product of the same operands in rows,
+/// on every path and with every tile.
 fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
     for &(m, n, k) in shapes {
         let (x, a, a_columns) = both_ways(client, m, k, 11);
@@ -585,9 +573,9 @@ fn columns_with_packed_operands_and_epilogues() {
     }
 }
 
-/// `packed` in bf16, its columns in the order in which the kernel that decodes `b` in registers adds: in each 128,
-/// zeros beyond the end, four lanes have 32 consecutive columns each, and of these an instruction takes
-/// two pairs, whose columns are four apart.
+/// `packed` in bf16, its columns in the order in which the kernel that decodes `b` in registers
+/// adds: in each 128, zeros beyond the end, four lanes have 32 consecutive columns each, and of
+/// these an instruction takes two pairs, whose columns are four apart.
 fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
     let (x, k) = (packed.decoded(), packed.blocks * 16);
     let width = k.next_multiple_of(128);
@@ -607,8 +595,8 @@ fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
     upload(client, &ordered, packed.rows, width, FloatKind::Bf16)
 }
 
-/// Every tile of the kernel that reads bf16, with tails everywhere and both sizes of output elements: the
-/// width changes no bit.
+/// Every tile of the kernel that reads bf16, with tails everywhere and both sizes of output
+/// elements: the width changes no bit.
 #[test]
 fn decoded_tiles() {
     let client = hopper!("decoded_tiles");
@@ -643,8 +631,9 @@ fn decoded_tiles() {
     }
 }
 
-/// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the bound; the
-/// tiles in which each warpgroup sums alone, bit for bit as the other kernel on columns in the same order.
+/// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the
+/// bound; the tiles in which each warpgroup sums alone, bit for bit as the other kernel on columns
+/// in the same order.
 #[test]
 fn fused_tiles() {
     let client = hopper!("fused_tiles");
@@ -765,8 +754,8 @@ fn extreme_scales() {
     }
 }
 
-/// NaN and infinities inside a bf16 operand reach all of its row of the output, and nothing else: on every path,
-/// beside a bf16 and beside a packed operand.
+/// NaN and infinities inside a bf16 operand reach all of its row of the output, and nothing else:
+/// on every path, beside a bf16 and beside a packed operand.
 #[test]
 fn nan_and_infinity_in_bf16_operands() {
     let client = client!("nan_and_infinity_in_bf16_operands");
@@ -832,8 +821,9 @@ fn nan_and_infinity_in_bf16_operands() {
     }
 }
 
-/// Several tiles for each cube, so that the ring runs on from one into the next and wraps: integers, whose sums
-/// are exact in any order, have the bits of the portable kernel with every tile.
+/// Several tiles for each cube, so that the ring runs on from one into the next and wraps:
+/// integers, whose sums are exact in any order, have the bits of the portable kernel with every
+/// tile.
 #[test]
 fn tiles_follow_each_other() {
     let client = hopper!("tiles_follow_each_other");
@@ -953,8 +943,8 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
     assert!(expected.iter().any(|value| *value != 0.0));
 }
 
-/// Every part of the epilogue, on the kernel that the shape takes: tiles of each width with tails, few rows of
-/// one and of two groups of eight, and few rows that end in half a vector.
+/// Every part of the epilogue, on the kernel that the shape takes: tiles of each width with tails,
+/// few rows of one and of two groups of eight, and few rows that end in half a vector.
 #[test]
 fn epilogues() {
     let client = client!("epilogues");
@@ -977,8 +967,8 @@ fn epilogues() {
     }
 }
 
-/// The same on the kernel that reads bf16, which large products take: tiles of one and of several chunks, and
-/// one whose last chunk is narrower.
+/// The same on the kernel that reads bf16, which large products take: tiles of one and of several
+/// chunks, and one whose last chunk is narrower.
 #[test]
 fn epilogues_of_decoded_tiles_64() {
     check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Sm90Tile::N64);
@@ -1068,8 +1058,8 @@ fn empty_products() {
     assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
 }
 
-/// A view that begins in the middle of 16 bytes cannot be read by the copy engine: another path takes
-/// it, with the same result on integers.
+/// A view that begins in the middle of 16 bytes cannot be read by the copy engine: another path
+/// takes it, with the same result on integers.
 #[test]
 fn views_into_memory() {
     let client = client!("views_into_memory");
@@ -1190,8 +1180,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
 
-    /// Any shape, few rows in every second one, with any epilogue, a packed or a bf16 operand, and any type of
-    /// output.
+    /// Any shape, few rows in every second one, with any epilogue, a packed or a bf16 operand, and
+    /// any type of output.
     #[test]
     fn random_epilogues(
         m in 1usize..700,

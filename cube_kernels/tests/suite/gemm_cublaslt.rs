@@ -1,8 +1,8 @@
 //! Products by cuBLASLt: what they are called with, when they are chosen, and, on a CUDA GPU
 //! (`NVFP4_TEST_DEVICE=cuda`), bf16 and FP8 products through the code that FP4 goes through.
 //!
-//! Products of small integers have exact sums in any order and are compared bit for bit; random ones
-//! within a bound that each test states.
+//! Products of small integers have exact sums in any order and are compared bit for bit; random
+//! ones within a bound that each test states.
 
 use crate::support::device::{read_matrix, read_u32, upload};
 use crate::support::gemm::{multiply, multiply_amax};
@@ -370,7 +370,8 @@ fn choice_on_blackwell() {
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
-        // A packed weight beside bf16 rows is read as it is where they are few, else decoded for the library.
+        // A packed weight beside bf16 rows is read as it is where they are few, else decoded for
+        // the library.
         let weight_only = [dense, packed];
         for m in [1, 16] {
             let choice = of(weight_only, (m, 4096, 14336), 1);
@@ -386,7 +387,8 @@ fn choice_on_blackwell() {
             asked.lock().unwrap().pop().unwrap().format,
             CublasLtFormat::Bf16
         );
-        // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable path.
+        // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable
+        // path.
         let portable = GemmBackend::Cmma;
         assert_eq!(of(both, (64, 4096, 48), 1).backend, portable);
         assert_eq!(of(both, (64, 4100, 64), 1).backend, portable);
@@ -712,8 +714,8 @@ fn rounded(value: f64, out: FloatKind) -> f32 {
     }
 }
 
-/// Integers, every epilogue, every output: bit for bit what the exact sum rounds to. What the library
-/// refuses is listed, and may be nothing but what is known of it.
+/// Integers, every epilogue, every output: bit for bit what the exact sum rounds to. What the
+/// library refuses is listed, and may be nothing but what is known of it.
 #[test]
 fn integers_are_exact() {
     let client = cublaslt!("integers_are_exact");
@@ -782,8 +784,8 @@ fn integers_are_exact() {
     );
 }
 
-/// Random operands within `bound · alpha · Σ |a b|`, and half a unit of the output: 2 (k + 2) ε of `f32`
-/// sums in any order for bf16; 2^-11 for FP8, whose sums a Hopper keeps in fewer bits.
+/// Random operands within `bound · alpha · Σ |a b|`, and half a unit of the output: 2 (k + 2) ε of
+/// `f32` sums in any order for bf16; 2^-11 for FP8, whose sums a Hopper keeps in fewer bits.
 #[test]
 fn random_within_the_bound() {
     let client = cublaslt!("random_within_the_bound");
@@ -1017,8 +1019,8 @@ fn fp4_is_refused_visibly() {
     );
     let pretended = Capabilities { gemm: path, ..here };
     let events = Arc::new(Mutex::new(Vec::new()));
-    // With two of them, `tracing` asks both about a call that another test made without any, instead of
-    // remembering that nobody listened.
+    // With two of them, `tracing` asks both about a call that another test made without any,
+    // instead of remembering that nobody listened.
     let _second = tracing::Dispatch::new(Events(Arc::default()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
         let (a, b) = (Operand::from(&a), Operand::from(&b));
@@ -1109,9 +1111,9 @@ fn compare(found: &[f32], expected: f32, len: usize, wrong: &mut [Atomic<u32>]) 
     }
 }
 
-/// A chain of `steps` products of constant matrices whose operands a kernel overwrites right before and
-/// whose result another reads right after: any two of them in another order, or at once, give wrong
-/// elements, which are counted on the device.
+/// A chain of `steps` products of constant matrices whose operands a kernel overwrites right before
+/// and whose result another reads right after: any two of them in another order, or at once, give
+/// wrong elements, which are counted on the device.
 struct Chain {
     client: Client,
     a: Matrix,
@@ -1181,8 +1183,8 @@ impl Chain {
     }
 }
 
-/// Thousands of products between kernels of CubeCL, of lengths from a few microseconds to longer than
-/// submitting them takes.
+/// Thousands of products between kernels of CubeCL, of lengths from a few microseconds to longer
+/// than submitting them takes.
 #[test]
 fn ordered_with_kernels() {
     let client = cublaslt!("ordered_with_kernels");

@@ -26,8 +26,8 @@ use proptest::prelude::*;
 fn paths(client: &Client) -> Vec<GemmBackend> {
     match Capabilities::of(client).gemm {
         GemmBackend::Scalar => vec![GemmBackend::Scalar],
-        // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no bf16
-        // operands; its groups of rows are tested beside it.
+        // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no
+        // bf16 operands; its groups of rows are tested beside it.
         GemmBackend::Cmma | GemmBackend::Sm120BlockScaled | GemmBackend::CublasLt => {
             vec![GemmBackend::Cmma, GemmBackend::Scalar]
         }
@@ -215,8 +215,8 @@ fn contractions_in_groups_equal_the_loop() {
     }
 }
 
-/// Contractions in groups of these sizes, which begin at multiples of 16 columns, most of them inside a
-/// stage: new outputs, and outputs that are added to.
+/// Contractions in groups of these sizes, which begin at multiples of 16 columns, most of them
+/// inside a stage: new outputs, and outputs that are added to.
 fn contractions_equal_the_loop(
     client: &Client,
     path: GemmBackend,
@@ -315,8 +315,8 @@ fn fused_tiles_in_groups_equal_the_loop() {
     }
 }
 
-/// bf16 operands in columns have the bits of those in rows: the contraction in groups, each followed by zeros
-/// up to a multiple of 16, and rows in groups.
+/// bf16 operands in columns have the bits of those in rows: the contraction in groups, each
+/// followed by zeros up to a multiple of 16, and rows in groups.
 #[test]
 fn columns_equal_rows_in_groups() {
     let client = client!("columns_equal_rows_in_groups");
@@ -468,8 +468,8 @@ fn factors_of_the_rows_of_contractions() {
     }
 }
 
-/// Every part of the epilogue of rows in groups and of contractions in groups, by both kernels that Hopper has
-/// for rows in groups, with a row that is NaN and a group that is zero.
+/// Every part of the epilogue of rows in groups and of contractions in groups, by both kernels that
+/// Hopper has for rows in groups, with a row that is NaN and a group that is zero.
 #[test]
 fn epilogues_of_groups() {
     let client = client!("epilogues_of_groups");
@@ -554,8 +554,8 @@ fn epilogues_of_groups() {
     }
 }
 
-/// The maxima that products in groups find while they write are those of what they wrote: of all groups, of each,
-/// and zero for a group without rows.
+/// The maxima that products in groups find while they write are those of what they wrote: of all
+/// groups, of each, and zero for a group without rows.
 #[test]
 fn maxima_of_groups() {
     let client = client!("maxima_of_groups");
@@ -664,8 +664,9 @@ proptest! {
     }
 }
 
-/// Offsets beyond the rows or columns count as their end, and groups that end before they start are empty:
-/// nothing outside the buffers is read or written. A contraction of 64 and one of 48 have kernels of their own.
+/// Offsets beyond the rows or columns count as their end, and groups that end before they start are
+/// empty: nothing outside the buffers is read or written. A contraction of 64 and one of 48 have
+/// kernels of their own.
 #[test]
 fn offsets_beyond_the_end() {
     let client = client!("offsets_beyond_the_end");
@@ -700,8 +701,8 @@ fn offsets_beyond_the_end() {
         let found = run(&[0, 33, 90, 70]);
         let expected = run(&[0, 33, 40, 40]);
         assert_same(&found, &expected, &format!("{path:?}, k {k}: rows"));
-        // Groups that overlap, and as many rows of tiles as no schedule has place for: what lies inside is not
-        // specified.
+        // Groups that overlap, and as many rows of tiles as no schedule has place for: what lies
+        // inside is not specified.
         let descending = (0..65).map(|i| if i % 2 == 0 { 0 } else { 40 });
         let descending: Vec<usize> = descending.collect();
         for found in [found, run(&[0, 40, 10, 70]), run(&descending)] {

@@ -1,9 +1,9 @@
-//! Products by matrix instructions on any CUDA GPU, and those of consumer Blackwell with plain arithmetic
-//! in place of its instruction. Both need a GPU (`NVFP4_TEST_DEVICE=cuda`).
+//! Products by matrix instructions on any CUDA GPU, and those of consumer Blackwell with plain
+//! arithmetic in place of its instruction. Both need a GPU (`NVFP4_TEST_DEVICE=cuda`).
 //!
-//! The arithmetic in place of the instruction adds in the order of the scalar path, from the fragments
-//! that the instruction would get: the two have the same bits, unless codes or scales are loaded from
-//! where they do not lie, or into lanes where the instruction does not expect them.
+//! The arithmetic in place of the instruction adds in the order of the scalar path, from the
+//! fragments that the instruction would get: the two have the same bits, unless codes or scales are
+//! loaded from where they do not lie, or into lanes where the instruction does not expect them.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_f32, read_matrix, upload};
@@ -173,7 +173,8 @@ fn block_scaled_fragments_are_where_they_belong() {
     }
 }
 
-/// More tiles than processors, and more stages than the ring has: it is filled anew for each tile of a cube.
+/// More tiles than processors, and more stages than the ring has: it is filled anew for each tile
+/// of a cube.
 #[test]
 fn many_tiles_and_stages() {
     let client = gpu!("many_tiles_and_stages");
@@ -188,8 +189,8 @@ fn many_tiles_and_stages() {
     }
 }
 
-/// Row `i` of the left operand picks one element of every row of the right one, exactly, with a block scale
-/// that no other block has.
+/// Row `i` of the left operand picks one element of every row of the right one, exactly, with a
+/// block scale that no other block has.
 #[test]
 fn one_hot_rows_pick_elements() {
     let client = gpu!("one_hot_rows_pick_elements");
@@ -258,8 +259,8 @@ fn extreme_scales_zeros_and_nan() {
     }
 }
 
-/// Factors of every kind, bias, accumulation and output types: each from the plain sums by the roundings
-/// that are specified.
+/// Factors of every kind, bias, accumulation and output types: each from the plain sums by the
+/// roundings that are specified.
 #[test]
 fn epilogues() {
     let client = gpu!("epilogues");
@@ -437,8 +438,8 @@ fn empty_contractions() {
     }
 }
 
-/// bf16 operands on matrix instructions, in rows of any length and from any address, with either operand
-/// packed or not: the bits of the packed product where both exist.
+/// bf16 operands on matrix instructions, in rows of any length and from any address, with either
+/// operand packed or not: the bits of the packed product where both exist.
 #[test]
 fn bf16_operands() {
     let client = gpu!("bf16_operands");
@@ -508,8 +509,9 @@ fn bf16_operands() {
     }
 }
 
-/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no multiple of 8; with
-/// scales of all bytes, and as on a device that cannot convert them, bit for bit.
+/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no
+/// multiple of 8; with scales of all bytes, and as on a device that cannot convert them, bit for
+/// bit.
 #[test]
 fn few_rows_without_a_path_of_their_own() {
     let client = gpu!("few_rows_without_a_path_of_their_own");

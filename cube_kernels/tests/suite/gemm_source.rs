@@ -71,7 +71,7 @@ fn sm90_stream_k(name: &str, plan: StreamKPlan, sass: &str) {
     // across the GPU.
     let vectors = plan.tile.n() / 8;
     assert!(count(sass, "STG.E.128") >= vectors, "{name}");
-    assert!(count(sass, "LDG.E.128") >= vectors, "{name}");
+    assert!(count(sass, "LDGSTS.E.BYPASS.128") >= vectors, "{name}");
     assert!(count(sass, "LDG.E.STRONG.GPU") >= 1, "{name}");
     assert!(
         count(sass, "RED.E.ADD.STRONG.GPU") + count(sass, "REDG.E.ADD.STRONG.GPU") >= 1,

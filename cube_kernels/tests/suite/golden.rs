@@ -76,8 +76,8 @@ const MODES: [&str; 8] = [
     "4over6_mse_16x16",
 ];
 
-/// Runs `check` on every input, which must read all that the file holds of `modes`; the inputs are the
-/// twelve that the file is known to hold.
+/// Runs `check` on every input, which must read all that the file holds of `modes`; the inputs are
+/// the twelve that the file is known to hold.
 fn for_each_case(modes: &[&str], check: impl Fn(&Case)) {
     let file = SafeTensors::deserialize(DATA).unwrap();
     let mut seen = 0;

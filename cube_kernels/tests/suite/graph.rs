@@ -1,5 +1,5 @@
-//! Quantization and products in captured CUDA graphs. Alone in its process, one test at a time: while a
-//! graph is being captured, reads of other tests would be refused and would spoil it.
+//! Quantization and products in captured CUDA graphs. Alone in its process, one test at a time:
+//! while a graph is being captured, reads of other tests would be refused and would spoil it.
 
 use crate::support::device::{assert_floats, read_f32s, read_matrix};
 use crate::support::gemm::{multiply, multiply_amax};
@@ -31,7 +31,8 @@ use std::sync::{Mutex, MutexGuard};
 /// Held by the test that runs.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without one.
+/// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without
+/// one.
 fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
         println!("SKIPPED: {test}: only CUDA captures graphs");
@@ -61,8 +62,9 @@ fn offset(client: &Client, value: u64) -> Handle {
     client.create_from_slice(&value.to_le_bytes())
 }
 
-/// What `run` makes at offsets 1, 2 and 3: replays of a graph that advances its offset draw fresh bits,
-/// those of ordinary calls at the same offsets. `run` gives the memory that it wrote, and how much of it.
+/// What `run` makes at offsets 1, 2 and 3: replays of a graph that advances its offset draw fresh
+/// bits, those of ordinary calls at the same offsets. `run` gives the memory that it wrote, and how
+/// much of it.
 fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec<Vec<Vec<u8>>> {
     let read = |results: &[(Handle, usize)]| -> Vec<Vec<u8>> {
         let bytes = |(handle, len): &(Handle, usize)| {
@@ -236,8 +238,8 @@ fn graph_replays_ms_eden() {
     }
 }
 
-/// A captured product of cuBLASLt runs at every replay, in its place: each adds the same product to its
-/// output.
+/// A captured product of cuBLASLt runs at every replay, in its place: each adds the same product to
+/// its output.
 #[test]
 fn graph_replays_products_of_cublaslt() {
     let test = "graph_replays_products_of_cublaslt";
@@ -302,8 +304,9 @@ fn copy_words(from: &[u32], to: &mut [u32]) {
     to[UNIT_POS as usize] = from[UNIT_POS as usize];
 }
 
-/// A captured product in groups reads its offsets at every replay: whoever changes them on the device gets the
-/// product and the maxima of an ordinary call with those, by both kernels that Hopper has for rows in groups.
+/// A captured product in groups reads its offsets at every replay: whoever changes them on the
+/// device gets the product and the maxima of an ordinary call with those, by both kernels that
+/// Hopper has for rows in groups.
 #[test]
 fn graph_replays_products_in_groups() {
     let Some((client, _guard)) = alone("graph_replays_products_in_groups") else {
@@ -444,8 +447,8 @@ fn graph_replays_adamw() {
 /// A call, and what it gives.
 type Product<'a> = Box<dyn Fn() -> Matrix + 'a>;
 
-/// What a product decodes or brings into another order is memory of the product alone: behind it there is the
-/// output and nothing else.
+/// What a product decodes or brings into another order is memory of the product alone: behind it
+/// there is the output and nothing else.
 #[test]
 fn workspaces_are_released() {
     let Some((client, _guard)) = alone("workspaces_are_released") else {

@@ -1,5 +1,5 @@
-//! The cross entropy on a device against the oracle: bit for bit where the exponential is the same, else
-//! within what CUDA's own exponential differs by.
+//! The cross entropy on a device against the oracle: bit for bit where the exponential is the same,
+//! else within what CUDA's own exponential differs by.
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
@@ -18,8 +18,8 @@ fn is_exact(client: &Client) -> bool {
     client.name() != "cuda"
 }
 
-/// `found` differs from `expected` by its last bits alone: an exponential's relative error of 4e-6, of
-/// terms of `size`, and one rounding to `T`.
+/// `found` differs from `expected` by its last bits alone: an exponential's relative error of 4e-6,
+/// of terms of `size`, and one rounding to `T`.
 fn assert_close<T: DeviceElement>(found: &[T], expected: &[T], size: f32, what: &str) {
     let (unit, least) = match T::KIND {
         FloatKind::F32 => (0.0, 0.0),

@@ -1,7 +1,8 @@
 //! The tests of the formats, the oracle and the kernels.
 //!
-//! `NVFP4_TEST_DEVICE` names the device that kernels run on: `cpu` (CubeCL's CPU runtime, the default)
-//! or `cuda`. The modules `*_source` need no device: they compile the kernels' CUDA source.
+//! `NVFP4_TEST_DEVICE` names the device that kernels run on: `cpu` (CubeCL's CPU runtime, the
+//! default) or `cuda`. The modules `*_source` need no device: they compile the kernels' CUDA
+//! source.
 
 #[macro_use]
 mod support;

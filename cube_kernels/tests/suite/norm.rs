@@ -17,8 +17,8 @@ use nvfp4_kernels::{
 const EPSILON: f32 = 1e-6;
 const NORMS: [Norm; 2] = [Norm::Rms, Norm::Layer];
 
-/// Rows of a tail, of one plane, of several, of whole vectors and not, of several blocks a unit, and
-/// too long to be kept; one row, none, and several parts.
+/// Rows of a tail, of one plane, of several, of whole vectors and not, of several blocks a unit,
+/// and too long to be kept; one row, none, and several parts.
 const SHAPES: [(usize, usize); 12] = [
     (1, 1),
     (3, 7),

@@ -1,5 +1,5 @@
-//! The CUDA source of every kernel of the registry, compiled on a machine without a GPU; the conversion
-//! instructions and spilled registers are looked for in the machine code.
+//! The CUDA source of every kernel of the registry, compiled on a machine without a GPU; the
+//! conversion instructions and spilled registers are looked for in the machine code.
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
@@ -132,12 +132,13 @@ fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: IsChosen) {
     });
 }
 
-/// Those of `instances` that a run without `--full` compiles for `arch`, which is sm_90a or sm_100a.
+/// Those of `instances` that a run without `--full` compiles for `arch`, which is sm_90a or
+/// sm_100a.
 ///
 /// The first instance of each kernel is compiled for both, each other one that most launches take
 /// for one of the two. Of the instances that differ from one of those in the type of elements or in
-/// the width of addresses alone, every fourth one of each kernel is compiled, for one of the two. Of
-/// the GEMMs, see [`gemm_source::is_in_ci`].
+/// the width of addresses alone, every fourth one of each kernel is compiled, for one of the two.
+/// Of the GEMMs, see [`gemm_source::is_in_ci`].
 fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
     let archs = ["sm_90a", "sm_100a"];
     let names: BTreeSet<String> = (instances.iter())
@@ -201,8 +202,8 @@ fn compiles_for_sm_100a() {
     check(test, "sm_100a", Conversion::Hardware, |_| true);
 }
 
-/// With the instructions of Blackwell emulated its kernels compile for a Hopper: those that convert, with
-/// one type of element.
+/// With the instructions of Blackwell emulated its kernels compile for a Hopper: those that
+/// convert, with one type of element.
 #[test]
 fn emulated_compiles_for_sm_90a() {
     let test = "registry_source::emulated_compiles_for_sm_90a";
@@ -318,7 +319,8 @@ fn a_run_without_full_compiles_every_kernel() {
     }
 }
 
-/// No kernel is forgotten: the registry has those that the crate defines, by the names of their types.
+/// No kernel is forgotten: the registry has those that the crate defines, by the names of their
+/// types.
 #[test]
 fn the_registry_has_every_kernel() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");

@@ -1,4 +1,5 @@
-//! burn-train's data-parallel training on two GPUs. It skips itself, and says so, where there are fewer.
+//! burn-train's data-parallel training on two GPUs. It skips itself, and says so, where there are
+//! fewer.
 
 use std::sync::Arc;
 
@@ -89,8 +90,8 @@ fn in_one_batch(mut net: Net, device: &Device) -> Net {
     net
 }
 
-/// The same steps on one device, one worker's part after the other's, without burn-train and NCCL: each part
-/// has its own maxima, and the random bits of its worker.
+/// The same steps on one device, one worker's part after the other's, without burn-train and NCCL:
+/// each part has its own maxima, and the random bits of its worker.
 fn in_turns(mut net: Net, workers: &[Device]) -> Net {
     let device = &workers[0];
     let mut optimizer = AdamWConfig::new().init();

@@ -1,7 +1,7 @@
 //! Training that goes on from burn-train's checkpoints, in a process whose default device is Flex.
 //!
-//! Burn's optimizers put a loaded state on Burn's default device first, and move it to the device of
-//! the gradients later. In a build with CUDA the default is a GPU, which need not exist.
+//! Burn's optimizers put a loaded state on Burn's default device first, and move it to the device
+//! of the gradients later. In a build with CUDA the default is a GPU, which need not exist.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ use crate::common::{Net, RATE};
 use crate::process::ran_in_own_process;
 use crate::train::{STEPS, loader, one_at_a_time};
 
-/// Training in `directory` up to the end of epoch `epochs`, by burn-train's own resumption where there
-/// is a checkpoint to go on from.
+/// Training in `directory` up to the end of epoch `epochs`, by burn-train's own resumption where
+/// there is a checkpoint to go on from.
 fn with_checkpoints(
     directory: &Path,
     net: Net,
@@ -48,8 +48,8 @@ fn with_checkpoints(
 }
 
 /// A run that was stopped after its first epoch and went on in another process, by burn-train's own
-/// checkpoints, ends where the uninterrupted one does: weights, offsets and modes. With burn-train's
-/// default checkpointers it does not, which is what ours are for.
+/// checkpoints, ends where the uninterrupted one does: weights, offsets and modes. With
+/// burn-train's default checkpointers it does not, which is what ours are for.
 #[test]
 fn burn_trains_checkpoints_resume_to_the_bit() {
     let test = "burn_trains_checkpoints_resume_to_the_bit";

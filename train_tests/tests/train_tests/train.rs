@@ -53,7 +53,8 @@ pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One epoch of burn-train, with what `configure` adds. In an own directory, because it writes logs.
+/// One epoch of burn-train, with what `configure` adds. In an own directory, because it writes
+/// logs.
 fn by_burn_train(
     name: &str,
     net: Net,
@@ -215,8 +216,8 @@ fn logged(directory: &Path, metric: &str) -> Vec<f64> {
         .collect()
 }
 
-/// Telemetry arrives in burn-train's logs, from the sampled steps alone, and is that of the steps done by
-/// hand.
+/// Telemetry arrives in burn-train's logs, from the sampled steps alone, and is that of the steps
+/// done by hand.
 #[test]
 fn telemetry_is_logged_by_burn_train() {
     let _guard = one_at_a_time();

@@ -37,8 +37,8 @@ fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<Cub
     }
 }
 
-/// `tensor`, which a step writes in place; as [`owned`], but not in a graph. A replay would read what
-/// is here now, and write a copy that no later replay reads.
+/// `tensor`, which a step writes in place; as [`owned`], but not in a graph. A replay would read
+/// what is here now, and write a copy that no later replay reads.
 fn updated(part: &str, tensor: CubeTensor) -> CubeTensor {
     let client = &tensor.client;
     if client.is_capturing() && !tensor.can_mut() {

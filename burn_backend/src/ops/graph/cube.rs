@@ -64,7 +64,8 @@ impl GraphOps for CubeBackend {
         let pieces = (free + free / 4).div_ceil(PIECE);
         // What does not fit is not there: the capture says so if it is missed.
         let pieces: Vec<Handle> = (0..pieces).map(|_| client.empty(PIECE as usize)).collect();
-        // An answer of the runtime's thread comes after the allocations, which are all held by then.
+        // An answer of the runtime's thread comes after the allocations, which are all held by
+        // then.
         client.memory_report(MemoryScope::CurrentStream);
         drop(pieces);
         offset

@@ -36,8 +36,9 @@ pub trait GraphOps: Backend {
     #[fusion(meta = meta::draw_at)]
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 
-    /// `offset`, after the pools of its device got more free memory than they have: the same step in
-    /// a capture, in which no page can be added, may find that its free memory is in other pieces.
+    /// `offset`, after the pools of its device got more free memory than they have: the same step
+    /// in a capture, in which no page can be added, may find that its free memory is in other
+    /// pieces.
     #[fusion(meta = meta::make_room)]
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 }

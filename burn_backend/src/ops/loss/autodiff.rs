@@ -1,5 +1,6 @@
 //! The backwards of [`cross_entropy`](LossOps::cross_entropy),
-//! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and [`embedding_rows`](LossOps::embedding_rows).
+//! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and
+//! [`embedding_rows`](LossOps::embedding_rows).
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, TensorMetadata,

@@ -64,8 +64,9 @@ pub struct LinearLoss<B: Backend> {
 /// Losses and embeddings on the primitives of a backend.
 ///
 /// Floats are `f32`, `bf16` or `f16`. [`cross_entropy`](Self::cross_entropy),
-/// [`linear_cross_entropy`](Self::linear_cross_entropy) and [`embedding_rows`](Self::embedding_rows) are
-/// differentiable; under `Autodiff` the results of the other operations are constants.
+/// [`linear_cross_entropy`](Self::linear_cross_entropy) and
+/// [`embedding_rows`](Self::embedding_rows) are differentiable; under `Autodiff` the results of the
+/// other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),

@@ -1,4 +1,5 @@
-//! What the modules of the suite share: devices, data and the oracle's composition of a linear layer.
+//! What the modules of the suite share: devices, data and the oracle's composition of a linear
+//! layer.
 
 pub mod counted;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -23,9 +24,9 @@ fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())
 }
 
-/// How far Burn's own `f32` matmul is from the exact product, relative to the largest element, where
-/// a test compares with it or an operation of ours is made of it: on CUDA GPUs tensor cores round
-/// its operands to 11 bits.
+/// How far Burn's own `f32` matmul is from the exact product, relative to the largest element,
+/// where a test compares with it or an operation of ours is made of it: on CUDA GPUs tensor cores
+/// round its operands to 11 bits.
 pub fn burn_matmul_error(elsewhere: f32) -> f32 {
     match device_name().as_str() {
         "cuda" => 4e-3,

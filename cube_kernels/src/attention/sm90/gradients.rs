@@ -1,5 +1,5 @@
-//! What a consumer warpgroup of the [backward](super::backward) does: the gradients of its rows, and
-//! writing them.
+//! What a consumer warpgroup of the [backward](super::backward) does: the gradients of its rows,
+//! and writing them.
 
 use cubecl::prelude::*;
 

@@ -21,7 +21,8 @@ use crate::{
     Nvfp4Error,
     capabilities::GemmBackend,
     cube::ptx::{
-        Major, cvta_to_global, cvta_to_shared, ld_acquire_gpu, mbarrier_arrive_expect_tx,
+        Major, cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global,
+        cvta_to_shared, ld_acquire_gpu, ld_shared_v4, mbarrier_arrive_expect_tx,
         mbarrier_wait_parity, named_barrier_sync, red_release_gpu_add,
         sm90_mainloop::PipelineState, wgmma_descriptor,
     },
@@ -34,6 +35,7 @@ use crate::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
         },
         scheduler::{GroupedDim, Place, place},
+        stream_k::{StreamK, stages_of, tiles_of},
         tiles::{SM90_TILE_M, Sm90Tile},
     },
     memory::{address_type, allocate},
@@ -42,84 +44,6 @@ use crate::{
 
 /// Units of the two consumer warpgroups.
 const CONSUMERS: u32 = 256;
-
-/// How the tiles of a GEMM are shared out among CTAs. All depths are in stages of [`TILE_K`].
-///
-/// A grid has `slices * shared + helpers` CTAs. Each computes its share of the first `whole` tiles.
-/// Then `slices` CTAs compute `slice` stages each of a shared tile, which leaves `rest` stages of
-/// every shared tile to the helpers; these take `per_helper` stages each of all rests, one tile
-/// after another. CTAs that compute the same slice of their tiles read operands at the same time,
-/// which share them in the L2 cache; ranges that begin anywhere in a tile would not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct StreamK {
-    pub whole: usize,
-    pub shared: usize,
-    pub slices: usize,
-    pub slice: usize,
-    pub rest: usize,
-    pub per_helper: usize,
-    pub helpers: usize,
-}
-
-impl StreamK {
-    /// For `tiles` tiles of `depth` stages on so many SMs: `None` where nothing is to be shared
-    /// out, since the waves are full or a tile has too few stages.
-    pub fn of(tiles: usize, depth: usize, sms: usize) -> Option<Self> {
-        let shared = tiles % sms;
-        if shared == 0 || depth < 2 {
-            return None;
-        }
-        let whole = tiles - shared;
-        let slice = (shared * depth).div_ceil(sms);
-        let slices = (sms / shared).min(depth.div_ceil(slice));
-        let rest = depth.saturating_sub(slices * slice);
-        let (per_helper, helpers) = match sms - slices * shared {
-            0 => (0, 0),
-            _ if rest == 0 => (0, 0),
-            helpers => {
-                let per_helper = (shared * rest).div_ceil(helpers);
-                (per_helper, (shared * rest).div_ceil(per_helper))
-            }
-        };
-        // A rest without helpers: `slice` was rounded up from a whole share.
-        debug_assert!(rest == 0 || helpers > 0);
-        let is_shared = slices > 1 || rest > 0;
-        is_shared.then_some(Self {
-            whole,
-            shared,
-            slices,
-            slice,
-            rest,
-            per_helper,
-            helpers,
-        })
-    }
-
-    /// CTAs of the grid.
-    pub fn ctas(&self) -> usize {
-        self.slices * self.shared + self.helpers
-    }
-
-    /// Partial tiles in the workspace: the slices behind the first, and the parts of rests, whose
-    /// number is that of tile and helper together.
-    pub fn partials(&self) -> usize {
-        let rests = if self.rest > 0 {
-            self.shared + self.helpers
-        } else {
-            0
-        };
-        (self.slices - 1) * self.shared + rests
-    }
-
-    /// Partial tiles that the owner of a tile adds, at most.
-    pub fn partials_of_tile(&self) -> usize {
-        let rests = match self.rest {
-            0 => 0,
-            rest => 1 + rest.div_ceil(self.per_helper),
-        };
-        self.slices - 1 + rests
-    }
-}
 
 /// A GEMM whose tiles are shared out as [`StreamK`] says.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -151,6 +75,28 @@ struct Piece {
     from: u32,
     to: u32,
     partial: u32,
+}
+
+/// The partial tiles of a shared tile, in the order of the contraction.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct PartsOfTile {
+    /// That of the second slice; those of other slices are `stride` apart.
+    slices: u32,
+    of_slices: u32,
+    stride: u32,
+    /// The first of its rest; the others follow.
+    rest: u32,
+    of_rest: u32,
+}
+
+#[cube]
+impl PartsOfTile {
+    /// Partial tile `n`.
+    fn index(&self, n: u32) -> u32 {
+        let of_rest = self.rest + (n - min(n, self.of_slices));
+        select(n < self.of_slices, self.slices + n * self.stride, of_rest)
+    }
 }
 
 #[cube]
@@ -214,17 +160,22 @@ impl StreamKProblem {
         )
     }
 
-    /// Partial tiles of the rest of shared tile `tile`: the first, and how many.
-    fn partials_of_rest(&self, tile: u32) -> (u32, u32) {
-        let mut first = 0u32;
-        let mut count = 0u32;
+    /// The partial tiles of shared tile `tile`.
+    fn parts(&self, tile: u32) -> PartsOfTile {
+        let mut parts = PartsOfTile {
+            slices: tile,
+            of_slices: self.slices - 1u32,
+            stride: self.shared,
+            rest: 0u32,
+            of_rest: 0u32,
+        };
         if self.rest > 0u32 {
             let helper = tile * self.rest / self.per_helper;
             let last = ((tile + 1u32) * self.rest - 1u32) / self.per_helper;
-            first = (self.slices - 1u32) * self.shared + tile + helper;
-            count = last + 1u32 - helper;
+            parts.rest = (self.slices - 1u32) * self.shared + tile + helper;
+            parts.of_rest = last + 1u32 - helper;
         }
-        (first, count)
+        parts
     }
 }
 
@@ -237,16 +188,24 @@ fn place_in_grid() -> u32 {
 /// The sums of CTAs that do not own their tile.
 #[derive(CubeType, CubeLaunch)]
 pub struct PartialTiles {
-    /// Partial tiles, each as the units of two consumer warpgroups hold it: four sums of every unit,
-    /// then the next four.
+    /// Partial tiles, each as the units of two consumer warpgroups hold it: four sums of every
+    /// unit, then the next four.
     pub sums: Box<[Vector<f32, Const<4>>]>,
     /// For each shared tile how many of its partial tiles are written; zero at first.
     pub written: Box<[u32]>,
 }
 
-/// Vectors of four sums in a partial tile.
+/// Vectors of four sums in a partial tile. They fit the stages of `b`.
 const fn partial_len(tile: Sm90Tile) -> usize {
-    SM90_TILE_M * tile.n() / 4
+    let vectors = SM90_TILE_M * tile.n() / 4;
+    assert!(vectors <= tile.stages() * b_stage(tile));
+    vectors
+}
+
+/// Bytes from the begin of a partial tile to vector `i` of this unit.
+#[cube]
+fn offset_of(#[comptime] i: usize) -> u32 {
+    (thread_in_cta() - 128u32) * 16u32 + comptime!(i as u32 * CONSUMERS * 16)
 }
 
 #[cube]
@@ -285,31 +244,67 @@ impl PartialTiles {
         named_barrier_sync(1u32, CONSUMERS);
     }
 
-    /// `sums` and, behind each other, `count` partial tiles from `index` on, `stride` apart.
+    /// `sums` and, in their order, those of `parts`.
+    ///
+    /// A unit holds nearly all its registers in sums: what it reads comes through shared memory, as
+    /// much at a time as hides the way from the L2 cache. The copies of a unit are its own, so that
+    /// nobody else waits for them.
     fn add<S: Size>(
         &self,
         sums: Vector<f32, S>,
-        index: u32,
-        count: u32,
-        stride: u32,
+        parts: PartsOfTile,
+        landing: u32,
         #[comptime] shape: Sm90Tile,
     ) -> Vector<f32, S> {
-        let unit = thread_in_cta() - 128u32;
+        let vectors = comptime!(shape.n() / 16);
         let mut sums = sums;
+        let count = parts.of_slices + parts.of_rest;
+        #[unroll]
+        for half in 0..2usize {
+            self.fetch(parts.index(0u32), landing, half, shape);
+            cp_async_commit_group();
+        }
         for n in 0..count {
-            let index = index + n * stride;
-            let first = index as usize * comptime!(partial_len(shape)) + unit as usize;
             #[unroll]
-            for i in 0..comptime!(shape.n() / 8) {
-                let four = self.sums[first + comptime!(i * CONSUMERS as usize)];
+            for half in 0..2usize {
+                cp_async_wait_group(1u32);
                 #[unroll]
-                for j in 0..4usize {
-                    let at = comptime!(4 * i + j);
-                    sums.insert(at, sums.extract(at) + four.extract(j));
+                for i in 0..vectors {
+                    let i = comptime!(half * vectors + i);
+                    let four = ld_shared_v4(landing + offset_of(i));
+                    #[unroll]
+                    for j in 0..4usize {
+                        let at = comptime!(4 * i + j);
+                        let addend = f32::reinterpret(four.extract(j));
+                        sums.insert(at, sums.extract(at) + addend);
+                    }
                 }
+                if n + 1u32 < count {
+                    self.fetch(parts.index(n + 1u32), landing, half, shape);
+                }
+                cp_async_commit_group();
             }
         }
         sums
+    }
+
+    /// Starts the copy of half of partial tile `index` to `landing` in shared memory.
+    fn fetch(
+        &self,
+        index: u32,
+        landing: u32,
+        #[comptime] half: usize,
+        #[comptime] shape: Sm90Tile,
+    ) {
+        let bytes = comptime!(16 * partial_len(shape) as u64);
+        let tile = cvta_to_global::<Vector<f32, Const<4>>>(self.sums.as_ptr())
+            + u64::cast_from(index) * bytes;
+        let vectors = comptime!(shape.n() / 16);
+        #[unroll]
+        for i in 0..vectors {
+            let offset = offset_of(comptime!(half * vectors + i));
+            cp_async(landing + offset, tile + u64::cast_from(offset), 16u32);
+        }
     }
 
     fn counter(&self, tile: u32) -> u64 {
@@ -492,11 +487,10 @@ fn consume(
                 partials.write::<S>(sums, piece.partial, index, tile);
             } else {
                 if !is_last {
-                    let (rest, of_rest) = problem.partials_of_rest(index);
-                    let of_slices = problem.slices - 1u32;
-                    partials.wait(index, of_slices + of_rest);
-                    sums = partials.add::<S>(sums, index, of_slices, problem.shared, tile);
-                    sums = partials.add::<S>(sums, rest, of_rest, 1u32, tile);
+                    let parts = problem.parts(index);
+                    partials.wait(index, parts.of_slices + parts.of_rest);
+                    // This is the last piece of the CTA: no stage is read or filled any more.
+                    sums = partials.add::<S>(sums, parts, shared.b, tile);
                 }
                 let at = problem.place(piece.tile, tile);
                 let own = WarpTile {
@@ -517,16 +511,6 @@ fn consume(
 
 /// The GEMM of sm_90 that shares tiles out along the contraction.
 pub(crate) struct Sm90StreamK;
-
-/// Stages of [`TILE_K`] in a contraction.
-pub(crate) fn stages_of(k: usize) -> usize {
-    k.div_ceil(TILE_K)
-}
-
-/// Tiles of an output.
-pub(crate) fn tiles_of(shape: GemmShape, tile: Sm90Tile) -> usize {
-    shape.m.div_ceil(SM90_TILE_M) * shape.n.div_ceil(tile.n())
-}
 
 impl Kernel for Sm90StreamK {
     fn name(&self) -> &'static str {
@@ -636,94 +620,4 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
         );
     }
     Some(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// What `StreamKProblem::piece` gives, in the language of the host.
-    fn pieces(
-        plan: &StreamK,
-        cta: usize,
-        depth: usize,
-    ) -> Vec<(usize, usize, usize, Option<usize>)> {
-        let last = plan.ctas() - 1 - cta;
-        let own = (cta..plan.whole).step_by(plan.ctas());
-        let mut pieces: Vec<_> = own.map(|tile| (tile, 0, depth, None)).collect();
-        let sliced = plan.slices * plan.shared;
-        if last < sliced {
-            let (slice, tile) = (last / plan.shared, last % plan.shared);
-            let from = slice * plan.slice;
-            let partial = last.checked_sub(plan.shared);
-            let to = (from + plan.slice).min(depth);
-            pieces.push((plan.whole + tile, from, to, partial));
-            return pieces;
-        }
-        let helper = last - sliced;
-        let end = ((helper + 1) * plan.per_helper).min(plan.shared * plan.rest);
-        let mut at = helper * plan.per_helper;
-        while at < end {
-            let tile = at / plan.rest;
-            let behind = end.min((tile + 1) * plan.rest);
-            let depth_of = |at: usize| plan.slices * plan.slice + at - tile * plan.rest;
-            let partial = (plan.slices - 1) * plan.shared + tile + helper;
-            pieces.push((
-                plan.whole + tile,
-                depth_of(at),
-                depth_of(behind),
-                Some(partial),
-            ));
-            at = behind;
-        }
-        pieces
-    }
-
-    /// Every stage of every tile is computed once, no CTA has more than a slice of shared tiles, and
-    /// no two pieces have the same partial tile.
-    #[test]
-    fn all_stages_are_shared_out_evenly() {
-        let mut shared = 0;
-        for sms in [4, 7, 132] {
-            for tiles in (1..40).chain([54, 96, 131, 132, 133, 200, 384, 500]) {
-                for depth in [1, 2, 3, 5, 12, 33, 256] {
-                    let Some(plan) = StreamK::of(tiles, depth, sms) else {
-                        continue;
-                    };
-                    shared += 1;
-                    assert!(plan.ctas() <= sms, "{plan:?}");
-                    let mut covered = vec![vec![0; depth]; tiles];
-                    let mut taken = vec![false; plan.partials()];
-                    for cta in 0..plan.ctas() {
-                        let mut stages = 0;
-                        for (tile, from, to, partial) in pieces(&plan, cta, depth) {
-                            assert!(from < to, "{plan:?}: an empty piece of CTA {cta}");
-                            assert_eq!(partial.is_none(), from == 0, "{plan:?}");
-                            covered[tile][from..to].iter_mut().for_each(|n| *n += 1);
-                            if let Some(partial) = partial {
-                                assert!(!taken[partial], "{plan:?}: {partial} twice");
-                                taken[partial] = true;
-                            }
-                            if tile >= plan.whole {
-                                stages += to - from;
-                            }
-                        }
-                        assert!(
-                            stages <= plan.slice,
-                            "{plan:?}: {stages} stages of CTA {cta}"
-                        );
-                    }
-                    assert!(covered.iter().flatten().all(|n| *n == 1), "{plan:?}");
-                }
-            }
-        }
-        assert!(shared > 500, "{shared}");
-    }
-
-    #[test]
-    fn full_waves_are_not_shared_out() {
-        assert_eq!(StreamK::of(132, 64, 132), None);
-        assert_eq!(StreamK::of(264, 64, 132), None);
-        assert_eq!(StreamK::of(5, 1, 132), None);
-    }
 }

@@ -102,9 +102,9 @@ pub fn mx_quantize(
 ///   along [`Usage::Rowwise`].
 /// - copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
 ///   each of which group `g` takes the elements from entry `g` of
-///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There is
-///   room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are not
-///   written.
+///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There
+///   is room for [`padded_bound`]`(x.rows, count, 32)` of them; blocks behind the last group are
+///   not written.
 ///
 /// # Errors
 /// When the groups do not fit, or the memory of `x` is smaller than its shape.

@@ -5,8 +5,10 @@
 //! kernel that reads a plain matrix has nothing of the others in it. Values are rounded to the
 //! element type of the inputs, packed in words, and from there on the kernel is the same.
 
+mod inputs;
 mod kernel;
 mod source;
 
+pub use inputs::*;
 pub use kernel::*;
 pub use source::*;

@@ -2,9 +2,9 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::kernel::{
-    GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs, per_vector,
-    prologue_kernel, rms_norm_rstd_kernel,
+use super::{
+    inputs::{GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs, per_vector},
+    kernel::{prologue_kernel, rms_norm_rstd_kernel},
 };
 use crate::{
     BLOCK, Nvfp4Error,

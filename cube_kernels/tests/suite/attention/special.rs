@@ -149,7 +149,8 @@ fn rows_keep_their_nan<T: Operand>(client: &Client) {
     }
 }
 
-/// Rows without a visible key: output and gradient 0, log-sum-exp `-inf`, or 0 with a quiet softmax.
+/// Rows without a visible key: output and gradient 0, log-sum-exp `-inf`, or 0 with a quiet
+/// softmax.
 fn unseen<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 19 } else { 1 };
     for quiet_softmax in [false, true] {

@@ -10,9 +10,10 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after saying
-/// so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of Blackwell, the
-/// instructions for E2M1 emulated; `NVFP4_TEST_UNITS` is a number of units for each cube.
+/// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after
+/// saying so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of
+/// Blackwell, the instructions for E2M1 emulated; `NVFP4_TEST_UNITS` is a number of units for each
+/// cube.
 pub fn client(test: &str) -> Option<Client> {
     if std::env::var_os("NVFP4_TEST_EMULATED").is_some() {
         emulate_e2m1_instructions();
@@ -32,13 +33,14 @@ pub fn client(test: &str) -> Option<Client> {
     }
 }
 
-/// Whether this run leaves out what only repeats other tests: on CubeCL's CPU runtime, which compiles a
-/// kernel for seconds, without `cargo xtask test --full`.
+/// Whether this run leaves out what only repeats other tests: on CubeCL's CPU runtime, which
+/// compiles a kernel for seconds, without `cargo xtask test --full`.
 pub fn is_brief(client: &Client) -> bool {
     client.name() == "cpu" && !is_full()
 }
 
-/// The device under test, or `None` (after saying so) where a run without `--full` leaves `test` out.
+/// The device under test, or `None` (after saying so) where a run without `--full` leaves `test`
+/// out.
 pub fn client_of_full_run(test: &str) -> Option<Client> {
     let client = client(test)?;
     if is_brief(&client) {
@@ -56,6 +58,19 @@ macro_rules! client {
             None => return,
         }
     };
+}
+
+/// The client of a Hopper GPU, or an early return.
+macro_rules! hopper {
+    ($test:expr) => {{
+        let client = client!($test);
+        let gemm = nvfp4_kernels::capabilities::Capabilities::of(&client).gemm;
+        if gemm != nvfp4_kernels::capabilities::GemmBackend::Sm90Wgmma {
+            println!("SKIPPED: {}: needs compute capability 9.0", $test);
+            return;
+        }
+        client
+    }};
 }
 
 /// A test of `check` for each type of element.
@@ -79,8 +94,8 @@ macro_rules! element_tests {
     )*};
 }
 
-/// Tests of `check`, which takes a client, a matrix, its rows and columns and what it is: matrices of all
-/// `shapes`, and data of every kind in one of shape `of_kinds`, for each type of element.
+/// Tests of `check`, which takes a client, a matrix, its rows and columns and what it is: matrices
+/// of all `shapes`, and data of every kind in one of shape `of_kinds`, for each type of element.
 macro_rules! matrix_tests {
     ($check:ident, $shapes:expr, $of_kinds:expr) => {
         fn check_shapes<T: DeviceElement>(client: &Client) {

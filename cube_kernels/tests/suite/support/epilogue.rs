@@ -61,9 +61,9 @@ impl Epilogue {
     }
 }
 
-/// Every one of `epilogues` of `product`, from its plain sums by one more rounding. Its rows have `n` elements
-/// and are in the groups `group_of`, in ascending order (all in 0 where there are none): every group has factors
-/// and a bias of its own for its columns.
+/// Every one of `epilogues` of `product`, from its plain sums by one more rounding. Its rows have
+/// `n` elements and are in the groups `group_of`, in ascending order (all in 0 where there are
+/// none): every group has factors and a bias of its own for its columns.
 pub fn check_epilogues(
     client: &Client,
     n: usize,
@@ -123,7 +123,8 @@ pub fn check_epilogues(
     }
 }
 
-/// `product` gives `values` rounded to `T` once, added to what `held` has in `T` where it is added to a matrix.
+/// `product` gives `values` rounded to `T` once, added to what `held` has in `T` where it is added
+/// to a matrix.
 fn check<T: DeviceElement>(
     client: &Client,
     values: &[f32],

@@ -140,7 +140,8 @@ impl CudaTools {
         let file = folder.join(format!("{name}.cubin"));
         std::fs::write(&file, code).unwrap();
         let output = Command::new(self.root.join("bin/nvdisasm"))
-            // The code alone, without an analysis of where its branches lead, which takes half the time.
+            // The code alone, without an analysis of where its branches lead, which takes half the
+            // time.
             .args(["-c", "-ndf"])
             .arg(&file)
             .output();

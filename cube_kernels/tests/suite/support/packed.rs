@@ -46,7 +46,8 @@ impl Packed {
         }
     }
 
-    /// Codes of 0, 2, 4 and 6 of either sign, times one: sums of their products are exact in any order.
+    /// Codes of 0, 2, 4 and 6 of either sign, times one: sums of their products are exact in any
+    /// order.
     pub fn integers(rows: usize, k: usize, seed: u32) -> Self {
         let mut packed = Self::random(rows, k, seed);
         packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
@@ -112,8 +113,8 @@ impl Packed {
     }
 }
 
-/// Random bf16 values, `rows` rows along a contraction of `k`: on the host, and on the device in rows and
-/// in columns.
+/// Random bf16 values, `rows` rows along a contraction of `k`: on the host, and on the device in
+/// rows and in columns.
 pub fn both_ways(client: &Client, rows: usize, k: usize, seed: u32) -> (Vec<bf16>, Matrix, Matrix) {
     let mut random = Generator::new(seed);
     let x: Vec<bf16> = (0..rows * k)

@@ -1,4 +1,5 @@
-//! Tests that need a process of their own: the test binary runs itself, with the tests of one module.
+//! Tests that need a process of their own: the test binary runs itself, with the tests of one
+//! module.
 
 use std::{
     collections::HashMap,

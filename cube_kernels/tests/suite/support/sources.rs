@@ -36,8 +36,8 @@ pub fn is_left_out(name: &str) -> bool {
     std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only))
 }
 
-/// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who count
-/// instructions.
+/// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who
+/// count instructions.
 pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Compiled {
     let compiled = tools
         .compile(text, arch)
