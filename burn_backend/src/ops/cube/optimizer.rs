@@ -3,7 +3,6 @@
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::MemoryScope;
 use nvfp4_kernels::graph;
 use nvfp4_kernels::optimizer::{self, AdamWSpec, AdamWUpdate, Gradient};
 
@@ -11,7 +10,7 @@ use super::super::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
 use super::super::{MaybeTensor, float_dtype, trace_op};
-use super::tensors::{float_kind, launched, new_tensor, owned};
+use super::tensors::{float_kind, is_own, launched, new_tensor, owned};
 
 /// The name of these operations in traces.
 const OP: &str = "optimizer";
@@ -40,17 +39,12 @@ fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<Cub
 /// `tensor`, which a step writes in place; as [`owned`], but not in a graph. A replay would read
 /// what is here now, and write a copy that no later replay reads.
 fn updated(part: &str, tensor: CubeTensor) -> CubeTensor {
-    let client = &tensor.client;
-    if client.is_capturing() && !tensor.can_mut() {
-        // The runtime's thread holds memory while it allocates it; its answer comes after that.
-        client.memory_report(MemoryScope::CurrentStream);
-        assert!(
-            tensor.can_mut(),
-            "nvfp4 AdamW: the {part} of a parameter, {:?}, is held elsewhere too, so that a step of a \
-             graph would update a copy of it: drop the clones of the model and of the optimizer",
-            tensor.meta.shape()
-        );
-    }
+    assert!(
+        !tensor.client.is_capturing() || is_own(&tensor),
+        "nvfp4 AdamW: the {part} of a parameter, {:?}, is held elsewhere too, so that a step of a \
+         graph would update a copy of it: drop the clones of the model and of the optimizer",
+        tensor.meta.shape()
+    );
     owned(OP, tensor)
 }
 

@@ -3,7 +3,7 @@
 use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::server::Handle;
+use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
@@ -65,7 +65,7 @@ pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
 pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     let is_read = matches!(tensor.device, CubeDevice::Cpu(_));
-    match tensor.can_mut() && !is_read {
+    match is_own(&tensor) && !is_read {
         true => tensor,
         false => {
             let shape = tensor.meta.shape().clone();
@@ -78,6 +78,23 @@ pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor 
             new_tensor(&tensor, row.handle, shape, dtype)
         }
     }
+}
+
+/// Whether nobody else holds the memory of `tensor`.
+///
+/// The runtime's thread holds memory for a moment while it allocates it. In a graph a copy for that
+/// reason would be silent, and wrong: there the thread is waited for.
+pub(in crate::ops) fn is_own(tensor: &CubeTensor) -> bool {
+    if !tensor.can_mut() && tensor.client.is_capturing() {
+        settle(&tensor.client);
+    }
+    tensor.can_mut()
+}
+
+/// Waits until the runtime's thread has done what it was asked for: its answer comes after that. It
+/// does not wait for the device.
+pub(in crate::ops) fn settle(client: &Client) -> MemoryReport {
+    client.memory_report(MemoryScope::CurrentStream)
 }
 
 /// A quantized tensor of a kernel, as tensors beside `like`.

@@ -4,10 +4,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn_core::backend::tensor::IntTensor;
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::{MemoryScope, server::Handle};
+use cubecl::server::Handle;
 use nvfp4_kernels::{graph, quantize};
 
-use super::super::cube::tensors::{launched, owned};
+use super::super::cube::tensors::{launched, owned, settle};
 use super::GraphOps;
 
 /// Bytes of the allocations that make room: few for a large model, and small beside a small one's.
@@ -59,14 +59,13 @@ impl GraphOps for CubeBackend {
 
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
         let client = &offset.client;
-        let usage = client.memory_report(MemoryScope::CurrentStream).usage();
+        let usage = settle(client).usage();
         let free = usage.bytes_reserved.saturating_sub(usage.bytes_in_use);
         let pieces = (free + free / 4).div_ceil(PIECE);
         // What does not fit is not there: the capture says so if it is missed.
         let pieces: Vec<Handle> = (0..pieces).map(|_| client.empty(PIECE as usize)).collect();
-        // An answer of the runtime's thread comes after the allocations, which are all held by
-        // then.
-        client.memory_report(MemoryScope::CurrentStream);
+        // All are held by then.
+        settle(client);
         drop(pieces);
         offset
     }
