@@ -9,16 +9,16 @@ use clap::Args;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
-use nvfp4_lm::interchange::checkpoint::is_quantized;
+use nvfp4_lm::interchange::Scheme;
 
 use crate::device::{ComputeType, DeviceName};
 use crate::layers::LayerBar;
 
 #[derive(Args)]
 pub(crate) struct Eval {
-    /// Evaluate the model in this folder: in high precision, or NVFP4 weights (w4a16)
+    /// Evaluate the model in this folder: in high precision, or quantized to NVFP4
     ///
-    /// Weights in NVFP4 are dequantized when they are loaded.
+    /// Weights in NVFP4 stay packed; GEMMs read the codes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Give the perplexity of these text files, each of them a text of its own
@@ -37,6 +37,10 @@ pub(crate) struct Eval {
     /// window that has it [default: half a window]
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
+    /// Quantize activations of a quantized model (w4a4) or leave them as they are (w4a16) [default:
+    /// what the model's folder says]
+    #[arg(long, value_name = "SCHEME")]
+    scheme: Option<Scheme>,
     /// Compute in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
@@ -61,10 +65,7 @@ impl Eval {
         let name = DeviceName::or_best(self.device)?;
         let device: Device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(self.dtype, name);
-        let model = match is_quantized(&self.model)? {
-            false => Decoder::load(&self.model, &device, dtype)?,
-            true => Decoder::load_dequantized(&self.model, &device, dtype)?,
-        };
+        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         if !texts.is_empty() {

@@ -9,12 +9,14 @@ use clap::Args;
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
 use nvfp4_lm::decoder::{Decoder, sampling::SamplingConfig};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
+use nvfp4_lm::interchange::Scheme;
 
 use crate::device::{ComputeType, DeviceName};
 
 #[derive(Args)]
 pub(crate) struct Generate {
-    /// Load the model from this folder, as Hugging Face has them
+    /// Load the model from this folder, as Hugging Face has them: in high precision, or quantized to
+    /// NVFP4
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Continue this text
@@ -44,6 +46,10 @@ pub(crate) struct Generate {
     /// Seed the choices
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Quantize activations of a quantized model (w4a4) or leave them as they are (w4a16) [default:
+    /// what the model's folder says]
+    #[arg(long, value_name = "SCHEME")]
+    scheme: Option<Scheme>,
     /// Compute in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
@@ -57,7 +63,7 @@ impl Generate {
         let name = DeviceName::or_best(self.device)?;
         let dtype = ComputeType::or_of(self.dtype, name);
         let device: Device = name.open()?.without_autodiff();
-        let model = Decoder::load(&self.model, &device, dtype)?;
+        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         let prompt = tokenizer.encode(&self.prompt, true)?;

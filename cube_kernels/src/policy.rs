@@ -240,6 +240,12 @@ pub enum BlockScaling {
     /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the
     /// smaller error of rounding to nearest (numerics, section 7).
     FourOverSix(ErrorNorm),
+    /// As [`Self::Standard`] under a global scale that is given, as checkpoints have it: the amax
+    /// of the tensor is unknown, and in its place stands the factor that dequantizes. Larger values
+    /// than the scale was made for saturate.
+    ///
+    /// One `f32` in seven is no `fl(amax / 2688)`, so that such a factor has no amax.
+    Static,
 }
 
 impl BlockScaling {
@@ -247,15 +253,18 @@ impl BlockScaling {
     /// as large again.
     pub const fn bound(self) -> u16 {
         match self {
-            Self::Standard | Self::Headroom => 448,
+            Self::Standard | Self::Headroom | Self::Static => 448,
             Self::FourOverSix(_) => 256,
         }
     }
 
     /// 6 times [`Self::bound`]: the numerator of the global scale, and the denominator with which
-    /// an amax decodes.
+    /// an amax decodes. 1 where the global scale itself stands in the amax's place.
     pub const fn range(self) -> f32 {
-        6.0 * self.bound() as f32
+        match self {
+            Self::Static => 1.0,
+            _ => 6.0 * self.bound() as f32,
+        }
     }
 }
 

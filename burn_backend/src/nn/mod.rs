@@ -6,6 +6,9 @@
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
 //! scale.
 //!
+//! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are stored
+//! in NVFP4.
+//!
 //! [`Embedding`] and [`LmHead`] are the ends of a language model, in high precision.
 
 mod attention;
@@ -17,6 +20,7 @@ mod head;
 mod linear;
 mod moe;
 mod norm;
+mod packed;
 mod parts;
 mod routing;
 
@@ -29,6 +33,7 @@ pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
+pub use packed::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
 pub use routing::{Routing, most_probable};
 
 use burn_core::tensor::{DType, FloatDType, Tensor};

@@ -115,7 +115,7 @@ fn outer(operand: &OperandMetadata) -> usize {
 }
 
 /// A quantized matrix of this layout.
-fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
+pub(super) fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
     let (outer, blocks) = (layout.outer(), layout.blocks());
     let data = match layout.storage {
         Storage::Packed => {

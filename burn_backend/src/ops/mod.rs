@@ -36,6 +36,7 @@ mod dequantize;
 #[cfg(feature = "flex")]
 mod flex;
 pub mod graph;
+pub mod inference;
 pub mod layers;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;

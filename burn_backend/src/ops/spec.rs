@@ -186,6 +186,9 @@ impl QuantParams {
             (_, Some(_)) if gemm != "wgrad" => {
                 Some("no transform: it runs along the tokens, in wgrad")
             }
+            _ if self.scaling == BlockScaling::Static => {
+                Some("a global scale that is derived from the amax")
+            }
             _ if is_2d && name != "w" => Some("1x16 blocks: 16x16 blocks are for weights"),
             _ if is_2d && self.scaling == BlockScaling::Headroom => {
                 Some("standard or four-over-six scales of 16x16 blocks")

@@ -102,7 +102,10 @@ mod scaling_name {
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         let named = NAMES.iter().find(|(_, named)| named == scaling);
-        serializer.serialize_str(named.expect("every scaling has a name").0)
+        let named = named.ok_or_else(|| {
+            serde::ser::Error::custom(format!("scale {scaling:?}: recipes derive global scales"))
+        })?;
+        serializer.serialize_str(named.0)
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(
@@ -222,6 +225,11 @@ impl GemmOperands {
                 (
                     "in 16x16 tiles after a transform",
                     "1x16 blocks with it: a transform mixes one axis, a tile spans both",
+                )
+            } else if operand.scale == BlockScaling::Static {
+                (
+                    "with a static global scale",
+                    "one that is derived: training has none beforehand",
                 )
             } else if tile && operand.scale == BlockScaling::Headroom {
                 (

@@ -40,6 +40,7 @@ fn words(operand: &OperandSpec) -> String {
         BlockScaling::Headroom => " headroom",
         BlockScaling::FourOverSix(ErrorNorm::Mae) => " 4/6 mae",
         BlockScaling::FourOverSix(ErrorNorm::Mse) => " 4/6 mse",
+        BlockScaling::Static => " static",
     };
     let Some(params) = operand.params() else {
         return "high".into();

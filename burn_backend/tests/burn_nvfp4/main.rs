@@ -29,6 +29,7 @@ mod moe;
 mod muon;
 mod operations;
 mod optim;
+mod packed;
 mod recipe;
 mod state;
 mod support;

@@ -86,7 +86,7 @@ impl Scaler {
         }
         let amax = lanes(|lane| f32::from_bits(bits[lane] as u32));
         match self.scaling {
-            BlockScaling::Standard => self.round_scales(amax),
+            BlockScaling::Standard | BlockScaling::Static => self.round_scales(amax),
             BlockScaling::Headroom => self.round_scales(lanes(|lane| amax[lane] * HEADROOM)),
             BlockScaling::FourOverSix(norm) => self.four_over_six(tile, shape, amax, norm),
         }

@@ -2,7 +2,7 @@
 //!
 //! Tensors are converted and sent to the device one weight at a time, from the mapped file: beside
 //! the device's copy, memory holds the largest fused weight (of one layer's experts, where there
-//! are any). Weights in NVFP4 may be read too, as the values that they stand for.
+//! are any). Weights in NVFP4 are read as they are, or as the values that they stand for.
 
 use std::path::Path;
 
@@ -16,6 +16,7 @@ use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm};
 use super::attention::Attention;
 use super::feed_forward::{FeedForward, Moe, SwiGlu};
 use super::names::{self, EMBEDDING, Expected, HEAD, NORM};
+use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
@@ -23,7 +24,8 @@ use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
-use crate::interchange::{Arithmetic, Checkpoint, PackedWeight};
+use crate::interchange::checkpoint::is_quantized;
+use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
 
 impl Decoder {
@@ -60,57 +62,115 @@ impl Decoder {
             config,
             tensors,
             packed: None,
+            form: Form::Dequantized,
             device,
             dtype,
         }
         .decoder()
     }
 
+    /// The model in `folder` in the form that inference is fastest in: weights of type `dtype` in a
+    /// folder of high precision, [packed](Self::load_packed) ones in a quantized folder.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load) and [`load_packed`](Self::load_packed), and when `scheme` is given
+    /// for a folder of high precision.
+    pub fn load_for_inference(
+        folder: &Path,
+        device: &Device,
+        dtype: FloatDType,
+        scheme: Option<Scheme>,
+    ) -> Result<Self> {
+        match (is_quantized(folder)?, scheme) {
+            (false, None) => Self::load(folder, device, dtype),
+            (false, Some(scheme)) => bail!(
+                "scheme is {}, but {} is not quantized",
+                scheme.name(),
+                folder.display()
+            ),
+            (true, scheme) => Self::load_packed(folder, device, dtype, scheme),
+        }
+    }
+
+    /// The quantized model in `folder`, whose NVFP4 weights stay packed; other weights get type
+    /// `dtype`.
+    ///
+    /// Activations are those of `scheme`, by default that of the folder: in a folder of W4A4 they
+    /// are quantized under its static global scales. Asked for W4A4 of a folder of W4A16, they are
+    /// quantized under the amax of each input.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); when the folder is not quantized, or has a problem that
+    /// [`Checkpoint`] names; when it quantizes the KV cache, which this model would not do.
+    pub fn load_packed(
+        folder: &Path,
+        device: &Device,
+        dtype: FloatDType,
+        scheme: Option<Scheme>,
+    ) -> Result<Self> {
+        Self::load_quantized(folder, device, dtype, Form::Packed(scheme))
+    }
+
     /// The quantized model in `folder`, with the values that its NVFP4 weights stand for as weights of
     /// type `dtype`. Weights take the memory of the dequantized model.
     ///
     /// # Errors
-    /// As [`load`](Self::load); when the folder is not quantized, or has a problem that
-    /// [`Checkpoint`] names; when it quantizes activations or the KV cache too, which this model
-    /// would not do.
+    /// As [`load_packed`](Self::load_packed), and when the folder quantizes activations, which this
+    /// model would not do.
     pub fn load_dequantized(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
+        Self::load_quantized(folder, device, dtype, Form::Dequantized)
+    }
+
+    fn load_quantized(
+        folder: &Path,
+        device: &Device,
+        dtype: FloatDType,
+        form: Form,
+    ) -> Result<Self> {
         check_dtype(dtype, device)?;
         let checkpoint = Checkpoint::open(folder)?;
         let name = || folder.display().to_string();
-        let quantizes = |what: &str| {
-            format!("it quantizes {what}, and a model of dequantized weights would not")
-        };
         ensure!(
-            checkpoint
-                .layers()
-                .values()
-                .all(|layer| layer.input_global.is_none()),
-            "{}: {}",
-            name(),
-            quantizes("activations (w4a4)")
+            form != Form::Dequantized
+                || checkpoint
+                    .layers()
+                    .values()
+                    .all(|layer| layer.input_global.is_none()),
+            "{}: it quantizes activations (w4a4), and a model of dequantized weights would not",
+            name()
         );
         ensure!(
             checkpoint.kv_scales().is_empty(),
-            "{}: {}",
-            name(),
-            quantizes("the KV cache")
+            "{}: it quantizes the KV cache to FP8, and this model would not",
+            name()
         );
         let json = checkpoint.json().as_object();
         let json = json.with_context(|| format!("{CONFIG_FILE} is no object"))?;
         let mut json = json.clone();
         json.remove("quantization_config");
         let config = DecoderConfig::from_json(&json).with_context(name)?;
-        check_names(&config, &checkpoint).with_context(name)?;
+        let packed = PackedFolder::new(&checkpoint);
+        check_names(&config, &packed).with_context(name)?;
         Loader {
             config: &config,
             tensors: checkpoint.tensors(),
-            packed: Some(&checkpoint),
+            packed: Some(packed),
+            form,
             device,
             dtype,
         }
         .decoder()
         .with_context(name)
     }
+}
+
+/// The form of weights that are packed in a folder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// They stay packed, with the activations of a scheme or of the folder's.
+    Packed(Option<Scheme>),
+    /// The values that they stand for.
+    Dequantized,
 }
 
 impl Loader<'_> {
@@ -200,17 +260,16 @@ fn is_float(dtype: Dtype) -> bool {
 }
 
 /// Fail unless a quantized folder has each weight of the model, packed or plain, and no other.
-fn check_names(config: &DecoderConfig, checkpoint: &Checkpoint) -> Result<()> {
-    let mut modules: std::collections::BTreeSet<&str> =
-        checkpoint.layers().keys().map(String::as_str).collect();
+fn check_names(config: &DecoderConfig, packed: &PackedFolder<'_>) -> Result<()> {
+    let mut modules = packed.modules();
     for Expected { name, shape } in names::expected(config) {
         let module = name.strip_suffix(".weight").unwrap_or(&name);
-        let found = match checkpoint.layers().get(module) {
+        let found = match packed.layer(module) {
             Some(layer) => {
                 modules.remove(module);
                 vec![layer.n, layer.k]
             }
-            None => checkpoint.tensors().get(&name)?.shape.to_vec(),
+            None => packed.tensors().get(&name)?.shape.to_vec(),
         };
         ensure!(
             found == shape,
@@ -229,7 +288,9 @@ struct Loader<'a> {
     config: &'a DecoderConfig,
     tensors: &'a TensorFolder,
     /// Where some weights are packed.
-    packed: Option<&'a Checkpoint>,
+    packed: Option<PackedFolder<'a>>,
+    /// What becomes of them.
+    form: Form,
     device: &'a Device,
     dtype: FloatDType,
 }
@@ -301,11 +362,16 @@ impl Loader<'_> {
         let of = |what: &str| -> Vec<String> {
             paths.iter().map(|path| format!("{path}.{what}")).collect()
         };
-        let weight = self.weight(&of("weight"))?;
         let bias = match bias {
             false => None,
             true => Some(param(self.concatenated(&of("bias"))?)),
         };
+        if let Some((packed, scheme)) = self.kept_packed(paths)? {
+            let bias = bias.map(|bias| bias.val());
+            let layer = packed.linear(paths, bias, scheme, self.device)?;
+            return Ok(Projection::Packed(layer));
+        }
+        let weight = self.weight(&of("weight"))?;
         // A view: what is stored by output is what matrix instructions read best.
         let weight = param(weight.transpose());
         Ok(Projection::Dense(Linear { weight, bias }))
@@ -313,10 +379,15 @@ impl Loader<'_> {
 
     /// The layers `parts` of each expert of the module `moe`, as one.
     fn experts(&self, moe: &str, experts: usize, parts: &[&str]) -> Result<Experts> {
-        let name = |expert: usize, part: &str| format!("{moe}.experts.{expert}.{part}.weight");
-        let names: Vec<String> = (0..experts)
+        let name = |expert: usize, part: &str| format!("{moe}.experts.{expert}.{part}");
+        let paths: Vec<String> = (0..experts)
             .flat_map(|expert| parts.iter().map(move |part| name(expert, part)))
             .collect();
+        if let Some((packed, scheme)) = self.kept_packed(&paths)? {
+            let layer = packed.grouped(&paths, experts, scheme, self.device)?;
+            return Ok(Experts::Packed(layer));
+        }
+        let names: Vec<String> = paths.iter().map(|path| format!("{path}.weight")).collect();
         let weight = self.weight(&names)?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
@@ -328,6 +399,16 @@ impl Loader<'_> {
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
         Ok(Experts::Grouped(layer))
+    }
+
+    /// The folder and the scheme, if the weights `paths`, which are one here, stay packed.
+    fn kept_packed(&self, paths: &[String]) -> Result<Option<(&PackedFolder<'_>, Option<Scheme>)>> {
+        match (&self.packed, self.form) {
+            (Some(packed), Form::Packed(scheme)) if packed.has_all(paths)? => {
+                Ok(Some((packed, scheme)))
+            }
+            _ => Ok(None),
+        }
     }
 
     fn norm(&self, name: &str) -> Result<RmsNorm> {
@@ -347,9 +428,9 @@ impl Loader<'_> {
 
     fn part(&self, name: &str) -> Result<Part<'_>> {
         let module = name.strip_suffix(".weight").unwrap_or(name);
-        match self.packed {
-            Some(checkpoint) if checkpoint.layers().contains_key(module) => {
-                Ok(Part::Packed(checkpoint.weight(module)?))
+        match &self.packed {
+            Some(packed) if packed.layer(module).is_some() => {
+                Ok(Part::Packed(packed.weight(module)?))
             }
             _ => Ok(Part::Plain(self.tensors.get(name)?)),
         }

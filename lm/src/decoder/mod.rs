@@ -19,6 +19,7 @@ pub mod generate;
 pub mod load;
 pub mod names;
 pub mod observe;
+mod packed;
 pub mod positions;
 pub mod projection;
 pub mod sampling;
@@ -221,5 +222,7 @@ impl Decoder {
     }
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod packed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

@@ -4,10 +4,12 @@
 //! [`Projection::forward`] or [`Experts::forward`], and another form is another variant.
 
 use anyhow::Result;
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::Tensor;
-use burn_nvfp4::nn::{Nvfp4GroupedLinear, Nvfp4Linear};
+use burn::tensor::{FloatDType, Tensor};
+use burn_nvfp4::nn::{
+    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+};
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use crate::model::cast;
@@ -20,6 +22,8 @@ pub enum Projection {
     Dense(Linear),
     /// Trained in NVFP4: `W` is in high precision, and quantized when it is used.
     Nvfp4(Nvfp4Linear),
+    /// For inference: `W` is stored in NVFP4.
+    Packed(Nvfp4PackedLinear),
 }
 
 impl Projection {
@@ -38,19 +42,36 @@ impl Projection {
                 })
             }
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
+            Self::Packed(linear) => Ok(linear.try_forward(x)?),
         }
     }
 
     /// The weight in high precision, `[d_in, d_out]`, and the bias.
     pub fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
-            Self::Dense(linear) => (&linear.weight, &linear.bias),
-            Self::Nvfp4(linear) => (&linear.weight, &linear.bias),
+            Self::Dense(linear) => (linear.weight.val(), &linear.bias),
+            Self::Nvfp4(linear) => (linear.weight.val(), &linear.bias),
+            Self::Packed(linear) => (dequantized(&linear.weight).transpose(), &linear.bias),
         };
-        (weight.val(), bias.as_ref().map(|bias| bias.val()))
+        (weight, bias.as_ref().map(|bias| bias.val()))
     }
 
-    /// The same parameters, with their ids, for training with `recipe`.
+    /// The layer for inference: what is trained in NVFP4 is quantized once, and no weight in high
+    /// precision is left of it. Outputs stay what they are in validation.
+    ///
+    /// # Errors
+    /// When the recipe has weights or activations in other formats than NVFP4.
+    pub fn into_packed(self) -> Result<Self> {
+        match self {
+            Self::Nvfp4(linear) if !linear.state.is_high_precision() => {
+                Ok(Self::Packed(linear.try_to_packed()?))
+            }
+            other => Ok(other),
+        }
+    }
+
+    /// The same parameters, with their ids, for training with `recipe`; of packed weights, the
+    /// values that they stand for.
     ///
     /// # Errors
     /// When a width is no multiple of 16, or the recipe does not pass its checks.
@@ -58,6 +79,12 @@ impl Projection {
         let linear = match self {
             Self::Dense(linear) => linear,
             Self::Nvfp4(linear) => linear.into_linear(),
+            Self::Packed(_) => {
+                let (weight, bias) = self.dense();
+                let weight = Param::from_tensor(weight);
+                let bias = bias.map(Param::from_tensor);
+                Linear { weight, bias }
+            }
         };
         Ok(Self::Nvfp4(Nvfp4Linear::from_linear(linear, recipe)?))
     }
@@ -69,6 +96,8 @@ pub enum Experts {
     /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says
     /// whether they are quantized when they are used.
     Grouped(Nvfp4GroupedLinear),
+    /// For inference: all weights are stored in NVFP4.
+    Packed(Nvfp4PackedGroupedLinear),
 }
 
 impl Experts {
@@ -79,6 +108,7 @@ impl Experts {
     pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
         match self {
             Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
+            Self::Packed(linear) => Ok(linear.try_forward(x, experts)?),
         }
     }
 
@@ -86,6 +116,34 @@ impl Experts {
     pub fn dense(&self) -> Tensor<3> {
         match self {
             Self::Grouped(linear) => linear.weight.val(),
+            Self::Packed(linear) => {
+                let ([n, d_in], experts) = (linear.weight.shape(), linear.weight.stack());
+                let stack = dequantized(&linear.weight).reshape([experts, n / experts, d_in]);
+                stack.swap_dims(1, 2)
+            }
         }
     }
+
+    /// The layer for inference, as [`Projection::into_packed`]. Experts whose recipe quantizes
+    /// nothing stay as they are.
+    ///
+    /// # Errors
+    /// When the recipe has weights or activations in other formats than NVFP4.
+    pub fn into_packed(self) -> Result<Self> {
+        match self {
+            Self::Grouped(linear) => {
+                let quantizes = linear.recipe().is_quantized() && !linear.state.is_high_precision();
+                match quantizes {
+                    true => Ok(Self::Packed(linear.try_to_packed()?)),
+                    false => Ok(Self::Grouped(linear)),
+                }
+            }
+            Self::Packed(linear) => Ok(Self::Packed(linear)),
+        }
+    }
+}
+
+fn dequantized(weight: &Nvfp4Weight) -> Tensor<2> {
+    let values = weight.try_dequantize(FloatDType::F32);
+    values.expect("F32 is one of the types that weights dequantize to")
 }

@@ -8,7 +8,7 @@ mod gemm;
 mod grouped_gemm;
 mod layers;
 mod optimizer;
-mod quantize;
+pub(super) mod quantize;
 pub(super) mod tensors;
 
 use burn_core::backend::{

@@ -39,7 +39,7 @@ pub(super) fn quantize(
     let made = |usage, request: Option<(QuantParams, Storage)>, amax: Option<Amax>| {
         request.map(|(params, storage)| {
             let packed = with_elements!(x, |values| {
-                groups.quantize(values, usage, &params, amax)
+                groups.quantize(values, usage, &params, &|_| amax.clone())
             });
             stored_as(packed, storage)
         })
@@ -57,6 +57,21 @@ pub(super) fn quantize(
     };
     let rowwise = made(Usage::Rowwise, rowwise, amax.clone());
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
+}
+
+/// The rowwise tensor of `x` by `params`, in NVFP4 with one amax for each of `groups`, which `amax`
+/// has.
+pub(in crate::ops) fn quantize_with_amax(
+    x: FlexTensor,
+    groups: &RowGroups<Flex>,
+    params: &QuantParams,
+    amax: &[f32],
+) -> QuantizedMatrix<Flex> {
+    let groups = GroupedRows::new(groups, matrix(&x));
+    let (usage, (rows, cols)) = (Usage::Rowwise, groups.shape);
+    trace_op("quantize", usage_name(usage), rows, cols);
+    let known = |group: usize| Some(Amax::Tensor(amax[group]));
+    with_elements!(x, |values| groups.quantize(values, usage, params, &known))
 }
 
 /// Reports one event where the CubeCL backend has one kernel, and one for each usage otherwise.
@@ -230,19 +245,19 @@ impl GroupedRows {
         }
     }
 
-    /// Each group as a matrix of its own; with `amax`, if it is known.
+    /// Each group as a matrix of its own, under what `amax` says of it, if it is known.
     fn quantize<T: Element>(
         &self,
         values: &[T],
         usage: Usage,
         params: &QuantParams,
-        amax: Option<Amax>,
+        amax: &dyn Fn(usize) -> Option<Amax>,
     ) -> QuantizedMatrix<Flex> {
         let layout = self
             .count
             .layout(self.shape, usage, params, Storage::Packed);
         if let GroupCount::Whole = self.count {
-            let amax = amax.unwrap_or_else(|| amax_of(values, self.shape, usage, params));
+            let amax = amax(0).unwrap_or_else(|| amax_of(values, self.shape, usage, params));
             let made = quantize_one(values, self.shape, usage, params, &amax, 0);
             let (scales, amax) = (made.scales().to_vec(), made.amax().values().to_vec());
             return upload(made.codes(), scales, amax, layout);
@@ -253,7 +268,7 @@ impl GroupedRows {
         for (group, place) in self.places(usage, params).iter().enumerate() {
             let part = &values[place.rows.start * cols..place.rows.end * cols];
             let shape = (place.rows.len(), cols);
-            let amax = amax_of(part, shape, usage, params);
+            let amax = amax(group).unwrap_or_else(|| amax_of(part, shape, usage, params));
             let first = place.number as u64;
             let made = quantize_one(part, shape, usage, params, &amax, first);
             // MS-EDEN keeps another amax than that of the values.

@@ -125,7 +125,7 @@ pub(super) fn download(packed: QuantizedMatrix<Flex>) -> QuantizedTensor {
 }
 
 /// The amax values; none of a format without a global scale.
-pub(super) fn amax_values(amax: MaybeTensor<Flex>) -> Vec<f32> {
+pub(in crate::ops) fn amax_values(amax: MaybeTensor<Flex>) -> Vec<f32> {
     let amax = amax.into_option();
     amax.map_or_else(Vec::new, |amax| {
         amax.to_contiguous().storage::<f32>().to_vec()

@@ -109,7 +109,7 @@ fn candidates(rows: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> Vec<u8> {
             let base = largest / 6.0 * global;
             vec![e4m3(at_most(base, 448.0)), e4m3(at_most(base * 1.5, 448.0))]
         }
-        BlockScaling::Standard | BlockScaling::Headroom => {
+        BlockScaling::Standard | BlockScaling::Headroom | BlockScaling::Static => {
             let largest = match scaling {
                 BlockScaling::Headroom => largest * 1.0625,
                 _ => largest,

@@ -1,0 +1,134 @@
+//! The linear layer of experts with packed weights.
+
+use burn_core as burn;
+
+use burn_core::backend::Dispatch;
+use burn_core::module::{Module, Param};
+use burn_core::tensor::Tensor;
+use nvfp4_kernels::{Nvfp4Error, Storage, Usage};
+
+use super::{Activations, Nvfp4Weight, check_input};
+use crate::experts::ExpertOffsets;
+use crate::functions::{into_bias, or_panic};
+use crate::nn::Nvfp4GroupedLinear;
+use crate::ops::{GemmGroups, Nvfp4Ops, QuantUsages, RowGroups, float_dtype};
+use crate::validate;
+
+/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for inference:
+/// the weights are stored in NVFP4, and all experts run in one launch.
+///
+/// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The output is a constant to
+/// autodiff.
+#[derive(Module, Debug)]
+pub struct Nvfp4PackedGroupedLinear {
+    /// The weights, a stack of `[d_out, d_in]`.
+    pub weight: Nvfp4Weight,
+    /// The static global scales of the input, `f32[experts]`: the factors that dequantize it.
+    pub input: Option<Param<Tensor<1>>>,
+    /// Added to the outputs, `[experts, d_out]`.
+    pub bias: Option<Param<Tensor<2>>>,
+    #[module(skip)]
+    activations: Activations,
+}
+
+impl Nvfp4PackedGroupedLinear {
+    /// A layer of the stack `weight`; with the static global scale `input` of each expert, where
+    /// `activations` are static, and a `bias`.
+    ///
+    /// # Errors
+    /// When `input` is missing or not `f32[experts]`, or the bias does not fit.
+    pub fn try_new(
+        weight: Nvfp4Weight,
+        activations: Activations,
+        input: Option<Tensor<1>>,
+        bias: Option<Tensor<2>>,
+    ) -> Result<Self, Nvfp4Error> {
+        let ([n, _], experts) = (weight.shape(), weight.stack());
+        check_input(&activations, input.as_ref(), &weight, experts)?;
+        if let Some(bias) = &bias {
+            validate::operand("bias", bias)?;
+            let device = weight.codes.device();
+            validate::same_device(("weight", &device), ("bias", &bias.device()))?;
+            let why = || "the experts and the rows of each".into();
+            validate::shape("bias", bias.dims(), [experts, n / experts], why)?;
+        }
+        let input = input.map(|input| Param::from_tensor(input.detach()).set_require_grad(false));
+        let bias = bias.map(|bias| Param::from_tensor(bias.detach()).set_require_grad(false));
+        Ok(Self {
+            weight,
+            input,
+            bias,
+            activations,
+        })
+    }
+
+    /// What the layer does with its input.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// Apply the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or `f16`,
+    /// to `[tokens, d_out]` of the same, zero for tokens of no expert.
+    ///
+    /// # Errors
+    /// When the input is on another device than the weight or `experts`, its type is not supported,
+    /// its shape is not `[experts.tokens(), d_in]`, or `experts` are not as many as the weights.
+    pub fn try_forward(
+        &self,
+        input: Tensor<2>,
+        experts: &ExpertOffsets,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        validate::operand("x", &input)?;
+        let (device, offsets) = (input.device(), experts.offsets());
+        validate::same_device(("x", &device), ("weight", &self.weight.codes.device()))?;
+        validate::same_device(("x", &device), ("experts", &offsets.device()))?;
+        let ([_, d_in], stack) = (self.weight.shape(), self.weight.stack());
+        if experts.experts() != stack {
+            return Err(Nvfp4Error::shape(
+                "experts",
+                format!("{} experts", experts.experts()),
+                format!("{stack}, as many as weights"),
+            ));
+        }
+        let why = || "the tokens of `experts`, the d_in of the weights".into();
+        validate::shape("x", input.dims(), [experts.tokens(), d_in], why)?;
+        let dtype = float_dtype(input.dtype());
+        let global = self.input.as_ref().map(|global| global.val());
+        let offsets = || offsets.clone().into_dispatch();
+        let groups = RowGroups::Offsets(offsets());
+        let x = self.activations.operand(input, global, groups);
+        let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
+        let groups = GemmGroups::M(offsets());
+        let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, groups, dtype);
+        Ok(Tensor::from_dispatch(y))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
+        or_panic(
+            "Nvfp4PackedGroupedLinear::forward",
+            self.try_forward(input, experts),
+        )
+    }
+}
+
+impl Nvfp4GroupedLinear {
+    /// The layer for inference: its weights quantized once, as each of its forwards would, and its
+    /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
+    ///
+    /// # Errors
+    /// When the layer is in high precision, or its recipe has weights or activations in another
+    /// format than NVFP4, or weights with a global scale for each row.
+    pub fn try_to_packed(&self) -> Result<Nvfp4PackedGroupedLinear, Nvfp4Error> {
+        let spec = self.recipe().spec(&self.state.rng_state());
+        let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
+        let usages = QuantUsages::one(Usage::Columnwise, params, Storage::Packed);
+        let [experts, d_in, d_out] = self.weight.dims();
+        let weight = self.weight.val().detach().reshape([experts * d_in, d_out]);
+        let groups = RowGroups::Batch(experts);
+        let made = Dispatch::nvfp4_quantize(weight.into_dispatch(), groups, usages).into_one();
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        let weight = Nvfp4Weight::from_trained(made)?;
+        Nvfp4PackedGroupedLinear::try_new(weight, activations, None, bias)
+    }
+}

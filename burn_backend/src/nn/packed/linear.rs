@@ -1,0 +1,126 @@
+//! The linear layer of a packed weight.
+
+use burn_core as burn;
+
+use burn_core::backend::Dispatch;
+use burn_core::module::{Module, Param};
+use burn_core::tensor::Tensor;
+use nvfp4_kernels::{Nvfp4Error, Storage, Usage};
+
+use super::{Activations, Nvfp4Weight, check_input};
+use crate::functions::{into_bias, or_panic};
+use crate::nn::{Nvfp4Linear, rows};
+use crate::ops::{GemmGroups, Nvfp4Ops, QuantUsages, RowGroups, float_dtype};
+use crate::validate;
+
+/// A linear layer `y = x Wᵀ + b` for inference, whose weight is stored in NVFP4.
+///
+/// With bf16 activations on a GPU, kernels read the codes themselves: with few rows (decoding) in a
+/// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its own
+/// time, as it does for `f32` activations. The output is a constant to autodiff.
+#[derive(Module, Debug)]
+pub struct Nvfp4PackedLinear {
+    /// The weight, `[d_out, d_in]`.
+    pub weight: Nvfp4Weight,
+    /// The static global scale of the input, `f32[1]`: the factor that dequantizes it.
+    pub input: Option<Param<Tensor<1>>>,
+    /// Added to the output, `[d_out]`.
+    pub bias: Option<Param<Tensor<1>>>,
+    #[module(skip)]
+    activations: Activations,
+}
+
+impl Nvfp4PackedLinear {
+    /// A layer of `weight`, which is one matrix; with the static global scale `input`, where
+    /// `activations` are static, and a `bias`.
+    ///
+    /// # Errors
+    /// When the weight is a stack, `input` is missing or not `f32[1]`, or the bias does not fit.
+    pub fn try_new(
+        weight: Nvfp4Weight,
+        activations: Activations,
+        input: Option<Tensor<1>>,
+        bias: Option<Tensor<1>>,
+    ) -> Result<Self, Nvfp4Error> {
+        let [d_out, _] = weight.shape();
+        if weight.stack() != 1 {
+            return Err(Nvfp4Error::shape(
+                "weight",
+                format!("a stack of {} matrices", weight.stack()),
+                "one matrix",
+            ));
+        }
+        check_input(&activations, input.as_ref(), &weight, 1)?;
+        if let Some(bias) = &bias {
+            validate::operand("bias", bias)?;
+            let device = weight.codes.device();
+            validate::same_device(("weight", &device), ("bias", &bias.device()))?;
+            validate::shape("bias", bias.dims(), [d_out], || {
+                "the rows of `weight`".into()
+            })?;
+        }
+        let param = |tensor: Tensor<1>| Param::from_tensor(tensor.detach()).set_require_grad(false);
+        Ok(Self {
+            weight,
+            input: input.map(param),
+            bias: bias.map(param),
+            activations,
+        })
+    }
+
+    /// What the layer does with its input.
+    pub fn activations(&self) -> Activations {
+        self.activations
+    }
+
+    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the same.
+    ///
+    /// # Errors
+    /// When the input is on another device than the weight, its type is not supported, or its last
+    /// axis is not `d_in`.
+    pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        validate::operand("x", &input)?;
+        let device = self.weight.codes.device();
+        validate::same_device(("weight", &device), ("x", &input.device()))?;
+        let ([d_out, d_in], dims) = (self.weight.shape(), input.dims());
+        if dims[D - 1] != d_in {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{dims:?}"),
+                format!("a last axis of {d_in}, the d_in of the weight [{d_out}, {d_in}]"),
+            ));
+        }
+        let dtype = float_dtype(input.dtype());
+        let (x, mut dims) = rows(input);
+        let global = self.input.as_ref().map(|global| global.val());
+        let x = self.activations.operand(x, global, RowGroups::Whole);
+        let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
+        let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, GemmGroups::None, dtype);
+        dims[D - 1] = d_out;
+        Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        or_panic("Nvfp4PackedLinear::forward", self.try_forward(input))
+    }
+}
+
+impl Nvfp4Linear {
+    /// The layer for inference: its weight quantized once, as each of its forwards would, and its
+    /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
+    ///
+    /// # Errors
+    /// When the layer is in high precision, or its recipe has weights or activations in another
+    /// format than NVFP4, or weights with a global scale for each row.
+    pub fn try_to_packed(&self) -> Result<Nvfp4PackedLinear, Nvfp4Error> {
+        let spec = self.recipe().spec(&self.state.rng_state());
+        let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
+        let usages = QuantUsages::one(Usage::Columnwise, params, Storage::Packed);
+        let weight = self.weight.val().detach().into_dispatch();
+        let made = Dispatch::nvfp4_quantize(weight, RowGroups::Whole, usages).into_one();
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        let weight = Nvfp4Weight::from_trained(made)?;
+        Nvfp4PackedLinear::try_new(weight, activations, None, bias)
+    }
+}

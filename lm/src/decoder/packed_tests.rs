@@ -1,0 +1,160 @@
+//! Models whose weights stay packed, against the references of quantized golden folders.
+
+use std::path::Path;
+
+use burn::tensor::TensorData;
+
+use super::projection::{Experts, Projection};
+use super::*;
+use crate::eval::log_probabilities;
+use crate::hf::golden::golden;
+use crate::hf::{StoredTensor, TensorFolder};
+use crate::interchange::Scheme;
+
+fn load(folder: &Path, scheme: Option<Scheme>, device: &Device) -> Decoder {
+    Decoder::load_for_inference(folder, device, FloatDType::F32, scheme).unwrap()
+}
+
+fn ids(tensor: StoredTensor) -> Vec<u32> {
+    let (numbers, _) = tensor.bytes.as_chunks();
+    let numbers = numbers
+        .iter()
+        .map(|bytes| i64::from_le_bytes(*bytes) as u32);
+    numbers.collect()
+}
+
+/// Logits of the first 12 positions, as a share of the largest one.
+fn distance(model: &Decoder, ids: &[u32], expected: &[f32]) -> f32 {
+    let rows = ids.chunks(32).flat_map(|row| &row[..12]);
+    let rows: Vec<i32> = rows.map(|id| *id as i32).collect();
+    let tokens = Tensor::from_data(TensorData::new(rows, [2, 12]), &model.device());
+    let found: Vec<f32> = model.forward(tokens).unwrap().into_data().iter().collect();
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let pairs = found.iter().zip(expected);
+    pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
+}
+
+/// Whether layers are packed where the folder's are.
+fn assert_packed(model: &Decoder) {
+    for layer in &model.layers {
+        assert!(matches!(layer.attention.qkv, Projection::Packed(_)));
+        assert!(matches!(layer.attention.out, Projection::Packed(_)));
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => {
+                assert!(matches!(dense.gate_up, Projection::Packed(_)));
+                assert!(matches!(dense.down, Projection::Packed(_)));
+            }
+            FeedForward::Moe(moe) => {
+                assert!(matches!(moe.gate_up, Experts::Packed(_)));
+                assert!(matches!(moe.down, Experts::Packed(_)));
+            }
+        }
+    }
+}
+
+/// Logits, losses and, of W4A16, greedy tokens.
+fn matches_references(folder: &Path, scheme: Scheme, bound: f32) {
+    let model = load(folder, Some(scheme), &Device::flex());
+    assert_packed(&model);
+    let name = scheme.name();
+    let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
+    let floats = |name: &str| reference.get(name).unwrap().to_f32().unwrap();
+    let tokens = ids(reference.get("input_ids").unwrap());
+    let error = distance(&model, &tokens, &floats(&format!("logits_{name}_f32")));
+    assert!(error < bound, "logits of {name} differ by {error}");
+    let nll = floats(&format!("nll_{name}"));
+    for (ids, expected) in tokens.chunks(32).zip(nll.chunks(31)) {
+        let found = log_probabilities(&model, ids).unwrap();
+        for (found, expected) in found.iter().zip(expected) {
+            let error = (found + expected).abs();
+            assert!(error < 1e-5, "{name}: {found}, not -{expected}");
+        }
+    }
+    if scheme == Scheme::W4a16 {
+        let greedy = ids(reference.get("greedy_24_w4a16").unwrap());
+        // Without the padding of the second row, as in the tests of unquantized models.
+        let prompts = tokens.chunks(32).map(|row| &row[..16]);
+        let prompts = prompts.map(|row| row.iter().copied().filter(|id| *id != 0).collect());
+        let prompts: Vec<Vec<u32>> = prompts.collect();
+        let found = model.generate(&prompts, &Generation::greedy(24), |_, _| Ok(true));
+        for (found, expected) in found.unwrap().iter().zip(greedy.chunks(40)) {
+            assert_eq!(found, &expected[16..]);
+        }
+    }
+}
+
+/// As the notes of the references have it, W4A4 is compared in `f32`.
+#[test]
+fn packed_models_match_the_references() {
+    for (folder, schemes) in [
+        ("llama3-tiny-ct-nvfp4a16", &[Scheme::W4a16][..]),
+        ("llama3-tiny-ct-nvfp4", &[Scheme::W4a16, Scheme::W4a4]),
+        ("llama3-tiny-ct-nvfp4-f32", &[Scheme::W4a16, Scheme::W4a4]),
+        ("llama3-tiny-modelopt-nvfp4", &[Scheme::W4a16, Scheme::W4a4]),
+        ("qwen3-tiny-ct-nvfp4", &[Scheme::W4a16, Scheme::W4a4]),
+        ("qwen3moe-tiny-modelopt-nvfp4", &[Scheme::W4a16]),
+        ("mixtral-tiny-modelopt-nvfp4", &[Scheme::W4a16]),
+    ] {
+        let folder = golden!(folder);
+        for scheme in schemes {
+            println!("{}: {}", folder.display(), scheme.name());
+            matches_references(&folder, *scheme, 1e-5);
+        }
+    }
+}
+
+/// The activations of the folder, of weights alone, and under amax values.
+#[test]
+fn schemes_differ() {
+    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let device = Device::flex();
+    let logits = |scheme| {
+        let model = load(&folder, scheme, &device);
+        let tokens = Tensor::from_data([[1i32, 5, 9, 200]], &device);
+        let logits = model.forward(tokens).unwrap().into_data();
+        logits.iter().collect::<Vec<f32>>()
+    };
+    assert!(logits(None) == logits(Some(Scheme::W4a4)));
+    assert!(logits(None) != logits(Some(Scheme::W4a16)));
+    let weights_only = golden!("llama3-tiny-ct-nvfp4a16");
+    let model = load(&weights_only, Some(Scheme::W4a4), &device);
+    let Projection::Packed(layer) = &model.layers[0].attention.qkv else {
+        panic!("it is packed");
+    };
+    assert_eq!(layer.activations(), burn_nvfp4::nn::Activations::DYNAMIC);
+    let plain = golden!("llama3-tiny");
+    let scheme = Some(Scheme::W4a16);
+    let error = Decoder::load_for_inference(&plain, &device, FloatDType::F32, scheme);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("is not quantized"), "{error}");
+}
+
+#[test]
+fn quantized_caches_are_refused() {
+    for folder in [
+        "llama3-tiny-ct-nvfp4-kvfp8",
+        "llama3-tiny-modelopt-nvfp4-kvfp8",
+    ] {
+        let folder = golden!(folder);
+        let error = Decoder::load_packed(&folder, &Device::flex(), FloatDType::F32, None);
+        let error = format!("{:#}", error.unwrap_err());
+        assert!(error.contains("KV cache"), "{error}");
+    }
+}
+
+/// On CubeCL's CPU runtime, where kernels decode.
+#[cfg(feature = "cpu")]
+#[test]
+fn kernels_compute_packed_models() {
+    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
+    let tokens = ids(reference.get("input_ids").unwrap());
+    for scheme in [Scheme::W4a16, Scheme::W4a4] {
+        let model = load(&folder, Some(scheme), &Device::cpu());
+        let expected = format!("logits_{}_f32", scheme.name());
+        let expected = reference.get(&expected).unwrap().to_f32().unwrap();
+        let error = distance(&model, &tokens, &expected);
+        assert!(error < 1e-5, "{}: {error}", scheme.name());
+    }
+}
