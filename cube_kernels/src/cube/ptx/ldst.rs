@@ -103,7 +103,7 @@ pub fn ld_global_nc_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
-/// Loads one word of device memory that another CTA releases with [`red_release_gpu_add`]; what
+/// Loads one word of device memory that another CTA releases with [`red_release_gpu_add()`]; what
 /// that CTA wrote before is visible behind it: `ld.acquire.gpu.global.b32`.
 ///
 /// PTX 6.0; sm_70 and later.
