@@ -181,6 +181,9 @@ impl AdamW {
     /// One step of all parameters that have a gradient, with learning rate `lr`. Other parameters
     /// stay as they are.
     ///
+    /// Parameters are updated in place. Burn reads records of a model lazily: one that is not
+    /// written yet has the weights of a later step then.
+    ///
     /// # Errors
     /// When the learning rate is negative or not finite, parameters with a gradient are on several
     /// devices, a parameter or a gradient is on a device or of a type that has no implementation,

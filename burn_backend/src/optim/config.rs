@@ -92,8 +92,11 @@ impl AdamWConfig {
     }
 
     /// The same optimizer as Burn's learner takes it, for the parameters of `model`: one launch a
-    /// parameter, in place, with the bits of [`AdamW`]. Parameters that `model` has not, by their
-    /// ids, are updated too, decayed by their axes alone.
+    /// parameter, with the bits of [`AdamW`]. Parameters that `model` has not, by their ids, are
+    /// updated too, decayed by their axes alone.
+    ///
+    /// Parameters are copied before they are updated, so that records that are not written yet,
+    /// which Burn reads lazily, keep their weights.
     ///
     /// Burn shows such an optimizer one gradient at a time, so gradients are not clipped to a
     /// global norm by it: [`grad_clip`](Self::grad_clip) must be `None`, and

@@ -131,6 +131,14 @@ const SECOND: &str = "second";
 const WEIGHT: &str = "weight";
 const TIME: &str = "time";
 
+/// The elements of `tensor` as they are now. Burn's `into_data` alone reads them from the device
+/// when they are first looked at.
+fn read(tensor: Tensor<1>) -> TensorData {
+    let data = tensor.into_data();
+    let _read = data.as_bytes();
+    data
+}
+
 impl RecordState for OneState {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         let (first, second, weight) = match self.tensors.clone() {
@@ -139,10 +147,11 @@ impl RecordState for OneState {
                 second,
                 weight,
             } => (first, second, weight),
+            // Read now: the next step writes the same memory.
             Stored::OnDevice(moments) => (
-                moments.first.into_data(),
-                moments.second.into_data(),
-                moments.weight.map(Tensor::into_data),
+                read(moments.first),
+                read(moments.second),
+                moments.weight.map(read),
             ),
         };
         out.push_tensor(prefix, FIRST, first);
@@ -194,6 +203,9 @@ impl Optimizer for OneParameter {
             }
         };
         let decay = self.decay.unwrap_or(self.config.decay_by_axes(D));
+        // Held, so that the step writes other memory. Burn reads tensors lazily: a record of the
+        // model that is not written yet would else have the weights of later steps.
+        let before = tensor.clone();
         let parameter = moments.into_state(tensor, decay, self.key);
         let schedule = {
             let mut schedule = self.schedule.lock().unwrap_or_else(PoisonError::into_inner);
@@ -210,6 +222,7 @@ impl Optimizer for OneParameter {
             },
         )
         .into_parts();
+        drop(before);
         let made = made.into_iter().next().expect("one parameter went in");
         let (tensor, moments) = ParameterMoments::from_state(made);
         let tensors = Stored::OnDevice(moments);
