@@ -305,7 +305,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
 }
 
 /// A quantized matrix as a constant of the autodiff backend.
-fn constant<B: Nvfp4Ops, C: CheckpointStrategy>(
+pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
     quantized: QuantizedMatrix<B>,
 ) -> QuantizedMatrix<Autodiff<B, C>> {
     let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
@@ -346,7 +346,7 @@ fn inner_operand<B: Nvfp4Ops, C: CheckpointStrategy>(
 }
 
 /// Groups of the inner backend.
-fn inner_groups<B: Backend, C: CheckpointStrategy>(
+pub(super) fn inner_groups<B: Backend, C: CheckpointStrategy>(
     groups: RowGroups<Autodiff<B, C>>,
 ) -> RowGroups<B> {
     match groups {

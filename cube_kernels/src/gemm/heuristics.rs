@@ -72,7 +72,7 @@ pub(crate) fn sm90_bf16(sms: usize, problem: &Problem) -> (Sm90Tile, usize, f64)
         .into_iter()
         .filter(|(tile, _)| !b_mn_major || tile.takes_mn_major());
     let estimates = possible.map(|(tile, cost)| {
-        let tiles = outputs * m.div_ceil(SM90_TILE_M) * n.div_ceil(tile.n());
+        let tiles = outputs * tiles_of(problem.shape, tile);
         (tile, BAND, waves(tiles, sms) * cost + before)
     });
     cheapest(estimates)

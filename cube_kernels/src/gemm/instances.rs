@@ -16,7 +16,10 @@ use super::kernels::{
 };
 use crate::{
     cube::ptx::Major,
-    gemm::epilogue::OutputAmax,
+    gemm::{
+        epilogue::OutputAmax,
+        tiles::{SM90_BOX, SM90_TILE_M},
+    },
     registry::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -214,6 +217,12 @@ fn map(device: &DummyDevice, tile: [usize; 2], elem: cubecl::ir::ElemType) -> Te
     )
 }
 
+/// A map of stages of `rows` rows for the bf16 kernels of Hopper.
+fn sm90_operand(device: &DummyDevice, rows: usize, major: Major) -> TensorMapArg<Tiled> {
+    let rows = if major == Major::Mn { SM90_BOX } else { rows };
+    map(device, [rows, SM90_BOX], bf16::elem_type_native()).with_swizzle(TensorMapSwizzle::B128)
+}
+
 /// What prepares operands.
 fn around(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -289,11 +298,6 @@ fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
         }
         for (kind, majors) in forms {
             let plan = StreamKPlan { tile, majors };
-            let operand = |rows, major| {
-                let rows = if major == Major::Mn { 64 } else { rows };
-                map(device, [rows, 64], bf16::elem_type_native())
-                    .with_swizzle(TensorMapSwizzle::B128)
-            };
             let shape = ProblemShapeLaunch::of((128, 128, 128), 1);
             let problem = StreamKProblemLaunch::new(shape, 0, 1, 2, 1, 0, 0, 16);
             let instance = instance!(
@@ -303,8 +307,8 @@ fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
                 format!("{tile:?}-{}-{majors:?}", kind.accumulate),
                 Expected::default(),
                 AddressType::U32,
-                operand(128, majors[0]),
-                operand(tile.n(), majors[1]),
+                sm90_operand(device, SM90_TILE_M, majors[0]),
+                sm90_operand(device, tile.n(), majors[1]),
                 problem,
                 PartialTilesLaunch::new(device.buffer(1 << 12), device.buffer(1)),
                 epilogue(device, kind),
@@ -346,11 +350,6 @@ fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
                 tile,
                 majors,
             };
-            let operand = |rows, major| {
-                let rows = if major == Major::Mn { 64 } else { rows };
-                map(device, [rows, 64], bf16::elem_type_native())
-                    .with_swizzle(TensorMapSwizzle::B128)
-            };
             let instance = instance!(
                 device,
                 units SM90_UNITS,
@@ -361,8 +360,8 @@ fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
                 ),
                 Expected::default(),
                 AddressType::U32,
-                operand(128, majors[0]),
-                operand(tile.n(), majors[1]),
+                sm90_operand(device, SM90_TILE_M, majors[0]),
+                sm90_operand(device, tile.n(), majors[1]),
                 problem(device, 1),
                 epilogue(device, kind),
                 device.buffer(1 << 12),

@@ -1,6 +1,7 @@
 //! Products whose tiles are shared out along the contraction, on Hopper: bit for bit as whole tiles
 //! where sums are exact, and within the bound of sums in f32 where they are not.
 
+use crate::support::device::upload;
 use crate::support::gemm::multiply;
 use crate::support::inputs::Generator;
 use crate::support::packed::{Packed, assert_bound, unscaled};
@@ -25,11 +26,10 @@ fn whole_numbers(client: &Client, rows: usize, k: usize, seed: u32) -> [Matrix; 
         .map(|_| bf16::from_f32((random.next_u32() % 7) as f32 - 3.0))
         .collect();
     let columns: Vec<bf16> = (0..rows * k).map(|i| x[i % rows * k + i / rows]).collect();
-    let upload = |x: &[bf16], rows, cols| {
-        let handle = client.create_from_slice(bytemuck::cast_slice(x));
-        Matrix::new(handle, rows, cols, FloatKind::Bf16).unwrap()
-    };
-    [upload(&x, rows, k), upload(&columns, k, rows)]
+    [
+        upload(client, &x, rows, k),
+        upload(client, &columns, k, rows),
+    ]
 }
 
 /// Shapes with one shared tile and with many, with and without whole waves before them, with one

@@ -10,13 +10,14 @@ mod flex;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, autodiff::checkpoint::strategy::CheckpointStrategy,
-    backend_extension, tensor::FloatTensor,
+    Autodiff, Backend, autodiff::checkpoint::strategy::CheckpointStrategy, backend_extension,
+    tensor::FloatTensor,
 };
 use nvfp4_kernels::{BlockScaling, Rounding};
 
+use super::autodiff::{constant, inner_groups};
 use super::spec::QuantParams;
-use super::tensors::{MaybeTensor, QuantizedData, QuantizedMatrix, RowGroups};
+use super::tensors::{QuantizedMatrix, RowGroups};
 
 /// 1x16 blocks to nearest, under a given global scale.
 pub(crate) const STATIC: QuantParams = QuantParams {
@@ -69,23 +70,8 @@ impl<B: InferenceOps, C: CheckpointStrategy> InferenceOps for Autodiff<B, C> {
         global: FloatTensor<Self>,
         groups: RowGroups<Self>,
     ) -> QuantizedMatrix<Self> {
-        let groups = match groups {
-            RowGroups::Whole => RowGroups::Whole,
-            RowGroups::Batch(count) => RowGroups::Batch(count),
-            RowGroups::Offsets(offsets) => RowGroups::Offsets(offsets),
-        };
-        let made = B::nvfp4_quantize_static(x.into_primitive(), global.into_primitive(), groups);
-        let outer = <Self as AutodiffBackend>::from_inner;
-        QuantizedMatrix {
-            data: match made.data {
-                QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
-                QuantizedData::Bf16Unscaled(values) => QuantizedData::Bf16Unscaled(outer(values)),
-            },
-            amax: match made.amax {
-                MaybeTensor::Absent => MaybeTensor::Absent,
-                MaybeTensor::Present(amax) => MaybeTensor::Present(outer(amax)),
-            },
-            layout: made.layout,
-        }
+        let groups = inner_groups(groups);
+        let (x, global) = (x.into_primitive(), global.into_primitive());
+        constant(B::nvfp4_quantize_static(x, global, groups))
     }
 }

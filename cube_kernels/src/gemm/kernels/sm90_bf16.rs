@@ -89,11 +89,52 @@ impl Depth {
 #[expand(derive(Clone, Copy))]
 pub(super) struct StageOperands {
     /// The descriptor of its rows of `a` in the first stage.
-    pub a: u64,
+    a: u64,
     /// That of `b`.
-    pub b: u64,
+    b: u64,
     /// 1 in the unit that tells the producer that a stage has been read, else 0.
-    pub leader: u32,
+    leader: u32,
+}
+
+#[cube]
+impl StageOperands {
+    /// Those of this warpgroup.
+    pub fn of(shared: SharedAddresses, #[comptime] majors: [Major; 2]) -> Self {
+        let consumer = thread_in_cta() / 128u32 - 1u32;
+        StageOperands {
+            // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
+            a: wgmma_descriptor(shared.a, comptime!(majors[0])) + u64::cast_from(consumer * 512u32),
+            b: wgmma_descriptor(shared.b, comptime!(majors[1])),
+            leader: u32::cast_from((UNIT_POS & 127u32) == 0u32),
+        }
+    }
+}
+
+/// Makes the barriers of a ring of `stages` stages known to all units and to TMA: those that
+/// complete when a stage is full, which the producer arrives at, then those of empty stages, which
+/// both consumers arrive at.
+#[cube]
+pub(super) fn init_barriers(barriers: &[Barrier], #[comptime] stages: usize) {
+    if UNIT_POS == 0 {
+        #[unroll]
+        for s in 0..stages {
+            barriers[s].init_manual(1);
+            barriers[s + stages].init_manual(2);
+        }
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+}
+
+/// Where consumers of a ring of `stages` stages stand that have read `used`.
+#[cube]
+pub(super) fn pipeline_at(full: u32, used: u32, #[comptime] stages: usize) -> PipelineState {
+    PipelineState {
+        full,
+        empty: full + comptime!(8 * stages as u32),
+        stage: used % comptime!(stages as u32),
+        parity: (used / comptime!(stages as u32)) & 1u32,
+    }
 }
 
 /// The sums of 64 rows of a tile over `depth`, from the stage of `pipeline` on.
@@ -156,7 +197,7 @@ fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDi
 /// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`,
 /// and `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
 #[cube]
-pub(super) fn load_stage(
+fn load_operand(
     operand: &TensorMap<bf16, Tiled>,
     stage: &mut [Vector<bf16, Const<8>>],
     ready: &Barrier,
@@ -180,6 +221,65 @@ pub(super) fn load_stage(
     }
 }
 
+/// What a stage is filled with.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct StageSource {
+    /// The first row of `a`.
+    pub row: u32,
+    /// The first row of `b`, a column of the output.
+    pub column: u32,
+    /// The first column of both.
+    pub depth: u32,
+    /// Stages that were filled before. All units count alike: the ring needs no other state.
+    pub used: u32,
+}
+
+/// Waits until the next stage is empty and lets TMA fill it. `full` is the address of `barriers`.
+#[cube]
+pub(super) fn fill_stage(
+    a: &TensorMap<bf16, Tiled>,
+    b: &TensorMap<bf16, Tiled>,
+    a_tiles: &mut [Vector<bf16, Const<8>>],
+    b_tiles: &mut [Vector<bf16, Const<8>>],
+    barriers: &[Barrier],
+    full: u32,
+    source: StageSource,
+    #[comptime] form: (Sm90Tile, [Major; 2]),
+) {
+    let (tile, majors) = comptime!(form);
+    let stages = comptime!(tile.stages());
+    let b_stage = comptime!(b_stage(tile));
+    let empty = full + comptime!(8 * stages as u32);
+    let stage = source.used % comptime!(stages as u32);
+    let parity = ((source.used / comptime!(stages as u32)) & 1u32) ^ 1u32;
+    mbarrier_wait_parity(empty + stage * 8u32, parity);
+    mbarrier_arrive_expect_tx(
+        full + stage * 8u32,
+        comptime!(((SM90_TILE_M + tile.n()) * TILE_K * 2) as u32),
+    );
+    let s = stage as usize;
+    let ready = &barriers[s];
+    load_operand(
+        a,
+        &mut a_tiles[s * A_STAGE..(s + 1) * A_STAGE],
+        ready,
+        source.row,
+        source.depth,
+        SM90_TILE_M,
+        comptime!(majors[0]),
+    );
+    load_operand(
+        b,
+        &mut b_tiles[s * b_stage..(s + 1) * b_stage],
+        ready,
+        source.column,
+        source.depth,
+        comptime!(tile.n()),
+        comptime!(majors[1]),
+    );
+}
+
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
 /// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
@@ -195,7 +295,6 @@ pub fn sm90_bf16_kernel(
     #[comptime] plan: Sm90Plan,
 ) {
     let tile = comptime!(plan.tile);
-    let stages = comptime!(plan.tile.stages());
     let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(tile.stages() * A_STAGE), 1024usize);
     let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
@@ -205,15 +304,7 @@ pub fn sm90_bf16_kernel(
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * tile.stages()), 8usize);
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
-    if UNIT_POS == 0 {
-        #[unroll]
-        for s in 0..stages {
-            barriers[s].init_manual(1);
-            barriers[s + stages].init_manual(2);
-        }
-    }
-    sync_async_proxy_shared();
-    sync_cube();
+    init_barriers(&barriers, comptime!(tile.stages()));
     if UNIT_POS < 128u32 {
         if UNIT_POS == 0u32 {
             produce(
@@ -269,17 +360,13 @@ fn produce(
     full: u32,
     #[comptime] plan: Sm90Plan,
 ) {
-    let stages = comptime!(plan.tile.stages());
     let tile_n = comptime!(plan.tile.n());
     let grouped = comptime!(plan.grouped);
-    let b_stage = comptime!(b_stage(plan.tile));
-    let empty = full + comptime!(8 * plan.tile.stages() as u32);
     let tiles_n = problem.shape.n.div_ceil(comptime!(tile_n as u32));
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, and the tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
-    // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
     while group < problem.shape.groups {
         let tiles_m = rows_of(problem, group, grouped).div_ceil(comptime!(SM90_TILE_M as u32));
@@ -304,33 +391,21 @@ fn produce(
             }
             let depth = depth_of(problem, group, grouped);
             for step in 0..depth.stages() {
-                let stage = used % comptime!(stages as u32);
-                let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-                mbarrier_wait_parity(empty + stage * 8u32, parity);
-                mbarrier_arrive_expect_tx(
-                    full + stage * 8u32,
-                    comptime!(((SM90_TILE_M + tile_n) * TILE_K * 2) as u32),
-                );
-                let s = stage as usize;
-                let depth = from + step * comptime!(TILE_K as u32);
-                let ready = &barriers[s];
-                load_stage(
-                    a,
-                    &mut a_tiles[s * A_STAGE..(s + 1) * A_STAGE],
-                    ready,
+                let source = StageSource {
                     row,
-                    depth,
-                    SM90_TILE_M,
-                    comptime!(plan.majors[0]),
-                );
-                load_stage(
-                    b,
-                    &mut b_tiles[s * b_stage..(s + 1) * b_stage],
-                    ready,
                     column,
-                    depth,
-                    tile_n,
-                    comptime!(plan.majors[1]),
+                    depth: from + step * comptime!(TILE_K as u32),
+                    used,
+                };
+                fill_stage(
+                    a,
+                    b,
+                    a_tiles,
+                    b_tiles,
+                    barriers,
+                    full,
+                    source,
+                    comptime!((plan.tile, plan.majors)),
                 );
                 used += 1u32;
             }
@@ -351,17 +426,10 @@ fn consume(
     shared: SharedAddresses,
     #[comptime] plan: Sm90Plan,
 ) {
-    let stages = comptime!(plan.tile.stages());
     let tile_n = comptime!(plan.tile.n());
     let grouped = comptime!(plan.grouped);
     let majors = comptime!(plan.majors);
-    let empty = shared.full + comptime!(8 * plan.tile.stages() as u32);
-    let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leader = u32::cast_from((UNIT_POS & 127u32) == 0u32);
-    // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-    let a_tile =
-        wgmma_descriptor(shared.a, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
-    let b_tile = wgmma_descriptor(shared.b, comptime!(majors[1]));
+    let operands = StageOperands::of(shared, majors);
     let warp = (thread_in_cta() - 128u32) / 32u32;
     let staging = shared.staging + warp * comptime!(STAGING as u32);
     let tiles_n = problem.shape.n.div_ceil(comptime!(tile_n as u32));
@@ -391,19 +459,9 @@ fn consume(
                 first = group * problem.shape.m;
                 end = first + problem.shape.m;
             }
-            let pipeline = PipelineState {
-                full: shared.full,
-                empty,
-                stage: used % comptime!(stages as u32),
-                parity: (used / comptime!(stages as u32)) & 1u32,
-            };
+            let pipeline = pipeline_at(shared.full, used, comptime!(plan.tile.stages()));
             let depth = depth_of(problem, group, grouped);
             let size!(S) = comptime!(plan.tile.accumulators());
-            let operands = StageOperands {
-                a: a_tile,
-                b: b_tile,
-                leader,
-            };
             let sums = multiply::<S>(pipeline, operands, depth, comptime!((plan.tile, majors)));
             let own = WarpTile {
                 row: first + at.row + warp * 16u32,

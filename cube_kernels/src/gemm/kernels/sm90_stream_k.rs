@@ -14,17 +14,15 @@ use cubecl::{
 use half::bf16;
 
 use super::sm90_bf16::{
-    A_STAGE, Depth, SharedAddresses, StageOperands, TILE_K, UNITS, b_stage, check_sm90, load_stage,
-    major, multiply, operand_map,
+    A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, TILE_K, UNITS, b_stage,
+    check_sm90, fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };
 use crate::{
     Nvfp4Error,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global,
-        cvta_to_shared, ld_acquire_gpu, ld_shared_v4, mbarrier_arrive_expect_tx,
-        mbarrier_wait_parity, named_barrier_sync, red_release_gpu_add,
-        sm90_mainloop::PipelineState, wgmma_descriptor,
+        cvta_to_shared, ld_acquire_gpu, ld_shared_v4, named_barrier_sync, red_release_gpu_add,
     },
     gemm::{
         arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
@@ -142,10 +140,16 @@ impl StreamKProblem {
                 piece.tile = self.whole + tile;
                 piece.from = sliced_depth + (first - tile * self.rest);
                 piece.to = sliced_depth + (behind - tile * self.rest);
-                piece.partial = (self.slices - 1u32) * self.shared + tile + helper;
+                piece.partial = self.partial_of_rest(tile, helper);
             }
         }
         piece
+    }
+
+    /// The partial tile for what helper `helper` computes of shared tile `tile`: they are numbered
+    /// behind those of slices, and the next helper or the next tile has the next number.
+    fn partial_of_rest(&self, tile: u32, helper: u32) -> u32 {
+        (self.slices - 1u32) * self.shared + tile + helper
     }
 
     /// Where tile `tile` lies.
@@ -172,7 +176,7 @@ impl StreamKProblem {
         if self.rest > 0u32 {
             let helper = tile * self.rest / self.per_helper;
             let last = ((tile + 1u32) * self.rest - 1u32) / self.per_helper;
-            parts.rest = (self.slices - 1u32) * self.shared + tile + helper;
+            parts.rest = self.partial_of_rest(tile, helper);
             parts.of_rest = last + 1u32 - helper;
         }
         parts
@@ -334,7 +338,6 @@ pub fn sm90_stream_k_kernel(
     #[comptime] plan: StreamKPlan,
 ) {
     let tile = comptime!(plan.tile);
-    let stages = comptime!(plan.tile.stages());
     let mut a_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(tile.stages() * A_STAGE), 1024usize);
     let mut b_tiles: Shared<[Vector<bf16, Const<8>>]> =
@@ -344,15 +347,7 @@ pub fn sm90_stream_k_kernel(
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * tile.stages()), 8usize);
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
-    if UNIT_POS == 0 {
-        #[unroll]
-        for s in 0..stages {
-            barriers[s].init_manual(1);
-            barriers[s + stages].init_manual(2);
-        }
-    }
-    sync_async_proxy_shared();
-    sync_cube();
+    init_barriers(&barriers, comptime!(tile.stages()));
     if UNIT_POS < 128u32 {
         if UNIT_POS == 0u32 {
             produce(
@@ -390,10 +385,7 @@ fn produce(
     #[comptime] plan: StreamKPlan,
 ) {
     let tile = comptime!(plan.tile);
-    let stages = comptime!(plan.tile.stages());
-    let b_stage = comptime!(b_stage(plan.tile));
     let depth = Depth::of(problem.shape.k).stages();
-    let empty = full + comptime!(8 * plan.tile.stages() as u32);
     let mut used = 0u32;
     let mut number = 0u32;
     let mut goes_on = true;
@@ -402,33 +394,21 @@ fn produce(
         goes_on = piece.from < piece.to;
         let at = problem.place(piece.tile, tile);
         for step in piece.from..piece.to {
-            let stage = used % comptime!(stages as u32);
-            let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
-            mbarrier_wait_parity(empty + stage * 8u32, parity);
-            mbarrier_arrive_expect_tx(
-                full + stage * 8u32,
-                comptime!(((SM90_TILE_M + tile.n()) * TILE_K * 2) as u32),
-            );
-            let s = stage as usize;
-            let ready = &barriers[s];
-            let column = step * comptime!(TILE_K as u32);
-            load_stage(
+            let source = StageSource {
+                row: at.row,
+                column: at.column,
+                depth: step * comptime!(TILE_K as u32),
+                used,
+            };
+            fill_stage(
                 a,
-                &mut a_tiles[s * A_STAGE..(s + 1) * A_STAGE],
-                ready,
-                at.row,
-                column,
-                SM90_TILE_M,
-                comptime!(plan.majors[0]),
-            );
-            load_stage(
                 b,
-                &mut b_tiles[s * b_stage..(s + 1) * b_stage],
-                ready,
-                at.column,
-                column,
-                comptime!(tile.n()),
-                comptime!(plan.majors[1]),
+                a_tiles,
+                b_tiles,
+                barriers,
+                full,
+                source,
+                comptime!((tile, plan.majors)),
             );
             used += 1u32;
         }
@@ -448,19 +428,10 @@ fn consume(
     #[comptime] plan: StreamKPlan,
 ) {
     let tile = comptime!(plan.tile);
-    let stages = comptime!(plan.tile.stages());
     let majors = comptime!(plan.majors);
     let whole_depth = Depth::of(problem.shape.k);
     let depth = whole_depth.stages();
-    let consumer = thread_in_cta() / 128u32 - 1u32;
-    // Its 64 rows, or its box, are 64 times 128 bytes, in units of 16.
-    let a_tile =
-        wgmma_descriptor(shared.a, comptime!(majors[0])) + u64::cast_from(consumer * 512u32);
-    let operands = StageOperands {
-        a: a_tile,
-        b: wgmma_descriptor(shared.b, comptime!(majors[1])),
-        leader: u32::cast_from((UNIT_POS & 127u32) == 0u32),
-    };
+    let operands = StageOperands::of(shared, majors);
     let warp = (thread_in_cta() - 128u32) / 32u32;
     let mut used = 0u32;
     let mut number = 0u32;
@@ -469,18 +440,13 @@ fn consume(
         let piece = problem.piece(number, depth);
         goes_on = piece.from < piece.to;
         if goes_on {
-            let pipeline = PipelineState {
-                full: shared.full,
-                empty: shared.full + comptime!(8 * plan.tile.stages() as u32),
-                stage: used % comptime!(stages as u32),
-                parity: (used / comptime!(stages as u32)) & 1u32,
-            };
+            let pipeline = pipeline_at(shared.full, used, comptime!(tile.stages()));
             let is_last = piece.to == depth;
             let here = Depth {
                 steps: min(piece.to, whole_depth.steps) - piece.from,
                 tail: select(is_last, whole_depth.tail, 0u32),
             };
-            let size!(S) = comptime!(plan.tile.accumulators());
+            let size!(S) = comptime!(tile.accumulators());
             let mut sums = multiply::<S>(pipeline, operands, here, comptime!((tile, majors)));
             let index = piece.tile - problem.whole;
             if piece.from > 0u32 {
@@ -559,14 +525,13 @@ impl Kernel for Sm90StreamK {
     }
 }
 
-/// Queues the GEMM; `None` where nothing is to be shared out. Memory and sizes are those that
-/// [`check_sm90`] takes.
+/// Queues the GEMM; `None` where nothing is to be shared out. Memory, sizes and groups are those
+/// that `supports` takes.
 fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
     let Launch {
         client,
         a,
         b,
-        groups,
         epilogue,
         output,
         ..
@@ -574,9 +539,6 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
     let GemmShape { m, n, k } = launch.shape;
     let tiles = tiles_of(launch.shape, tile);
     let schedule = StreamK::of(tiles, stages_of(k), sms(client))?;
-    if groups.grouping != GroupedDim::None {
-        return None;
-    }
     let partial_vectors = schedule.partials() * partial_len(tile);
     let sums = allocate(client, partial_vectors * 16);
     let written = zeros(client, schedule.shared);
