@@ -9,10 +9,9 @@
 //!   them before each step, and [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun) is
 //!   in it;
 //! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances
-//!   it at the end of each step.
+//!   it at the end of each step; the kernels of MS-EDEN draw the signs of their transform from it.
 //!
-//! Replayed steps have the bits of ordinary ones. MS-EDEN draws signs on the host too, which a
-//! graph would repeat: a layer with it refuses to run in such a step.
+//! Replayed steps have the bits of ordinary ones.
 //!
 //! `nvfp4 train --graph` takes its steps so. Tests compare replayed steps with ordinary ones on
 //! GPUs, and steps kernel by kernel on CubeCL's CPU runtime, which has no graphs.

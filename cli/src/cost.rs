@@ -115,7 +115,7 @@ impl CostOfSteps {
                  kernels",
                 figure.recipe
             );
-            println!("{}", line(&figure, every));
+            println!("{}", line(&figure, config.model.layers, every));
             results.push(figure);
             release(&device);
         }
@@ -209,8 +209,8 @@ fn figure<T>(
 /// The columns of the table, those of telemetry among them if it samples a step in `every`, not 0.
 fn header(every: u64) -> String {
     let mut text = format!(
-        "{:<32} {:>9} {:>9} {:>7} {:>8} {:>9} {:>8}",
-        "recipe", "tokens/s", "ms/step", "TFLOP/s", "peak MB", "pools MB", "kernels"
+        "{:<32} {:>9} {:>9} {:>7} {:>8} {:>9} {:>10} {:>8}",
+        "recipe", "tokens/s", "ms/step", "TFLOP/s", "peak MB", "pools MB", "MB a block", "kernels"
     );
     for class in KernelClass::ALL {
         text += &format!(" {:>14}", class.name());
@@ -221,7 +221,7 @@ fn header(every: u64) -> String {
     text
 }
 
-fn line(figure: &Figure, every: u64) -> String {
+fn line(figure: &Figure, layers: usize, every: u64) -> String {
     let cost = &figure.cost;
     let megabytes = |bytes: Option<u64>| match bytes {
         Some(bytes) => format!("{:.0}", bytes as f64 / 1e6),
@@ -233,13 +233,14 @@ fn line(figure: &Figure, every: u64) -> String {
     };
     let all: f64 = KernelClass::ALL.map(|class| cost.of(class)).iter().sum();
     let mut text = format!(
-        "{:<32} {:>9.0} {:>9.3} {:>7.1} {:>8} {:>9} {:>8}",
+        "{:<32} {:>9.0} {:>9.3} {:>7.1} {:>8} {:>9} {:>10} {:>8}",
         figure.recipe,
         cost.tokens_per_s(),
         1e3 * cost.median(),
         figure.tera(),
         megabytes(cost.memory.map(|memory| memory.peak)),
         megabytes(cost.memory.map(|memory| memory.reserved)),
+        megabytes(cost.memory.map(|memory| memory.kept / layers as u64)),
         of(all),
     );
     for class in KernelClass::ALL {

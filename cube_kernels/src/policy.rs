@@ -185,6 +185,9 @@ impl Hadamard {
         Self::seeded_with_size(HadamardSize::H16, seed)
     }
 
+    /// What is added to the seed from one step to the next, where each draws signs of its own.
+    pub const SEED_STEP: u64 = 0x9E37_79B9_7F4A_7C15;
+
     /// A transform whose signs are drawn from `seed`: the same on every machine.
     pub const fn seeded_with_size(size: HadamardSize, seed: u64) -> Self {
         Self::new(size, [splitmix64(seed), splitmix64(!seed)])

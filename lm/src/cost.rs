@@ -60,6 +60,10 @@ pub struct Memory {
     pub peak: u64,
     /// What the memory pools hold after the step.
     pub reserved: u64,
+    /// What the forward keeps for the backward: packed operands, inputs of norms, attention and
+    /// activations, and the gradients of the head. Not the quantized weights, which are kept from
+    /// step to step.
+    pub kept: u64,
 }
 
 /// All launches of one kernel in a step.
@@ -260,7 +264,7 @@ pub fn measure<M: LanguageModel, T>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
-    config.check_graph([recipe])?;
+    config.check_graph()?;
     let budget = MemoryBudget::new(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
@@ -345,6 +349,13 @@ fn measure_steps<M: LanguageModel, T>(
         observed = std::mem::replace(&mut observed, Ok(())).and(taken);
     });
     observed?;
+    let kept = observe::kept(device, || {
+        let batch = Batch::random(config.seed, number, config.batch, config.model.context);
+        let (inputs, targets) = batch.tensors(&device.clone().autodiff());
+        rank.model().training_loss(inputs, targets)
+    });
+    let memory = memory.zip(kept);
+    let memory = memory.map(|(memory, kept)| Memory { kept, ..memory });
     Ok(Cost {
         tokens: config.batch * config.model.context,
         built,
@@ -370,6 +381,10 @@ mod observe {
 
     pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
         (None, Vec::new())
+    }
+
+    pub(crate) fn kept<T>(_: &Device, _: impl FnOnce() -> T) -> Option<u64> {
+        None
     }
 
     pub(crate) fn release(_: &Device) {}
@@ -410,12 +425,25 @@ mod observe {
         let memory = Memory {
             peak,
             reserved: usage(&client).bytes_reserved,
+            kept: 0,
         };
         let watch = Arc::new(Watch::default());
         let observation = LaunchObservation::new(watch.clone());
         step();
         drop(observation);
         (Some(memory), watch.kernels())
+    }
+
+    /// The memory that what `make` gives keeps in use.
+    pub(crate) fn kept<T>(device: &Device, make: impl FnOnce() -> T) -> Option<u64> {
+        let client = client(device)?;
+        let in_use = || {
+            let _ = device.sync();
+            usage(&client).bytes_in_use
+        };
+        let before = in_use();
+        let _made = make();
+        Some(in_use().saturating_sub(before))
     }
 
     /// Between two polls, each of which interrupts the device's thread for a moment.

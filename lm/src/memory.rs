@@ -44,7 +44,8 @@ impl MemoryNeed {
             true => model.hidden,
             false => 2 * model.hidden * experts,
         };
-        let block = element * (5 * model.width + inner);
+        let kept = model.layers - config.recompute.min(model.layers);
+        let blocks = element * (5 * model.width * model.layers + inner * kept);
         // One-hot bytes, as input and as target, and their probabilities in f32.
         let ends = VOCABULARY * (element + 4 + 4);
         let tokens = config.batch / config.devices.len().max(1) * model.context;
@@ -53,7 +54,7 @@ impl MemoryNeed {
             weights: parameters * parameter as u64,
             gradients: parameters * parameter as u64,
             optimizer: parameters * (8 + f32_copy),
-            activations: tokens as u64 * (model.layers * block + ends) as u64,
+            activations: tokens as u64 * (blocks + ends) as u64,
         }
     }
 
@@ -153,6 +154,9 @@ impl fmt::Display for OutOfMemory {
             _ => write!(f, "a smaller --batch")?,
         }
         write!(f, ", a shorter --context")?;
+        if self.budget.can_recompute {
+            write!(f, ", a larger --recompute")?;
+        }
         if device.starts_with("cuda") {
             write!(f, ", or more GPUs (--devices), which share each batch")?;
         }
@@ -175,6 +179,8 @@ pub struct MemoryBudget {
     context: usize,
     /// How many devices share a batch.
     devices: usize,
+    /// Whether there are blocks that keep the inputs of their activation.
+    can_recompute: bool,
 }
 
 impl MemoryBudget {
@@ -187,6 +193,7 @@ impl MemoryBudget {
             batch: config.batch,
             context: config.model.context,
             devices: config.devices.len().max(1),
+            can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
         }
     }
 
@@ -372,6 +379,12 @@ mod tests {
         );
         let block = 2 * (5 * 128 + 2 * 352);
         assert_eq!(need.activations, 8 * 128 * (4 * block + 256 * 10));
+        // What is computed again is not kept.
+        config.recompute = 3;
+        let fewer = MemoryNeed::of(&config, &config.recipe);
+        let saved = need.activations - fewer.activations;
+        assert_eq!(saved, 8 * 128 * 3 * 2 * 2 * 352);
+        config.recompute = 0;
         // In f32 each activation is twice as large; a second GPU takes half of the batch.
         config.activation = Activation::F32;
         let wide = MemoryNeed::of(&config, &config.recipe);
@@ -400,6 +413,7 @@ mod tests {
             "activations        170.4 GB or more, for 100000 sequences of 128 bytes",
             "a smaller --batch (no more than 49",
             "--context",
+            "--recompute",
             "--devices",
         ] {
             assert!(text.contains(part), "{part}: {text}");

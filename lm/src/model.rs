@@ -200,7 +200,7 @@ impl LanguageModel for Transformer {
         )?;
         Ok(Self {
             balance_share: config.balance_loss.unwrap_or(BALANCE_SHARE),
-            ..model
+            ..model.with_recompute(config.recompute)
         })
     }
 
@@ -229,6 +229,21 @@ impl LanguageModel for Transformer {
 }
 
 impl Transformer {
+    /// The same model, whose first `blocks` blocks compute the inputs of their activation again in
+    /// the backward; see [`Nvfp4SwiGlu::with_recompute`](burn_nvfp4::Nvfp4SwiGlu::with_recompute).
+    ///
+    /// The first blocks: the backward reaches them last, when the others have freed their memory.
+    fn with_recompute(mut self, blocks: usize) -> Self {
+        let blocks = blocks.min(self.blocks.len());
+        let first = self
+            .blocks
+            .drain(..blocks)
+            .map(|block| block.with_recompute(true));
+        let first: Vec<_> = first.collect();
+        self.blocks.splice(0..0, first);
+        self
+    }
+
     /// What the head reads, `[batch * time, width]` in the type of the activations, and what the
     /// routers add to the training loss.
     fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {

@@ -34,6 +34,7 @@ use super::fill::{equal_offsets, placeholder};
 use super::tracker::{Role, tracker};
 use super::wgrad::compute_weight_grad;
 use crate::ops::linear::{LinearRequest, RequiresGrad};
+use crate::ops::operands::QuantSource;
 use crate::ops::{LinearSpec, RowGroups, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
@@ -315,7 +316,7 @@ fn run_gemm(
                 call.layer.counters.dgrad.missed();
                 return plain(context);
             };
-            let grads = saved.backward(operands.left());
+            let grads = saved.backward(QuantSource::Matrix(operands.left()));
             {
                 let mut state = call.state();
                 state.weight_grad = grads.w;
@@ -391,7 +392,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         Some(experts) => RowGroups::Offsets(equal_offsets(&x, experts)),
     };
     let request = LinearRequest::<CubeBackend> {
-        x,
+        x: QuantSource::Matrix(x),
         w: weight,
         bias: bias.into(),
         groups,

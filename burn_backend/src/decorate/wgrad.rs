@@ -7,6 +7,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use super::call::{Call, lock};
 use super::counters::count;
 use crate::ops::float_dtype;
+use crate::ops::operands::QuantSource;
 
 /// Computes the gradient of the weight of a call whose input needs none. `false` if the forward was
 /// missed.
@@ -15,7 +16,7 @@ pub(super) fn compute_weight_grad(call: &Call, dy: CubeTensor) -> bool {
         return false;
     };
     saved.w = None;
-    let grads = saved.backward(dy);
+    let grads = saved.backward(QuantSource::Matrix(dy));
     let mut state = call.state();
     state.weight_grad = grads.w;
     state.bias_grad = grads.bias;

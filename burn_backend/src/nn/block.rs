@@ -33,6 +33,10 @@ pub struct Nvfp4TransformerBlockConfig {
     pub top_k: usize,
     /// Width inside the expert of every token; see [`Nvfp4MoeConfig`].
     pub shared_hidden: Option<usize>,
+    /// Whether the backward computes gate and up again instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
+    #[config(default = false)]
+    pub recompute: bool,
     /// How parameters are initialised, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
@@ -56,6 +60,7 @@ impl Nvfp4TransformerBlockConfig {
         let (feed_forward, moe) = match self.experts {
             None => {
                 let config = Nvfp4SwiGluConfig::new(self.d_model, self.d_hidden)
+                    .with_recompute(self.recompute)
                     .with_initializer(self.initializer.clone())
                     .with_recipe(self.recipe.clone());
                 (Some(config.try_init(device)?), None)
@@ -64,6 +69,7 @@ impl Nvfp4TransformerBlockConfig {
                 let config = Nvfp4MoeConfig::new(self.d_model, self.d_hidden, experts)
                     .with_top_k(self.top_k)
                     .with_shared_hidden(self.shared_hidden)
+                    .with_recompute(self.recompute)
                     .with_initializer(self.initializer.clone())
                     .with_recipe(self.recipe.clone());
                 (None, Some(config.try_init(device)?))
@@ -114,6 +120,14 @@ pub struct BlockOutput<T = Tensor<3>> {
 }
 
 impl Nvfp4TransformerBlock {
+    /// The same block, whose backward computes gate and up again instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
+    pub fn with_recompute(mut self, recompute: bool) -> Self {
+        self.feed_forward = (self.feed_forward).map(|layer| layer.with_recompute(recompute));
+        self.moe = self.moe.map(|moe| moe.with_recompute(recompute));
+        self
+    }
+
     /// Apply the block to the residual stream `x`.
     ///
     /// # Shapes

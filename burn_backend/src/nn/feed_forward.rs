@@ -2,6 +2,7 @@
 
 use burn_core as burn;
 
+use burn_core::backend::Dispatch;
 use burn_core::config::Config;
 use burn_core::module::Module;
 use burn_core::tensor::{Device, Tensor};
@@ -12,7 +13,9 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
-use crate::functions::{Gelu, or_panic, try_gelu, try_swiglu};
+use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
+use crate::ops::layers::Activation as GateActivation;
+use crate::ops::{FeedForwardSpec, LinearContext, LinearParams, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
@@ -25,6 +28,10 @@ pub struct Nvfp4SwiGluConfig {
     /// Whether the projections add a bias.
     #[config(default = false)]
     pub bias: bool,
+    /// Whether the backward computes gate and up again instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
+    #[config(default = false)]
+    pub recompute: bool,
     /// How parameters are initialised, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
@@ -50,6 +57,7 @@ impl Nvfp4SwiGluConfig {
             gate_up: linear(self.d_model, 2 * self.d_hidden)?,
             down: linear(self.d_hidden, self.d_model)?,
             ids: None,
+            recompute: self.recompute,
         })
     }
 
@@ -61,7 +69,10 @@ impl Nvfp4SwiGluConfig {
 
 /// `(silu(x G) · (x U)) D`, with all three GEMMs in NVFP4.
 ///
-/// `G` and `U` are one weight: the input is quantized once, and both share one global scale.
+/// `G` and `U` are one weight: the input is quantized once, and both share one global scale. The
+/// three steps are one operation, whose bits are those of [`Nvfp4Linear`], [`SwiGlu`] and
+/// [`Nvfp4Linear`]: the activation and its gradient are computed, and their amax values found, in
+/// one pass, ahead of the one that quantizes them.
 #[derive(Module, Debug)]
 pub struct Nvfp4SwiGlu {
     /// `G` and `U` concatenated, `[d_model, 2 * d_hidden]`.
@@ -71,6 +82,8 @@ pub struct Nvfp4SwiGlu {
     /// Of the layers that `gate_up` was made of.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
+    #[module(skip)]
+    recompute: bool,
 }
 
 impl Nvfp4SwiGlu {
@@ -81,8 +94,26 @@ impl Nvfp4SwiGlu {
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
-        let hidden = try_swiglu(self.gate_up.try_forward(x)?)?;
-        Ok(self.down.try_forward(hidden)?.reshape(dims))
+        let input = self.gate_up.part(x.is_tracked())?;
+        let output = self.down.part(input.tracks(&x))?;
+        let y = swiglu_between(x, input, output, RowGroups::Whole, self.recompute);
+        Ok(y.reshape(dims))
+    }
+
+    /// The same layer, whose backward computes `x G` and `x U` again instead of keeping them.
+    ///
+    /// They are the largest tensors of a block: `2 * d_hidden` elements for each token. The forward
+    /// then keeps the operands of their GEMM, `d_model` elements of 4 bits for each token, and the
+    /// backward runs it again: two GEMMs of the feed-forward's size beside its nine. Results have the
+    /// same bits.
+    pub fn with_recompute(mut self, recompute: bool) -> Self {
+        self.recompute = recompute;
+        self
+    }
+
+    /// Whether the backward computes `x G` and `x U` again.
+    pub fn recomputes(&self) -> bool {
+        self.recompute
     }
 
     /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
@@ -127,6 +158,7 @@ impl Nvfp4SwiGlu {
             gate_up: Nvfp4Linear::from_linear(side_by_side(&both), recipe)?,
             down: Nvfp4Linear::from_linear(down, recipe)?,
             ids: Some(PartIds::of(&both)),
+            recompute: false,
         })
     }
 
@@ -141,6 +173,47 @@ impl Nvfp4SwiGlu {
         };
         (swiglu, self.down.into_linear())
     }
+}
+
+/// A linear layer as a part of a feed-forward, with one weight or one for each group of rows.
+pub(super) struct LinearPart<const W: usize, const B: usize> {
+    pub weight: Tensor<W>,
+    pub bias: Option<Tensor<B>>,
+    pub spec: (LinearSpec, LinearContext),
+}
+
+impl<const W: usize, const B: usize> LinearPart<W, B> {
+    /// Whether the output for the input `x` has a gradient.
+    pub fn tracks(&self, x: &Tensor<2>) -> bool {
+        let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
+        x.is_tracked() || self.weight.is_tracked() || bias
+    }
+}
+
+/// SwiGLU between two layers, after their checks.
+pub(super) fn swiglu_between<const W: usize, const B: usize>(
+    x: Tensor<2>,
+    input: LinearPart<W, B>,
+    output: LinearPart<W, B>,
+    groups: RowGroups<Dispatch>,
+    recompute: bool,
+) -> Tensor<2> {
+    let params = |weight: Tensor<W>, bias| LinearParams {
+        weight: weight.into_dispatch(),
+        bias: into_bias(bias),
+    };
+    Tensor::from_dispatch(Dispatch::nvfp4_feed_forward(
+        x.into_dispatch(),
+        params(input.weight, input.bias),
+        params(output.weight, output.bias),
+        groups,
+        FeedForwardSpec {
+            activation: GateActivation::SwiGlu,
+            input: input.spec,
+            output: output.spec,
+            recompute,
+        },
+    ))
 }
 
 /// SwiGLU between two linear layers, a module without parameters: `silu(gate) · up` of both halves

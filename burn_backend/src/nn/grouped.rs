@@ -8,6 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::feed_forward::LinearPart;
 use super::parts::{PartIds, apart};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
@@ -196,19 +197,35 @@ impl Nvfp4GroupedLinear {
         input: Tensor<2>,
         experts: &ExpertOffsets,
     ) -> Result<Tensor<2>, Nvfp4Error> {
+        self.check(&input, experts)?;
+        let LinearPart { weight, bias, spec } = self.part(input.is_tracked())?;
+        let (spec, context) = spec;
+        Ok(grouped_linear_unchecked(
+            input, weight, bias, experts, spec, context,
+        ))
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    pub(super) fn check(
+        &self,
+        input: &Tensor<2>,
+        experts: &ExpertOffsets,
+    ) -> Result<(), Nvfp4Error> {
         validate::parameter(&input.device(), "weight", &self.weight)?;
+        check_grouped_linear(input, &self.weight, self.bias.as_deref(), experts)
+    }
+
+    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<3, 2>, Nvfp4Error> {
         let weight = self.weight.val();
-        let bias = self.bias.as_ref().map(|bias| bias.val());
-        check_grouped_linear(&input, &weight, bias.as_ref(), experts)?;
-        let draws = input.is_tracked() || weight.is_tracked();
+        let draws = is_tracked || weight.is_tracked();
         if draws {
             warn_of_distributed_weight(&weight);
         }
         let identity = WeightIdentity::of([&weight]);
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
-        Ok(grouped_linear_unchecked(
-            input, weight, bias, experts, spec, context,
-        ))
+        let spec = self.state.for_forward(&self.recipe, identity, draws)?;
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        Ok(LinearPart { weight, bias, spec })
     }
 
     /// Fail unless the layer is on `device` and its weights have `shape`. `names` are those of its

@@ -8,8 +8,9 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::feed_forward::LinearPart;
 use crate::functions::{linear_unchecked, or_panic};
-use crate::ops::WeightIdentity;
+use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
 use crate::parallel::warn_of_distributed_weight;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
@@ -169,12 +170,32 @@ impl Nvfp4Linear {
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
     ) -> Result<Tensor<D>, Nvfp4Error> {
-        let draws = input.is_tracked() || weight.is_tracked();
-        if draws {
-            warn_of_distributed_weight(&weight);
-        }
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
+        let (spec, context) = self.begin(&weight, identity, input.is_tracked())?;
         Ok(linear_unchecked(input, weight, bias, spec, context))
+    }
+
+    /// The operands of the next forward with `weight`, and its context; whether the input
+    /// `is_tracked`.
+    fn begin(
+        &self,
+        weight: &Tensor<2>,
+        identity: Option<WeightIdentity>,
+        is_tracked: bool,
+    ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
+        let draws = is_tracked || weight.is_tracked();
+        if draws {
+            warn_of_distributed_weight(weight);
+        }
+        self.state.for_forward(&self.recipe, identity, draws)
+    }
+
+    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        let weight = self.weight.val();
+        let identity = WeightIdentity::of([&weight]);
+        let spec = self.begin(&weight, identity, is_tracked)?;
+        let bias = self.bias.as_ref().map(|bias| bias.val());
+        Ok(LinearPart { weight, bias, spec })
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

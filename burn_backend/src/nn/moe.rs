@@ -9,12 +9,14 @@ use burn_core::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::feed_forward::swiglu_between;
 use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
     most_probable, rows,
 };
 use crate::experts::check_experts;
-use crate::functions::{or_panic, try_swiglu};
+use crate::functions::or_panic;
+use crate::ops::RowGroups;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
@@ -38,6 +40,10 @@ pub struct Nvfp4MoeConfig {
     /// Width inside an expert that every token is sent to besides, with a weight of 1; a positive
     /// multiple of 16. `None` for no such expert.
     pub shared_hidden: Option<usize>,
+    /// Whether the backward computes gate and up of the experts again instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
+    #[config(default = false)]
+    pub recompute: bool,
     /// How parameters are initialised, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
@@ -68,6 +74,7 @@ impl Nvfp4MoeConfig {
         };
         let shared = |hidden| {
             Nvfp4SwiGluConfig::new(self.d_model, hidden)
+                .with_recompute(self.recompute)
                 .with_initializer(self.initializer.clone())
                 .with_recipe(self.recipe.clone())
                 .try_init(device)
@@ -82,6 +89,7 @@ impl Nvfp4MoeConfig {
                 .init(device),
             top_k: self.top_k,
             normalize: self.normalize,
+            recompute: self.recompute,
         })
     }
 
@@ -142,6 +150,8 @@ pub struct Nvfp4Moe {
     top_k: usize,
     #[module(skip)]
     normalize: bool,
+    #[module(skip)]
+    recompute: bool,
 }
 
 /// What a mixture of experts gives.
@@ -163,6 +173,14 @@ pub struct MoeOutput<const D: usize> {
 }
 
 impl Nvfp4Moe {
+    /// The same mixture, whose backward computes gate and up of all experts again instead of
+    /// keeping them; see [`Nvfp4SwiGlu::with_recompute`].
+    pub fn with_recompute(mut self, recompute: bool) -> Self {
+        self.recompute = recompute;
+        self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
+        self
+    }
+
     /// Experts that each token is sent to.
     pub fn top_k(&self) -> usize {
         self.top_k
@@ -199,8 +217,11 @@ impl Nvfp4Moe {
         }
         let routing = Routing::try_new(chosen, experts)?;
         let sorted = routing.dispatch(x.clone());
-        let hidden = try_swiglu(self.gate_up.try_forward(sorted, routing.experts())?)?;
-        let results = self.down.try_forward(hidden, routing.experts())?;
+        self.gate_up.check(&sorted, routing.experts())?;
+        let input = self.gate_up.part(sorted.is_tracked())?;
+        let output = self.down.part(input.tracks(&sorted))?;
+        let groups = RowGroups::Offsets(routing.experts().offsets().clone().into_dispatch());
+        let results = swiglu_between(sorted, input, output, groups, self.recompute);
         let mut output = routing.combine(results, weights);
         if let Some(shared) = &self.shared {
             output = output + shared.try_forward(x)?;

@@ -15,16 +15,18 @@ use burn_core::backend::{
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
+use super::feed_forward;
+use super::layers::Activation;
 use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
-use super::operands::cast;
+use super::operands::{QuantSource, cast};
 use super::{
-    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
-    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
-    float_dtype,
+    FeedForwardSpec, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops,
+    Operand, QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+    UnpermuteGradients, float_dtype,
 };
 
 /// Registers the gradients that were found with the nodes that are tracked.
-fn register<B: Backend, const N: usize>(
+pub(super) fn register<B: Backend, const N: usize>(
     nodes: [Option<NodeId>; N],
     found: [Option<FloatTensor<B>>; N],
     grads: &mut Gradients,
@@ -49,7 +51,8 @@ impl<B: Nvfp4Ops> Backward<B, 2> for Linear {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let found = ops.state.backward(grads.consume::<B>(&ops.node));
+        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let found = ops.state.backward(dy);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 2>(nodes, [found.x, found.w], grads);
     }
@@ -68,7 +71,8 @@ impl<B: Nvfp4Ops> Backward<B, 3> for LinearBias {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let found = ops.state.backward(grads.consume::<B>(&ops.node));
+        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let found = ops.state.backward(dy);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 3>(nodes, [found.x, found.w, found.bias], grads);
     }
@@ -139,6 +143,18 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         B::nvfp4_quantize(x.into_primitive(), inner_groups(groups), usages).map(constant)
     }
 
+    fn nvfp4_quantize_activation(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        activation: Activation,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
+        let groups = inner_groups(groups);
+        B::nvfp4_quantize_activation(x, grad, groups, activation, usages).map(constant)
+    }
+
     fn nvfp4_requantize(
         source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,
@@ -196,7 +212,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         let (x, x_node) = x.into_parts();
         let (w, w_node) = w.into_parts();
         let request = |bias| LinearRequest::<B> {
-            x,
+            x: QuantSource::Matrix(x),
             w,
             bias,
             groups: inner_groups(groups),
@@ -223,6 +239,16 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
                 }
             }
         }
+    }
+
+    fn nvfp4_feed_forward(
+        x: FloatTensor<Self>,
+        input: LinearParams<Self>,
+        output: LinearParams<Self>,
+        groups: RowGroups<Self>,
+        spec: FeedForwardSpec,
+    ) -> FloatTensor<Self> {
+        feed_forward::track(x, input, output, inner_groups(groups), spec)
     }
 
     fn nvfp4_broadcast_group_values(

@@ -9,11 +9,13 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{BlockShape, Storage, Usage};
 
 use super::context::Slot;
-use super::operands::{PairSpec, cast, quantize, quantize_pair, requantize, storage_of};
+use super::operands::{
+    PairSpec, QuantSource, cast, quantize, quantize_pair, requantize, storage_of,
+};
 use super::probe::OperandSource;
 use super::{
-    BackwardSource, GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand,
-    OperandSpec, RowGroups, float_dtype,
+    BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops,
+    Operand, OperandSpec, RowGroups, float_dtype,
 };
 
 /// Gradients of `x`, `w` and the bias, as far as they are required.
@@ -53,14 +55,19 @@ pub(crate) struct SavedForBackward<B: Backend> {
 
 impl<B: Nvfp4Ops> SavedForBackward<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
-    pub(crate) fn backward(self, dy: FloatTensor<B>) -> LinearGradients<B> {
+    pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
+        let probe = self.context.probe.as_ref();
+        let dy = match self.bias_dtype.is_some() || probe.is_some() {
+            true => dy.materialized(),
+            false => dy,
+        };
+        let values = || dy.clone().into_values();
         let bias = self
             .bias_dtype
-            .map(|dtype| cast::<B>(bias_grad(dy.clone(), groups), dtype));
-        let probe = self.context.probe.as_ref();
-        let probed = probe.map(|probe| (probe, dy.clone()));
-        let tokens = dy.shape()[0];
+            .map(|dtype| cast::<B>(bias_grad(values(), groups), dtype));
+        let probed = probe.map(|probe| (probe, values()));
+        let tokens = dy.shape().0;
         let (row, col) = self.quantize_dy(dy);
         if let Some((probe, dy)) = probed {
             let offsets = groups.offsets();
@@ -85,7 +92,7 @@ impl<B: Nvfp4Ops> SavedForBackward<B> {
     }
 
     /// `dy` for dgrad and for wgrad, as far as they are required.
-    fn quantize_dy(&self, dy: FloatTensor<B>) -> (Option<Operand<B>>, Option<Operand<B>>) {
+    fn quantize_dy(&self, dy: QuantSource<B>) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let LinearSpec {
             dgrad_dy,
             dgrad_w,
@@ -94,7 +101,7 @@ impl<B: Nvfp4Ops> SavedForBackward<B> {
             ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
-        let (device, tokens, d_out) = (dy.device(), dy.shape()[0], dy.shape()[1]);
+        let (device, (tokens, d_out)) = (dy.device(), dy.shape());
         let storage =
             |specs, shape| groups.storage(&self.context, || storage_of::<B>(&device, specs, shape));
         let row_storage = storage([dgrad_dy, dgrad_w], (tokens, self.d_in, d_out));
@@ -126,7 +133,7 @@ impl<B: Nvfp4Ops> SavedForBackward<B> {
 
 /// A forward, and which gradients its backward will compute.
 pub(crate) struct LinearRequest<B: Backend> {
-    pub(crate) x: FloatTensor<B>,
+    pub(crate) x: QuantSource<B>,
     /// `[d_in, d_out]`, or a stack of these, one for each group of rows.
     pub(crate) w: FloatTensor<B>,
     pub(crate) bias: MaybeTensor<B>,
@@ -138,10 +145,57 @@ pub(crate) struct LinearRequest<B: Backend> {
     pub(crate) requires_grad: RequiresGrad,
 }
 
+/// The GEMM of a forward: whenever it runs, its bits are the same.
+#[derive(Clone, Debug)]
+pub(super) struct Fprop<B: Backend> {
+    x: Operand<B>,
+    w: Operand<B>,
+    bias: MaybeTensor<B>,
+    groups: GemmGroups<B>,
+    dtype: FloatDType,
+}
+
+impl<B: Nvfp4Ops> Fprop<B> {
+    /// The output.
+    pub(super) fn run(self) -> FloatTensor<B> {
+        B::nvfp4_gemm(self.x, self.w, self.bias, self.groups, self.dtype)
+    }
+}
+
+/// The output of a layer whose gradients are not required.
+pub(super) fn infer<B: Nvfp4Ops>(
+    x: QuantSource<B>,
+    params: LinearParams<B>,
+    groups: &RowGroups<B>,
+    (spec, context): (&LinearSpec, &LinearContext),
+) -> FloatTensor<B> {
+    let LinearParams { weight, bias } = params;
+    let dtype = x.dtype();
+    let d_out = *weight.shape().last().expect("a matrix");
+    let (rows, d_in) = x.shape();
+    let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
+    let storage = groups.storage(context, || {
+        storage_of::<B>(&device, specs, (rows, d_out, d_in))
+    });
+    let (row, col) = (Usage::Rowwise, Usage::Columnwise);
+    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, storage);
+    let (of_weights, packed) = (groups.of_weights(), Storage::Packed);
+    let weight = QuantSource::Matrix(weight);
+    let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, packed);
+    B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
+}
+
 impl<B: Nvfp4Ops> LinearRequest<B> {
     /// The output, and the operands of `x` and `w` for the backward.
     pub(crate) fn forward(self) -> (FloatTensor<B>, SavedForBackward<B>) {
-        let x_dtype = float_dtype(self.x.dtype());
+        let (fprop, saved) = self.quantize(false);
+        (fprop.run(), saved)
+    }
+
+    /// The GEMM of the forward, and the operands of `x` and `w` for the backward. Operands that are
+    /// `kept` are packed.
+    pub(super) fn quantize(self, kept: bool) -> (Fprop<B>, SavedForBackward<B>) {
+        let x_dtype = self.x.dtype();
         let w_dtype = float_dtype(self.w.dtype());
         let (w, saved_w) = self.weight(x_dtype);
         let Self {
@@ -154,17 +208,26 @@ impl<B: Nvfp4Ops> LinearRequest<B> {
             requires_grad,
         } = self;
         let context = context.without_weight();
-        let d_in = x.shape()[1];
-        let probed = context.probe.as_ref().map(|probe| (probe, x.clone()));
+        let (rows, d_in) = x.shape();
+        let x = match context.probe.is_some() {
+            true => x.materialized(),
+            false => x,
+        };
+        let values = || x.clone().into_values();
+        let probed = context.probe.as_ref().map(|probe| (probe, values()));
         if let Some((probe, _)) = &probed {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);
         }
+        let device = x.device();
         let storage = || {
             let d_out = *w_source.shape().last().expect("a matrix");
-            let shape = (x.shape()[0], d_out, d_in);
             let specs = [&spec.fprop_x, &spec.fprop_w];
-            groups.storage(&context, || storage_of::<B>(&x.device(), specs, shape))
+            let fastest = || storage_of::<B>(&device, specs, (rows, d_out, d_in));
+            match kept {
+                true => Storage::Packed,
+                false => groups.storage(&context, fastest),
+            }
         };
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
         let usage = Usage::Rowwise;
@@ -199,7 +262,13 @@ impl<B: Nvfp4Ops> LinearRequest<B> {
                 probe.record(columns, operand, col);
             }
         }
-        let y = B::nvfp4_gemm(x, w, bias, groups.of_rows(), x_dtype);
+        let fprop = Fprop {
+            x,
+            w,
+            bias,
+            groups: groups.of_rows(),
+            dtype: x_dtype,
+        };
         let saved = SavedForBackward {
             x: saved_x,
             w: saved_w,
@@ -211,7 +280,7 @@ impl<B: Nvfp4Ops> LinearRequest<B> {
             context,
             groups,
         };
-        (y, saved)
+        (fprop, saved)
     }
 
     /// `w` for the forward, and for dgrad if that is required.
@@ -258,7 +327,10 @@ impl<B: Nvfp4Ops> LinearRequest<B> {
         let is_2d = fprop_w == dgrad_w
             && (fprop_w.params()).is_some_and(|params| params.block == BlockShape::Block2d);
         let is_pair = *source == BackwardSource::Original || is_2d;
-        let (w, groups) = (self.w.clone(), self.groups.of_weights());
+        let (w, groups) = (
+            QuantSource::Matrix(self.w.clone()),
+            self.groups.of_weights(),
+        );
         if self.requires_grad.x && is_pair {
             let pair = PairSpec {
                 rowwise: dgrad_w,
@@ -280,7 +352,8 @@ impl<B: Nvfp4Ops> LinearRequest<B> {
         let (usage, storage) = (Usage::Rowwise, Storage::Packed);
         match self.spec.source {
             BackwardSource::Original => {
-                quantize::<B>(self.w.clone(), &groups, spec, usage, dtype, storage)
+                let w = QuantSource::Matrix(self.w.clone());
+                quantize::<B>(w, &groups, spec, usage, dtype, storage)
             }
             BackwardSource::Forward => {
                 requantize::<B>(forward.clone(), &groups, spec, usage, dtype)

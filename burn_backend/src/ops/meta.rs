@@ -2,6 +2,7 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
+use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{Layout, Storage, Usage};
 
 use super::layout::{GroupCount, code_words};
@@ -29,6 +30,21 @@ pub(super) fn quantize(
         (None, Some(columnwise)) => QuantizedPairMetadata::Columnwise(columnwise),
         (None, None) => unreachable!("one usage at least"),
     }
+}
+
+pub(super) fn quantize_activation(
+    x: &TensorSpec,
+    grad: &MaybeTensorMetadata,
+    groups: &RowGroupsMetadata,
+    activation: &Activation,
+    usages: &QuantUsages,
+) -> QuantizedPairMetadata {
+    let cols = match grad {
+        MaybeTensorMetadata::Absent => x.shape[1] / activation.inputs(),
+        MaybeTensorMetadata::Present(_) => x.shape[1],
+    };
+    let values = TensorSpec::new(Shape::new([x.shape[0], cols]), x.dtype);
+    quantize(&values, groups, usages)
 }
 
 pub(super) fn requantize(

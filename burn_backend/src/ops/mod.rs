@@ -33,6 +33,7 @@ mod context;
 mod cube;
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 mod dequantize;
+pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
 pub mod graph;
@@ -44,7 +45,7 @@ pub(crate) mod linear;
 pub mod loss;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
-mod operands;
+pub(crate) mod operands;
 pub mod optimizer;
 mod probe;
 mod rows;
@@ -54,33 +55,36 @@ mod tensors;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Backend, TensorMetadata, backend_extension,
+    TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::{Storage, Usage};
+use nvfp4_kernels::Usage;
 
 pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
+pub use feed_forward::FeedForwardSpec;
+use layers::{Activation, ActivationOps};
 pub(crate) use probe::{Probe, SampledOperand};
 
 pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
-pub use spec::{BackwardSource, LinearSpec, OperandSpec, QuantParams, QuantRounding};
+pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
-    RowGroups, UnpermuteGradients,
+    GemmGroups, LinearParams, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
+    QuantizedPair, RowGroups, UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
-    GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantizedDataMetadata,
-    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+    GemmGroupsMetadata, LinearParamsMetadata, MaybeTensorMetadata, OperandMetadata,
+    QuantizedDataMetadata, QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata,
+    UnpermuteGradientsMetadata,
 };
 
 /// NVFP4 operations on the primitives of a backend.
 ///
 /// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Only
-/// [`nvfp4_linear`](Self::nvfp4_linear), [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and
-/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
+/// [`nvfp4_linear`](Self::nvfp4_linear), [`nvfp4_feed_forward`](Self::nvfp4_feed_forward),
+/// [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
 /// results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -88,7 +92,7 @@ pub use tensors::{
     Fusion: cfg(feature = "cubecl-backend"),
     Autodiff
 )]
-pub trait Nvfp4Ops: Backend {
+pub trait Nvfp4Ops: ActivationOps {
     /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
     /// one kernel makes both.
     ///
@@ -101,6 +105,27 @@ pub trait Nvfp4Ops: Backend {
         #[extension_type] groups: RowGroups<Self>,
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
+
+    /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient by
+    /// `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes of
+    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
+    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward), bit for bit.
+    ///
+    /// Where amax values are wanted, GPUs find them in the pass that computes the activation.
+    #[fusion(meta = meta::quantize_activation)]
+    fn nvfp4_quantize_activation(
+        x: FloatTensor<Self>,
+        #[extension_type] grad: MaybeTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        activation: Activation,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let values = match grad.into_option() {
+            None => Self::nvfp4_activation(x, activation),
+            Some(grad) => Self::nvfp4_activation_backward(grad, x, activation),
+        };
+        Self::nvfp4_quantize(values, groups, usages)
+    }
 
     /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
     /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
@@ -153,19 +178,26 @@ pub trait Nvfp4Ops: Backend {
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let dtype = float_dtype(x.dtype());
-        let d_out = *w.shape().last().expect("a matrix");
-        let shape = (x.shape()[0], d_out, x.shape()[1]);
-        let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
-        let storage = groups.storage(&context, || {
-            operands::storage_of::<Self>(&device, specs, shape)
-        });
-        let (row, col) = (Usage::Rowwise, Usage::Columnwise);
-        let x = operands::quantize::<Self>(x, &groups, &spec.fprop_x, row, dtype, storage);
-        let of_weights = groups.of_weights();
-        let packed = Storage::Packed;
-        let w = operands::quantize::<Self>(w, &of_weights, &spec.fprop_w, col, dtype, packed);
-        Self::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
+        let x = operands::QuantSource::Matrix(x);
+        let params = LinearParams { weight: w, bias };
+        linear::infer::<Self>(x, params, &groups, (&spec, &context))
+    }
+
+    /// `activation(x w_in + bias_in) w_out + bias_out`, each linear layer as
+    /// [`nvfp4_linear`](Self::nvfp4_linear) computes it with its part of `spec`.
+    ///
+    /// `Autodiff` overrides it. It keeps for the backward what both layers keep, and the input of
+    /// the activation, or, with [`FeedForwardSpec::recompute`], the operands that it is the GEMM
+    /// of.
+    #[fusion(default)]
+    fn nvfp4_feed_forward(
+        x: FloatTensor<Self>,
+        #[extension_type] input: LinearParams<Self>,
+        #[extension_type] output: LinearParams<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        spec: FeedForwardSpec,
+    ) -> FloatTensor<Self> {
+        feed_forward::infer::<Self>(x, input, output, groups, spec)
     }
 
     /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of

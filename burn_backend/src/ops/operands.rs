@@ -6,11 +6,94 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
+use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
 
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{Operand, QuantUsages, RowGroups};
+use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4Ops, float_dtype};
+
+/// What is quantized.
+#[derive(Clone, Debug)]
+pub(crate) enum QuantSource<B: Backend> {
+    /// A matrix, or a stack of weights.
+    Matrix(FloatTensor<B>),
+    /// What [`nvfp4_quantize_activation`](Nvfp4Ops::nvfp4_quantize_activation) quantizes.
+    Activation {
+        /// Which activation.
+        activation: Activation,
+        /// Its input.
+        x: FloatTensor<B>,
+        /// The gradient of its output, where that by the input is quantized.
+        grad: Option<FloatTensor<B>>,
+    },
+}
+
+impl<B: Nvfp4Ops> QuantSource<B> {
+    /// Rows and columns; of a stack, those of the last matrix.
+    pub(super) fn shape(&self) -> (usize, usize) {
+        let last_two = |x: &FloatTensor<B>| {
+            let shape = x.shape();
+            let axes = shape.num_dims();
+            (shape[axes - 2], shape[axes - 1])
+        };
+        match self {
+            Self::Matrix(x)
+            | Self::Activation {
+                x, grad: Some(_), ..
+            } => last_two(x),
+            Self::Activation { activation, x, .. } => {
+                let (rows, cols) = last_two(x);
+                (rows, cols / activation.inputs())
+            }
+        }
+    }
+
+    /// Its type.
+    pub(super) fn dtype(&self) -> FloatDType {
+        let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
+        float_dtype(x.dtype())
+    }
+
+    /// Where it is.
+    pub(super) fn device(&self) -> B::Device {
+        let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
+        x.device()
+    }
+
+    /// The matrix.
+    pub(super) fn into_values(self) -> FloatTensor<B> {
+        match self {
+            Self::Matrix(x) => x,
+            Self::Activation {
+                activation,
+                x,
+                grad: None,
+            } => B::nvfp4_activation(x, activation),
+            Self::Activation {
+                activation,
+                x,
+                grad: Some(grad),
+            } => B::nvfp4_activation_backward(grad, x, activation),
+        }
+    }
+
+    /// The same, in memory.
+    pub(super) fn materialized(self) -> Self {
+        Self::Matrix(self.into_values())
+    }
+
+    fn quantize(self, groups: RowGroups<B>, usages: QuantUsages) -> QuantizedPair<B> {
+        match self {
+            Self::Matrix(x) => B::nvfp4_quantize(x, groups, usages),
+            Self::Activation {
+                activation,
+                x,
+                grad,
+            } => B::nvfp4_quantize_activation(x, grad.into(), groups, activation, usages),
+        }
+    }
+}
 
 /// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction
 /// of `k`, of operands by `specs`: bf16 values, where that GEMM dequantizes packed operands.
@@ -44,7 +127,7 @@ fn dequantizes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
 /// The operand of `x` by `spec`, contracted along `usage`. In 1x16 blocks it has this `storage`.
 /// Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn quantize<B: Nvfp4Ops>(
-    x: FloatTensor<B>,
+    x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
@@ -52,7 +135,7 @@ pub(super) fn quantize<B: Nvfp4Ops>(
     storage: Storage,
 ) -> Operand<B> {
     let OperandSpec::Quantized(params) = *spec else {
-        let x = cast::<B>(x, dtype);
+        let x = cast::<B>(x.into_values(), dtype);
         return match groups {
             RowGroups::Batch(_) => Operand::Float(flat::<B>(x, usage), Usage::Rowwise),
             RowGroups::Whole | RowGroups::Offsets(_) => Operand::Float(x, usage),
@@ -62,9 +145,13 @@ pub(super) fn quantize<B: Nvfp4Ops>(
     // A quantized tensor with an amax for each row of the source does not depend on its groups.
     let (x, groups, usage) = match (groups, usage) {
         (RowGroups::Batch(_), _) if is_per_row => {
-            (flat::<B>(x, usage), RowGroups::Whole, Usage::Rowwise)
+            let x = flat::<B>(x.into_values(), usage);
+            (QuantSource::Matrix(x), RowGroups::Whole, Usage::Rowwise)
         }
-        (RowGroups::Batch(_), _) => (flat::<B>(x, Usage::Rowwise), groups.clone(), usage),
+        (RowGroups::Batch(_), _) => {
+            let x = flat::<B>(x.into_values(), Usage::Rowwise);
+            (QuantSource::Matrix(x), groups.clone(), usage)
+        }
         (_, Usage::Rowwise) if is_per_row => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
     };
@@ -73,7 +160,7 @@ pub(super) fn quantize<B: Nvfp4Ops>(
         false => Storage::Packed,
     };
     let usages = QuantUsages::one(usage, params, storage);
-    Operand::Quantized(B::nvfp4_quantize(x, groups, usages).into_one())
+    Operand::Quantized(x.quantize(groups, usages).into_one())
 }
 
 /// How two operands of one matrix are represented.
@@ -86,7 +173,7 @@ pub(super) struct PairSpec<'a> {
 
 /// The rowwise and the columnwise operand of `x`, from one read of it where one kernel makes both.
 pub(super) fn quantize_pair<B: Nvfp4Ops>(
-    x: FloatTensor<B>,
+    x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &PairSpec<'_>,
     dtype: FloatDType,
@@ -97,7 +184,7 @@ pub(super) fn quantize_pair<B: Nvfp4Ops>(
         && is_one_kernel(groups, &row, &col)
     {
         let x = match groups {
-            RowGroups::Batch(_) => flat::<B>(x, Usage::Rowwise),
+            RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
             RowGroups::Whole | RowGroups::Offsets(_) => x,
         };
         let usages = match row.has_bf16_storage() {
@@ -107,9 +194,11 @@ pub(super) fn quantize_pair<B: Nvfp4Ops>(
             },
             false => QuantUsages::both(row, col),
         };
-        let (row, col) = B::nvfp4_quantize(x, groups.clone(), usages).into_both();
+        let (row, col) = x.quantize(groups.clone(), usages).into_both();
         return (Operand::Quantized(row), Operand::Quantized(col));
     }
+    // Two kernels read it.
+    let x = x.materialized();
     (
         quantize::<B>(
             x.clone(),
@@ -179,6 +268,7 @@ pub(super) fn requantize<B: Nvfp4Ops>(
                 RowGroups::Batch(count) => B::float_swap_dims(stacked::<B>(values, *count), 1, 2),
                 RowGroups::Whole | RowGroups::Offsets(_) => values,
             };
+            let values = QuantSource::Matrix(values);
             quantize::<B>(values, groups, &spec, usage, dtype, Storage::Packed)
         }
     }

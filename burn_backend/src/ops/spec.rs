@@ -16,7 +16,17 @@ pub enum QuantRounding {
     /// Each element to nearest, or stochastically.
     Elements(Rounding),
     /// MS-EDEN: elements to nearest, block scales corrected and rounded stochastically.
-    MsEden(RandomStream),
+    MsEden(EdenDraw),
+}
+
+/// What MS-EDEN draws.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EdenDraw {
+    /// Where the bits of the block scales come from.
+    pub stream: RandomStream,
+    /// The seed of the transform's signs, where they were drawn from one
+    /// ([`Hadamard::seeded_with_size`]): a step that is captured draws them again from it.
+    pub signs: Option<u64>,
 }
 
 /// How one quantized tensor is made, whichever usage it has: a
@@ -84,8 +94,9 @@ impl QuantParams {
     /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the
     /// bits of `stream`.
     pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {
+        let signs = None;
         Self {
-            rounding: QuantRounding::MsEden(stream),
+            rounding: QuantRounding::MsEden(EdenDraw { stream, signs }),
             hadamard: Some(hadamard),
             ..Self::new(Format::Nvfp4)
         }
@@ -96,7 +107,7 @@ impl QuantParams {
         match self.rounding {
             QuantRounding::Elements(Rounding::Nearest) => None,
             QuantRounding::Elements(Rounding::Stochastic(stream))
-            | QuantRounding::MsEden(stream) => Some(stream),
+            | QuantRounding::MsEden(EdenDraw { stream, .. }) => Some(stream),
         }
     }
 
@@ -169,15 +180,17 @@ impl QuantParams {
             (params, _) if !params.format.has_global_scale() => {
                 (params != Self::new(params.format)).then_some("an MX format without options")
             }
-            (params, _) if params.is_ms_eden() && params.offset_in_memory => {
-                Some("no MS-EDEN in a step that is captured: its signs are drawn on the host")
+            (params, _) if params.redraws_unknown_signs() => {
+                Some("signs that are drawn from a seed, in a step that is captured")
             }
             (params, Some(hadamard)) if params.is_ms_eden() => {
-                let QuantRounding::MsEden(stream) = params.rounding else {
-                    unreachable!("it is by MS-EDEN")
+                let plain = Self {
+                    rounding: params.rounding,
+                    hadamard: params.hadamard,
+                    offset_in_memory: params.offset_in_memory,
+                    ..Self::new(Format::Nvfp4)
                 };
-                let is_plain = params == Self::ms_eden(hadamard, stream);
-                (!is_plain || !is_eden_of_128(hadamard) || gemm == "fprop")
+                (params != plain || !is_eden_of_128(hadamard) || gemm == "fprop")
                     .then_some("MS-EDEN with a transform of 128, in dgrad and wgrad")
             }
             (params, None) if params.is_ms_eden() => {
@@ -202,6 +215,15 @@ impl QuantParams {
         refused.or_else(|| {
             (is_stochastic && is_four_over_six).then_some("four over six with rounding to nearest")
         })
+    }
+
+    /// Whether a captured step would repeat its signs.
+    fn redraws_unknown_signs(&self) -> bool {
+        let is_given = matches!(
+            self.rounding,
+            QuantRounding::MsEden(EdenDraw { signs: None, .. })
+        );
+        self.offset_in_memory && is_given
     }
 
     fn has_one_plain_amax(&self) -> bool {

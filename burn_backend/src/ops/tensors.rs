@@ -217,6 +217,17 @@ pub enum Operand<B: Backend> {
     Float(FloatTensor<B>, Usage),
 }
 
+/// The parameters of a linear layer.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct LinearParams<B: Backend> {
+    /// `[d_in, d_out]`, or a stack of these, one for each group of rows.
+    pub weight: FloatTensor<B>,
+    /// `[d_out]`, or one for each group.
+    #[extension_type]
+    pub bias: MaybeTensor<B>,
+}
+
 /// Which rows of a matrix are quantized together.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]

@@ -250,10 +250,7 @@ impl Nvfp4Recipe {
                     stream: stream(role),
                     transform: self.transform(size.unwrap_or(HadamardSize::H16), rng_state),
                     // Both operands of a GEMM draw the same signs, each step its own.
-                    eden: Hadamard::seeded_with_size(
-                        HadamardSize::H128,
-                        signs.wrapping_add(rng_state.offset.wrapping_mul(0x9E37_79B9_7F4A_7C15)),
-                    ),
+                    signs: signs.wrapping_add(rng_state.offset.wrapping_mul(Hadamard::SEED_STEP)),
                 }
             }
         };

@@ -6,7 +6,7 @@ use nvfp4_kernels::{
 };
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-use crate::ops::{OperandSpec, QuantParams, QuantRounding};
+use crate::ops::{EdenDraw, OperandSpec, QuantParams, QuantRounding};
 
 /// The format of one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -307,8 +307,8 @@ pub(super) struct Draw {
     pub stream: RandomStream,
     /// The transform of `size`, the same for both operands of a GEMM.
     pub transform: Hadamard,
-    /// MS-EDEN's transform, the same for both operands of a GEMM.
-    pub eden: Hadamard,
+    /// The seed of the signs of MS-EDEN's transform, the same for both operands of a GEMM.
+    pub signs: u64,
 }
 
 impl QuantSpec {
@@ -320,8 +320,13 @@ impl QuantSpec {
             OperandFormat::Mxfp8 => QuantParams::mxfp8(),
             OperandFormat::Mxfp4 => QuantParams::mxfp4(),
             OperandFormat::MsEden => {
-                let Draw { stream, eden, .. } = draw(None);
-                QuantParams::ms_eden(eden, stream)
+                let Draw { stream, signs, .. } = draw(None);
+                let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, signs);
+                let signs = Some(signs);
+                QuantParams {
+                    rounding: QuantRounding::MsEden(EdenDraw { stream, signs }),
+                    ..QuantParams::ms_eden(hadamard, stream)
+                }
             }
             OperandFormat::Nvfp4 => {
                 let Draw {

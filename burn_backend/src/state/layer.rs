@@ -178,15 +178,16 @@ impl LayerState {
     }
 
     /// Takes the current offset of the rank and advances it by one. The rank is in the result's
-    /// offset.
-    pub(crate) fn advance(&self) -> RngState {
+    /// offset; the part that is in device memory, if there is one, is not where it is used
+    /// `in_memory`.
+    pub(crate) fn advance(&self, in_memory: bool) -> RngState {
         let count = {
             let mut offsets = self.offsets();
             let count = offsets.of(self.rank);
             offsets.next.insert(self.rank, count + 1);
             match offsets.pinned {
-                Some(Pinned { base, step }) => base + (count - step),
-                None => count,
+                Some(Pinned { base, step }) if in_memory => base + (count - step),
+                _ => count,
             }
         };
         RngState {
@@ -247,8 +248,12 @@ impl LayerState {
         draws: bool,
     ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
         let mode = self.mode();
+        let probe = self.probe();
+        // A step that telemetry samples is never captured, and what looks at its operands has to
+        // know the signs of their transform.
+        let in_memory = draws && probe.is_none() && self.offsets().pinned.is_some();
         let rng_state = if draws && mode != LayerMode::HighPrecision {
-            self.advance()
+            self.advance(in_memory)
         } else {
             self.rng_state()
         };
@@ -259,12 +264,12 @@ impl LayerState {
                     cache: self.shared.weights.clone(),
                     identity,
                 }),
-            probe: self.probe(),
+            probe,
             storage: None,
         };
         let spec = mode.of(recipe.spec(&rng_state));
         #[cfg(any(feature = "cpu", feature = "cuda"))]
-        let spec = match draws && self.offsets().pinned.is_some() {
+        let spec = match in_memory {
             true => {
                 let spec = spec.with_offset_in_memory();
                 spec.check()?;
@@ -509,7 +514,7 @@ mod tests {
     fn ranks_draw_from_disjoint_offsets() {
         let main = state();
         let (zero, one) = (fork(&main, 0), fork(&main, 1));
-        let drawn = [&one, &zero, &one, &main, &one].map(|state| state.advance());
+        let drawn = [&one, &zero, &one, &main, &one].map(|state| state.advance(false));
         let offsets = drawn.map(|rng_state| rng_state.offset);
         assert_eq!(offsets, [1 << 48 | 5, 5, 1 << 48 | 6, 6, 1 << 48 | 7]);
         assert!(drawn.iter().all(|one| one.rht_signs == 3 && one.layer == 2));
@@ -519,9 +524,9 @@ mod tests {
 
         let saved = main.rng_state();
         main.set_rng_state(saved).unwrap();
-        assert_eq!(zero.advance().offset, 7);
+        assert_eq!(zero.advance(false).offset, 7);
         assert_eq!(
-            one.advance().offset,
+            one.advance(false).offset,
             1 << 48 | 7,
             "all ranks go on together"
         );

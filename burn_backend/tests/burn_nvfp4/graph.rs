@@ -27,9 +27,9 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// A layer that has run 5 times.
-fn layer() -> Nvfp4Linear {
+fn layer(recipe: Nvfp4Recipe) -> Nvfp4Linear {
     let device = device().autodiff();
-    let config = Nvfp4LinearConfig::new(D_IN, D_OUT).with_recipe(Nvfp4Recipe::new());
+    let config = Nvfp4LinearConfig::new(D_IN, D_OUT).with_recipe(recipe);
     let layer = config.with_layer(Some(3)).init(&device);
     let mut state = Nvfp4State::collect(&layer);
     for rng_state in state.layers.values_mut() {
@@ -62,12 +62,25 @@ fn steps_have_the_bits_of_ordinary_ones() {
     if is_flex() {
         skip!("Flex has no graphs");
     }
+    have_the_bits_of_ordinary_ones(&Nvfp4Recipe::new());
+}
+
+/// MS-EDEN draws signs too: the kernels draw those of each step.
+#[test]
+fn steps_with_ms_eden_have_the_bits_of_ordinary_ones() {
+    if is_flex() {
+        skip!("Flex has no graphs");
+    }
+    have_the_bits_of_ordinary_ones(&Nvfp4Recipe::quartet2());
+}
+
+fn have_the_bits_of_ordinary_ones(recipe: &Nvfp4Recipe) {
     let _alone = alone();
     let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
-    let layer = layer();
+    let layer = layer(recipe.clone());
     // The same weight, and offsets of its own.
     let mut ordinary = layer.clone();
-    ordinary.state = self::layer().state;
+    ordinary.state = self::layer(recipe.clone()).state;
     let expected: Vec<_> = (0..8)
         .map(|_| bytes(&gradient(&ordinary, &x, &upstream)))
         .collect();
@@ -126,26 +139,6 @@ fn copies_go_where_the_tensor_is() {
     assert!(error.to_string().contains("from"), "{error}");
 }
 
-/// A graph would repeat the signs that it draws on the host.
-#[test]
-fn ms_eden_is_refused_in_steps_of_a_graph() {
-    if is_flex() {
-        skip!("Flex has no graphs");
-    }
-    let _alone = alone();
-    let config = Nvfp4LinearConfig::new(128, 128).with_recipe(Nvfp4Recipe::quartet2());
-    let layer = config.init(&device().autodiff());
-    let x = matrix(128, 128, 1).require_grad();
-    layer.try_forward(x.clone()).unwrap();
-    let mut steps = GraphSteps::begin(&layer, &device()).unwrap();
-    let mut refused = None;
-    let _ = steps.launch(|| refused = layer.try_forward(x.clone()).err());
-    let error = refused.unwrap().to_string();
-    assert!(error.contains("MS-EDEN"), "{error}");
-    drop(steps);
-    layer.try_forward(x).unwrap();
-}
-
 /// Bytes that the pools of this test's stream hold and nobody uses.
 fn free() -> u64 {
     let usage = memory_usage(&device());
@@ -159,7 +152,7 @@ fn there_is_more_room_for_the_capture_than_a_step_took() {
         skip!("Flex has no graphs");
     }
     let _alone = alone();
-    let layer = layer();
+    let layer = layer(Nvfp4Recipe::new());
     let mut steps = GraphSteps::begin(&layer, &device()).unwrap();
     let mut found = 0.0;
     let mut step = || {

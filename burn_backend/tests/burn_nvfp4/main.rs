@@ -14,6 +14,7 @@ mod decorate;
 mod decorate_limits;
 mod draws;
 mod errors;
+mod feed_forward;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -2,7 +2,7 @@
 
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::{DType, Device, Tensor};
-use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe};
+use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4SwiGluConfig};
 use cubecl::{MemoryScope, MemoryUsage};
 
 use crate::support::skip::skip;
@@ -103,4 +103,46 @@ fn saved_activations_of_an_mxfp8_backward_take_theirs() {
     for preset in ["fwd_nvfp4_bwd_mxfp8", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
         keeps_at_most(preset, 33.0 / 32.0, (1024, 256, 128));
     }
+}
+
+/// A feed-forward that computes gate and up again holds the packed input of its first layer in
+/// their place.
+#[test]
+fn what_is_computed_again_is_not_kept() {
+    if !matches!(device().as_dispatch(), DispatchDevice::Cube(_)) {
+        skip!("Flex has no memory pools to ask");
+    }
+    let (tokens, width, hidden) = match small_only() {
+        true => (256, 64, 128),
+        false => (1024, 128, 384),
+    };
+    let training = device().autodiff();
+    let recipe = Nvfp4Recipe::preset("nvidia").unwrap();
+    let layer = Nvfp4SwiGluConfig::new(width, hidden)
+        .with_recipe(recipe)
+        .init(&training);
+    let source = Matrix::gaussian(tokens, width, DType::F32, 3).tensor(&training);
+    let kept = [false, true].map(|recompute| {
+        let layer = layer.clone().with_recompute(recompute);
+        let forward = || -> Tensor<2> { layer.forward(source.clone().require_grad() * 1.0) };
+        let backward = |y: Tensor<2>| {
+            let grads = y.sum().backward();
+            assert!(layer.gate_up.weight.grad(&grads).is_some());
+        };
+        backward(forward());
+        let before = in_use(&device());
+        let y = forward();
+        let kept = in_use(&device()).saturating_sub(before);
+        backward(y);
+        kept
+    });
+    eprintln!("{kept:?} bytes kept");
+    let gate_up = (tokens * 2 * hidden * 4) as u64;
+    let packed = (tokens * width) as u64 * 9 / 16;
+    let saved = kept[0] - kept[1];
+    let expected = gate_up - packed;
+    assert!(
+        saved.abs_diff(expected) <= expected / 50,
+        "{saved} bytes, not {expected}"
+    );
 }

@@ -8,9 +8,11 @@ use crate::{
     capabilities::conversion_of,
     launch::{buffer, grid},
     memory::{address_type, is_aligned},
-    quantize::{GateUp, Prologue, run_prologue},
+    quantize::{
+        AmaxRequest, Amaxes, GateUp, Prologue, amaxes, run_prologue, run_prologue_with_amaxes,
+    },
     reference::{Activation, Gelu},
-    tensor::Matrix,
+    tensor::{Groups, Matrix},
 };
 
 /// `activation` of the rows of `x`, in the type of `x`: `[rows, cols]`, or `[rows, cols / 2]` for
@@ -71,6 +73,38 @@ pub fn activation_backward(
         }
         Activation::Gelu(form) => Ok(gelu(client, form, x, Some(grad))),
     }
+}
+
+/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], and amax
+/// values of it: in one pass where the rows of a SwiGLU are whole vectors.
+///
+/// # Errors
+/// As those, and as [`amaxes`](crate::quantize::amaxes).
+pub fn activation_with_amaxes(
+    client: &Client,
+    activation: Activation,
+    (x, grad): (&Matrix, Option<&Matrix>),
+    groups: &Groups,
+    request: &AmaxRequest,
+) -> Result<(Matrix, Amaxes), Nvfp4Error> {
+    let inputs = GateUp::Concatenated(x);
+    let prologue = match (activation, grad) {
+        (Activation::SwiGlu, None) if is_whole(&[x]) => Some(Prologue::SwiGlu(inputs)),
+        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
+            Some(Prologue::SwiGluBackward { grad, inputs })
+        }
+        _ => None,
+    };
+    if let Some(prologue) = prologue {
+        check_input(activation, x)?;
+        return run_prologue_with_amaxes(client, prologue, groups, request);
+    }
+    let made = match grad {
+        None => self::activation(client, activation, x)?,
+        Some(grad) => activation_backward(client, activation, grad, x)?,
+    };
+    let found = amaxes(client, &made, groups, request)?;
+    Ok((made, found))
 }
 
 fn check_input(activation: Activation, x: &Matrix) -> Result<(), Nvfp4Error> {

@@ -6,6 +6,8 @@ use super::{
     codec::{Conversion, round_to_bf16},
     ptx,
 };
+#[cfg(doc)]
+use crate::Hadamard;
 use crate::HadamardSize;
 
 /// The signs of a transform, 32 elements to a word: bit `i % 32` of word `i / 32` negates element
@@ -44,6 +46,28 @@ impl Signs {
         let high = select(lane < 6usize, self.word2, self.word3);
         let word = select(lane < 4usize, low, high);
         word >> ((u32::cast_from(lane) & 1u32) * 16u32)
+    }
+}
+
+/// The finaliser of SplitMix64, as [`Hadamard::seeded_with_size`] uses it.
+#[cube]
+fn splitmix64(value: u64) -> u64 {
+    let z = value + 0x9E37_79B9_7F4A_7C15u64;
+    let z = (z ^ (z >> 30u64)) * 0xBF58_476D_1CE4_E5B9u64;
+    let z = (z ^ (z >> 27u64)) * 0x94D0_49BB_1331_11EBu64;
+    z ^ (z >> 31u64)
+}
+
+/// The signs of [`Hadamard::seeded_with_size`] for 128 elements.
+#[cube]
+pub fn seeded_signs(seed: u64) -> Signs {
+    let first = splitmix64(seed);
+    let second = splitmix64(seed ^ 0xFFFF_FFFF_FFFF_FFFFu64);
+    Signs {
+        word0: u32::cast_from(first & 0xFFFF_FFFFu64),
+        word1: u32::cast_from(first >> 32u64),
+        word2: u32::cast_from(second & 0xFFFF_FFFFu64),
+        word3: u32::cast_from(second >> 32u64),
     }
 }
 

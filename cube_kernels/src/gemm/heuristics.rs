@@ -5,7 +5,7 @@ use super::{
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
     stream_k::{StreamK, stages_of, tiles_of},
-    tiles::{SM90_TILE_M, Sm90Tile, W4a16Tile},
+    tiles::{Sm90Tile, W4a16Tile},
 };
 
 /// Microseconds that a CTA takes for a tile with a contraction of 8192, the kernel that reads bf16.

@@ -50,7 +50,9 @@ mod tiles;
 pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes};
 pub use dequantize::dequantize;
 pub use describe::describe;
-pub use ms_eden::{EdenRandom, EdenSource, ms_eden, ms_eden_amax, ms_eden_with};
+pub use ms_eden::{
+    EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax, ms_eden_with,
+};
 pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use per_token::{
@@ -82,7 +84,7 @@ pub mod kernels {
         },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-            EdenStoredArgs, EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_kernel,
+            EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

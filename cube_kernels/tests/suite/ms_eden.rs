@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
     gemm::Gemm,
-    quantize::{self, EdenRandom, EdenSource},
+    quantize::{self, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
     reference::{self, EdenParams, EdenTarget, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
@@ -152,6 +152,44 @@ fn empty() {
     for (rows, cols) in [(0, 128), (128, 0), (0, 0)] {
         check_matrix::<bf16>(&client, &[], rows, cols, "empty");
         check_packed(&client, rows, cols, Kind::Zeros);
+    }
+}
+
+/// A kernel draws the signs that the host draws from the seed of the step, with the carry of the
+/// offset.
+#[test]
+fn redrawn_signs() {
+    let client = client!("redrawn_signs");
+    let (rows, cols, seed) = (40, 200, 0x9abc_def0_1234_5678u64);
+    let x: Vec<f32> = values(Kind::Normal, rows * cols, 3);
+    let matrix = upload(&client, &x, rows, cols);
+    for offset in [[0u32, 0], [5, 0], [0xffff_ffff, 2]] {
+        let advanced = u64::from(offset[0]) | u64::from(offset[1]) << 32;
+        let transform = EdenTransform {
+            hadamard: Hadamard::seeded_with_size(HadamardSize::H128, seed),
+            redrawn: Some(RedrawnSigns {
+                seed,
+                offset: client.create_from_slice(bytemuck::cast_slice(&offset)),
+            }),
+        };
+        let seed = seed.wrapping_add(advanced.wrapping_mul(Hadamard::SEED_STEP));
+        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, seed);
+        for usage in USAGES {
+            let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
+            let found = quantize::ms_eden_amax(&client, &matrix, usage, transform.clone()).unwrap();
+            assert_eq!(read_f32(&client, &found).to_bits(), amax.to_bits());
+            let by = EdenParams {
+                hadamard,
+                ..params(EdenTarget::Backward, STREAM)
+            };
+            let expected = reference::ms_eden(&x, rows, cols, usage, amax, &by).unwrap();
+            let transform = transform.clone();
+            let (target, stream) = (EdenTarget::Backward, STREAM);
+            let made =
+                quantize::ms_eden(&client, &matrix, usage, &found, transform, target, stream);
+            let what = format!("{offset:?} along {usage:?}");
+            assert_packed(&client, &made.unwrap(), &expected, &what);
+        }
     }
 }
 

@@ -57,6 +57,7 @@ impl RunConfig {
             log_every: 10,
             checkpoint_every: 100,
             telemetry_every: 0,
+            recompute: 0,
             graph: false,
             rht: true,
             stochastic_rounding: true,

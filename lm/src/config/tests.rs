@@ -66,7 +66,7 @@ fn a_run_names_all_its_devices() {
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 20] = [
+    let cases: [(&str, Spoil); 21] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),
@@ -94,6 +94,7 @@ fn errors_name_the_value() {
             c.compare = Vec::new();
             c.rht = false;
         }),
+        ("recompute", |c| c.recompute = c.model.layers + 1),
         ("decorate", |c| c.decorate = Some(Decoration::Strict)),
         ("decorate", |c| {
             c.device = "cpu".into();
@@ -133,8 +134,10 @@ fn graphs_are_refused_where_they_cannot_be() {
         config.check().map_err(|error| error.to_string())
     };
     graph("cuda:0", &|_| ()).unwrap();
+    let quartet2 = |config: &mut RunConfig| config.recipe = "quartet2".parse().unwrap();
+    graph("cuda:0", &quartet2).unwrap();
     type Change = dyn Fn(&mut RunConfig);
-    let cases: [(&str, &Change, &str); 4] = [
+    let cases: [(&str, &Change, &str); 3] = [
         ("flex", &|_: &mut RunConfig| (), "device is flex"),
         (
             "cuda:0",
@@ -145,11 +148,6 @@ fn graphs_are_refused_where_they_cannot_be() {
             "cuda:0",
             &|config| config.optimizer = OptimizerName::Muon,
             "adamw",
-        ),
-        (
-            "cuda:0",
-            &|config| config.recipe = "quartet2".parse().unwrap(),
-            "MS-EDEN",
         ),
     ];
     for (device, change, expected) in cases {

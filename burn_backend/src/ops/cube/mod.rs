@@ -14,6 +14,7 @@ use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
 use super::Nvfp4Ops;
+use super::layers::Activation;
 use super::spec::QuantParams;
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
@@ -27,6 +28,16 @@ impl Nvfp4Ops for CubeBackend {
         usages: QuantUsages,
     ) -> QuantizedPair<Self> {
         quantize::quantize(x, groups, usages)
+    }
+
+    fn nvfp4_quantize_activation(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        activation: Activation,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        quantize::quantize_activation(x, grad.into_option(), groups, activation, usages)
     }
 
     fn nvfp4_requantize(

@@ -3,9 +3,12 @@
 use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cubecl::server::Handle;
+use nvfp4_kernels::activation::{activation, activation_backward, activation_with_amaxes};
 use nvfp4_kernels::moe::GroupOffsets;
-use nvfp4_kernels::quantize::{self, AmaxRequest, EdenSource, QuantRequest};
-use nvfp4_kernels::reference::EdenTarget;
+use nvfp4_kernels::quantize::{
+    self, AmaxRequest, Amaxes, EdenRandom, EdenSource, EdenTransform, QuantRequest, RedrawnSigns,
+};
+use nvfp4_kernels::reference::{Activation, EdenTarget};
 use nvfp4_kernels::tensor::{
     DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
 };
@@ -31,19 +34,9 @@ pub(super) fn quantize(
         x: Source::new(x),
         count: groups.count(),
         groups: device_groups(groups),
+        found: None,
     };
-    let QuantUsages {
-        rowwise,
-        columnwise,
-    } = usages;
-    if let (Some((row, row_storage)), Some((col, col_storage))) = (rowwise, columnwise) {
-        let (row, col) = source.both([row, col], [row_storage, col_storage]);
-        return QuantizedPair::Both(row, col);
-    }
-    QuantizedPair::new(
-        rowwise.map(|(params, storage)| source.one(&params, Usage::Rowwise, storage)),
-        columnwise.map(|(params, storage)| source.one(&params, Usage::Columnwise, storage)),
-    )
+    source.quantize(usages)
 }
 
 /// A matrix and its groups.
@@ -51,9 +44,100 @@ struct GroupedSource {
     x: Source,
     count: GroupCount,
     groups: Groups,
+    /// Its amax values, where they were found when it was computed: those of the
+    /// [request](amax_request) of all usages.
+    found: Option<Amaxes>,
+}
+
+/// The amax values that the quantized tensors of one matrix need, if kernels find them in a pass of
+/// their own.
+fn amax_request(usages: &QuantUsages) -> Option<AmaxRequest> {
+    let needs_pass =
+        |params: &QuantParams| !params.is_made_from_codes() && params.block == BlockShape::Block1d;
+    let params = |one: Option<(QuantParams, Storage)>| one.map(|(params, _)| params);
+    match (params(usages.rowwise), params(usages.columnwise)) {
+        (Some(row), Some(col)) if needs_pass(&row) && needs_pass(&col) => {
+            Some(pair_request(&row, &col))
+        }
+        // One amax for each row is found in the pass that quantizes it.
+        (Some(row), None) if needs_pass(&row) && row.amax == AmaxGranularity::PerTensor => {
+            Some(AmaxRequest::along(Usage::Rowwise, row.amax, None))
+        }
+        (None, Some(col)) if needs_pass(&col) => {
+            let usage = Usage::Columnwise;
+            Some(AmaxRequest::along(usage, col.amax, col.hadamard))
+        }
+        _ => None,
+    }
+}
+
+/// Those of a rowwise and a columnwise tensor: one for both, where it serves both.
+fn pair_request(row: &QuantParams, col: &QuantParams) -> AmaxRequest {
+    let shared = row.shares_amax() && col.shares_amax();
+    AmaxRequest {
+        rows: Some(row.amax),
+        cols: (!shared).then_some((col.amax, col.hadamard)),
+    }
+}
+
+/// See [`nvfp4_quantize_activation`](super::super::Nvfp4Ops::nvfp4_quantize_activation).
+pub(super) fn quantize_activation(
+    x: CubeTensor,
+    grad: Option<CubeTensor>,
+    groups: RowGroups<CubeBackend>,
+    kind: Activation,
+    usages: QuantUsages,
+) -> QuantizedPair<CubeBackend> {
+    let x = Source::new(x);
+    let grad = grad.map(Source::new);
+    let direction = match grad {
+        None => "forward",
+        Some(_) => "backward",
+    };
+    trace_op("activation", direction, x.matrix.rows, x.matrix.cols);
+    let count = groups.count();
+    let groups = device_groups(groups);
+    let grad = grad.as_ref().map(|grad| &grad.matrix);
+    let (client, matrix) = (&x.tensor.client, &x.matrix);
+    let (made, found) = match (amax_request(&usages), grad) {
+        (Some(request), _) => {
+            let of = (matrix, grad);
+            let made = activation_with_amaxes(client, kind, of, &groups, &request);
+            let (made, found) = launched(made);
+            (made, Some(found))
+        }
+        (None, None) => (launched(activation(client, kind, matrix)), None),
+        (None, Some(grad)) => {
+            let made = activation_backward(client, kind, grad, matrix);
+            (launched(made), None)
+        }
+    };
+    let source = GroupedSource {
+        x: Source::new(result(&x.tensor, made)),
+        count,
+        groups,
+        found,
+    };
+    source.quantize(usages)
 }
 
 impl GroupedSource {
+    /// The quantized tensors with these usages.
+    fn quantize(&self, usages: QuantUsages) -> QuantizedPair<CubeBackend> {
+        let QuantUsages {
+            rowwise,
+            columnwise,
+        } = usages;
+        if let (Some((row, row_storage)), Some((col, col_storage))) = (rowwise, columnwise) {
+            let (row, col) = self.both([row, col], [row_storage, col_storage]);
+            return QuantizedPair::Both(row, col);
+        }
+        QuantizedPair::new(
+            rowwise.map(|(params, storage)| self.one(&params, Usage::Rowwise, storage)),
+            columnwise.map(|(params, storage)| self.one(&params, Usage::Columnwise, storage)),
+        )
+    }
+
     /// The quantized tensor with this usage.
     fn one(
         &self,
@@ -203,6 +287,13 @@ impl GroupedSource {
 
     /// The amax values of the tensor with this usage.
     fn amax(&self, params: &QuantParams, usage: Usage) -> Handle {
+        if let Some(Amaxes { rows, cols }) = self.found.clone() {
+            return match usage {
+                Usage::Rowwise => rows,
+                Usage::Columnwise => cols,
+            }
+            .expect("requested");
+        }
         let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
         if matches!(self.groups, Groups::One) && params.amax == AmaxGranularity::PerTensor {
             let hadamard = match usage {
@@ -228,12 +319,11 @@ impl GroupedSource {
             let amax = self.amax(row, Usage::Rowwise);
             return (amax.clone(), amax);
         }
-        let request = AmaxRequest {
-            rows: Some(row.amax),
-            cols: Some((col.amax, col.hadamard)),
-        };
-        let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
-        let found = launched(quantize::amaxes(client, matrix, &self.groups, &request));
+        let found = self.found.clone().unwrap_or_else(|| {
+            let request = pair_request(row, col);
+            let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
+            launched(quantize::amaxes(client, matrix, &self.groups, &request))
+        });
         let [row, col] = [found.rows, found.cols].map(|amax| amax.expect("requested"));
         (row, col)
     }
@@ -260,15 +350,24 @@ fn ms_eden(
     usage: Usage,
     params: &QuantParams,
 ) -> DeviceQuantized {
-    let (QuantRounding::MsEden(stream), Some(hadamard)) = (params.rounding, &params.hadamard)
-    else {
+    let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, &params.hadamard) else {
         unreachable!("parameters of MS-EDEN");
     };
+    let offset = params.offset_in_memory.then(|| offset_beside(like));
+    let transform = EdenTransform {
+        hadamard: *hadamard,
+        redrawn: (offset.clone().zip(draw.signs))
+            .map(|(offset, seed)| RedrawnSigns { seed, offset }),
+    };
+    let random = EdenRandom {
+        stream: draw.stream,
+        offset,
+    };
     let client = &like.client;
-    let amax = launched(quantize::ms_eden_amax(client, source, usage, hadamard));
-    let target = EdenTarget::Backward;
+    let amax = quantize::ms_eden_amax(client, source, usage, transform.clone());
+    let (amax, target) = (launched(amax), EdenTarget::Backward);
     launched(quantize::ms_eden(
-        client, source, usage, &amax, hadamard, target, stream,
+        client, source, usage, &amax, transform, target, random,
     ))
 }
 

@@ -184,11 +184,11 @@ fn quantize_one<T: Element>(
     }
     let rounding = match (params.rounding, &params.hadamard) {
         (QuantRounding::Elements(rounding), _) => rounding,
-        (QuantRounding::MsEden(stream), Some(hadamard)) => {
+        (QuantRounding::MsEden(draw), Some(hadamard)) => {
             let by = EdenParams {
                 hadamard: *hadamard,
                 target: EdenTarget::Backward,
-                stream,
+                stream: draw.stream,
             };
             // Numbered in groups of 128.
             let first = first / (EDEN_GROUP / params.format.block()) as u64;

@@ -261,8 +261,7 @@ impl Matrix {
             params: &QuantParams,
             first: u64,
         ) -> QuantizedTensor {
-            let (QuantRounding::MsEden(stream), Some(hadamard)) =
-                (params.rounding, &params.hadamard)
+            let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, &params.hadamard)
             else {
                 panic!("{params:?}");
             };
@@ -270,7 +269,7 @@ impl Matrix {
             let by = EdenParams {
                 hadamard: *hadamard,
                 target: EdenTarget::Backward,
-                stream,
+                stream: draw.stream,
             };
             reference::ms_eden_at(x, rows, cols, usage, amax, &by, first).unwrap()
         }

@@ -5,7 +5,8 @@ use cubecl::prelude::*;
 use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-        EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
+        EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel,
+        ms_eden_kernel,
     },
     BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape,
 };
@@ -18,7 +19,7 @@ use crate::{
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let random = || RandomLaunch::new(1, 2, 3, 4);
-    let signs = || SignsLaunch::new(1, 2, 3, 4);
+    let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
     let e2m1 = Expected {
         e2m1_rn: Some(device.has_nearest()),
         ..Expected::NONE
@@ -36,6 +37,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         source,
         swizzled,
         device_offset: across,
+        redrawn_signs: across,
         cuda: true,
         conversion: device.conversion,
     };

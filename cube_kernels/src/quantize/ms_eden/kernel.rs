@@ -19,9 +19,10 @@ use crate::{
             quantize_block, segment_amax, segment_of, slot, store_segment,
             transform_between_segments, transform_segment,
         },
-        hadamard::Signs,
+        hadamard::{Signs, seeded_signs},
         philox::Random,
     },
+    policy::Hadamard,
     tensor::FloatKind,
 };
 
@@ -116,7 +117,45 @@ pub struct EdenDraw {
     /// Where random bits come from.
     pub random: Random,
     /// The signs of the transform.
-    pub signs: Signs,
+    pub signs: EdenSigns,
+}
+
+/// The signs of the transform, as the host knows them.
+#[derive(CubeType, CubeLaunch)]
+pub struct EdenSigns {
+    /// The signs, or, where the policy says that they are redrawn, in the first two words their
+    /// seed.
+    pub words: Signs,
+    /// What the seed is advanced by, where they are redrawn: two words, low word first.
+    pub offset: Box<[u32]>,
+}
+
+#[cube]
+impl EdenSigns {
+    /// The signs.
+    fn resolve(&self, #[comptime] redrawn: bool) -> Signs {
+        let mut signs = Signs {
+            word0: self.words.word0,
+            word1: self.words.word1,
+            word2: self.words.word2,
+            word3: self.words.word3,
+        };
+        if comptime!(redrawn) {
+            let seed = word64(self.words.word0, self.words.word1);
+            let offset = word64(self.offset[0], self.offset[1]);
+            let drawn = seeded_signs(seed + offset * comptime!(Hadamard::SEED_STEP));
+            signs.word0 = drawn.word0;
+            signs.word1 = drawn.word1;
+            signs.word2 = drawn.word2;
+            signs.word3 = drawn.word3;
+        }
+        signs
+    }
+}
+
+#[cube]
+fn word64(low: u32, high: u32) -> u64 {
+    u64::cast_from(low) | (u64::cast_from(high) << 32u64)
 }
 
 #[cube]
@@ -499,7 +538,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     source: EdenStored<F, N>,
     tiles: EdenTiles,
     out: &mut [Atomic<u32>],
-    signs: Signs,
+    signs: EdenSigns,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
@@ -508,6 +547,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     let shape = &tiles.shape;
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let factor = source.factor();
+    let signs = signs.resolve(policy.redrawn_signs);
     let mut kept = KeptAmax {
         bits: 0u32,
         part: 0usize,
@@ -544,21 +584,14 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
     let mut sums = BlockSums::new();
     let random = draw.resolve(policy.device_offset);
+    let signs = draw.signs.resolve(policy.redrawn_signs);
     let factor = source.factor();
     let mut kept = write_amax(&from, shape, &mut out, policy);
     let mut index = CUBE_POS;
     while index < tiles.row_tiles * shape.tile_cols {
         let at = tile_position(index, &tiles, policy);
         if comptime!(policy.plain()) || is_filled(&at, policy) {
-            source.load(
-                &mut tile,
-                &at,
-                &draw.signs,
-                factor,
-                shape.cols,
-                policy,
-                kind,
-            );
+            source.load(&mut tile, &at, &signs, factor, shape.cols, policy, kind);
             transform_between_segments(&mut tile, across, policy.cuda);
             sync_cube();
             kept.turn_to(at.part, &from, policy);

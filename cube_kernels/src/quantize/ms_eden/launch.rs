@@ -6,12 +6,12 @@ use super::{
     super::{
         amax::zeros,
         packed_source::{PackedSource, SourcePlan},
-        plan::signs_of,
+        plan::signs_launch,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, EdenStoredArgs,
-        ms_eden_amax_kernel, ms_eden_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, EdenSignsLaunch,
+        EdenStoredArgs, ms_eden_amax_kernel, ms_eden_kernel,
     },
     position::{EdenPolicy, EdenTilesLaunch},
 };
@@ -152,6 +152,60 @@ impl From<RandomStream> for EdenRandom {
     }
 }
 
+/// The transform of MS-EDEN, of 128 elements.
+#[derive(Debug, Clone)]
+pub struct EdenTransform {
+    /// The transform. Where signs are redrawn, its signs are those of an offset of zero.
+    pub hadamard: Hadamard,
+    /// Where the signs come from, if a kernel draws them.
+    pub redrawn: Option<RedrawnSigns>,
+}
+
+/// Signs that a kernel draws: those of [`Hadamard::seeded_with_size`] for `seed` plus
+/// [`Hadamard::SEED_STEP`] times an offset in device memory. A captured graph that advances the
+/// offset draws fresh signs at each replay.
+#[derive(Debug, Clone)]
+pub struct RedrawnSigns {
+    /// The seed for an offset of zero.
+    pub seed: u64,
+    /// The offset: two `u32`, low word first.
+    pub offset: Handle,
+}
+
+impl From<&Hadamard> for EdenTransform {
+    fn from(hadamard: &Hadamard) -> Self {
+        Self {
+            hadamard: *hadamard,
+            redrawn: None,
+        }
+    }
+}
+
+impl EdenTransform {
+    fn check(&self) -> Result<(), Nvfp4Error> {
+        check_eden_hadamard(&self.hadamard)?;
+        let memory = self.redrawn.as_ref().map(|signs| &signs.offset);
+        memory.map_or(Ok(()), |offset| check_memory("transform", offset, 8))
+    }
+
+    /// The argument of a kernel; `unread` stands for an offset that there is not.
+    fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
+        let (words, offset) = match &self.redrawn {
+            None => (self.hadamard.sign_words(), None),
+            Some(RedrawnSigns { seed, offset }) => {
+                let seed = [*seed as u32, (*seed >> 32) as u32, 0, 0];
+                (seed, Some(offset))
+            }
+        };
+        // SAFETY: an offset was checked, and the kernel reads no other memory.
+        let offset = match offset {
+            Some(offset) => unsafe { buffer(offset, 2) },
+            None => unsafe { buffer(unread, 1) },
+        };
+        EdenSignsLaunch::new(signs_launch(words), offset)
+    }
+}
+
 /// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory:
 /// one `f32`, or one for each group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
@@ -163,10 +217,10 @@ pub fn ms_eden_amax<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
     usage: Usage,
-    hadamard: &Hadamard,
+    transform: impl Into<EdenTransform>,
 ) -> Result<Handle, Nvfp4Error> {
-    let source = source.into();
-    let geometry = Geometry::new(client, source, usage, hadamard, None)?;
+    let (source, transform) = (source.into(), transform.into());
+    let geometry = Geometry::new(client, source, usage, &transform, None)?;
     let maxima = source.groups().count();
     let out = zeros(client, maxima);
     if geometry.tile_count == 0 {
@@ -176,7 +230,7 @@ pub fn ms_eden_amax<'a>(
     let result = unsafe { buffer(&out, maxima) };
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
-    let signs = signs_of(Some(*hadamard));
+    let signs = transform.arg(&out);
     let (width, kind) = geometry.source.elements();
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
@@ -202,8 +256,9 @@ pub fn ms_eden_amax<'a>(
 /// ([`ms_eden_amax`]).
 ///
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
-/// `amax` is the one from which it decodes. Draw the signs of `hadamard` afresh for each backward
-/// pass, the same for both operands of a GEMM. See
+/// `amax` is the one from which it decodes. Draw the signs of `transform` afresh for each backward
+/// pass, the same for both operands of a GEMM, or let the kernel draw them
+/// ([`RedrawnSigns`]). See
 /// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
 /// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
@@ -224,13 +279,13 @@ pub fn ms_eden<'a>(
     source: impl Into<EdenSource<'a>>,
     usage: Usage,
     amax: &Handle,
-    hadamard: &Hadamard,
+    transform: impl Into<EdenTransform>,
     target: EdenTarget,
     random: impl Into<EdenRandom>,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let layout = ScaleLayout::Compact;
     ms_eden_with(
-        client, source, usage, amax, hadamard, target, random, layout,
+        client, source, usage, amax, transform, target, random, layout,
     )
 }
 
@@ -245,13 +300,14 @@ pub fn ms_eden_with<'a>(
     source: impl Into<EdenSource<'a>>,
     usage: Usage,
     amax: &Handle,
-    hadamard: &Hadamard,
+    transform: impl Into<EdenTransform>,
     target: EdenTarget,
     random: impl Into<EdenRandom>,
     layout: ScaleLayout,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let (source, random) = (source.into(), random.into());
-    let geometry = Geometry::new(client, source, usage, hadamard, Some((&random, layout)))?;
+    let (source, random, transform) = (source.into(), random.into(), transform.into());
+    let geometry = Geometry::new(client, source, usage, &transform, Some((&random, layout)))?;
+    let hadamard = &transform.hadamard;
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tile_count == 0 {
@@ -287,7 +343,7 @@ pub fn ms_eden_with<'a>(
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
-    let draw = EdenDrawLaunch::new(offset, stream, signs_of(Some(*hadamard)));
+    let draw = EdenDrawLaunch::new(offset, stream, transform.arg(amax));
     let (width, kind) = geometry.source.elements();
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
@@ -362,7 +418,7 @@ impl<'a> Geometry<'a> {
         client: &Client,
         source: EdenSource<'a>,
         usage: Usage,
-        hadamard: &Hadamard,
+        transform: &EdenTransform,
         quantize: Option<(&EdenRandom, ScaleLayout)>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
@@ -370,7 +426,7 @@ impl<'a> Geometry<'a> {
             _ => usage == Usage::Columnwise,
         };
         let source = Stored::new(source)?;
-        check_eden_hadamard(hadamard)?;
+        transform.check()?;
         let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
         let swizzled = quantize.is_some_and(|(_, layout)| layout == ScaleLayout::Swizzled128x4);
         if let Some(offset) = offset {
@@ -409,6 +465,7 @@ impl<'a> Geometry<'a> {
                 source: plan,
                 swizzled,
                 device_offset: offset.is_some(),
+                redrawn_signs: transform.redrawn.is_some(),
                 cuda: is_sm80(&capabilities),
                 conversion: capabilities.conversion,
             },

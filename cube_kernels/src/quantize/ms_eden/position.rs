@@ -19,6 +19,8 @@ pub struct EdenPolicy {
     pub swizzled: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
+    /// The signs of the transform are drawn by the kernel.
+    pub redrawn_signs: bool,
     /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
     pub cuda: bool,
     /// Who converts to E2M1.

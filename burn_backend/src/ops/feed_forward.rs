@@ -1,0 +1,207 @@
+//! A feed-forward as one differentiable operation: a linear layer, an activation, a linear layer.
+//!
+//! The output of the activation is quantized for the second layer, and its gradient for the first,
+//! in one operation each, which finds the amax values while it computes. The backward needs the
+//! input of the activation, the largest tensor of a block. It is kept, or computed again by the
+//! GEMM of the forward, whose operands are then kept instead: packed, they are small.
+
+use burn_core::backend::{
+    Autodiff, AutodiffBackend, Backend, TensorMetadata,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, NodeGuard, Ops, OpsKind},
+    },
+    tensor::FloatTensor,
+};
+
+use super::autodiff::register;
+use super::layers::Activation;
+use super::linear::{self, Fprop, LinearRequest, RequiresGrad, SavedForBackward};
+use super::operands::QuantSource;
+use super::{
+    LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops, RowGroups, float_dtype,
+};
+
+/// How a feed-forward is computed.
+#[derive(Clone, Debug)]
+pub struct FeedForwardSpec {
+    /// Between the layers.
+    pub activation: Activation,
+    /// The first layer.
+    pub input: (LinearSpec, LinearContext),
+    /// The second layer.
+    pub output: (LinearSpec, LinearContext),
+    /// Whether the backward computes the input of the activation again, by the GEMM of the forward,
+    /// instead of keeping it. No bit of a result depends on it.
+    pub recompute: bool,
+}
+
+/// The output of a feed-forward whose gradients are not required.
+pub(super) fn infer<B: Nvfp4Ops>(
+    x: FloatTensor<B>,
+    input: LinearParams<B>,
+    output: LinearParams<B>,
+    groups: RowGroups<B>,
+    spec: FeedForwardSpec,
+) -> FloatTensor<B> {
+    let layer = |x, params, (spec, context): &(LinearSpec, LinearContext)| {
+        linear::infer::<B>(x, params, &groups, (spec, context))
+    };
+    let hidden = layer(QuantSource::Matrix(x), input, &spec.input);
+    let hidden = QuantSource::Activation {
+        activation: spec.activation,
+        x: hidden,
+        grad: None,
+    };
+    layer(hidden, output, &spec.output)
+}
+
+/// The input of the activation, for the backward.
+#[derive(Clone, Debug)]
+enum Hidden<B: Backend> {
+    Kept(FloatTensor<B>),
+    Recomputed(Fprop<B>),
+}
+
+/// What the backward needs.
+#[derive(Clone, Debug)]
+struct SavedFeedForward<B: Backend> {
+    activation: Activation,
+    input: SavedForBackward<B>,
+    hidden: Hidden<B>,
+    output: SavedForBackward<B>,
+}
+
+/// The backward: parents `[x, input.weight, input.bias, output.weight, output.bias]`.
+#[derive(Debug)]
+struct FeedForward;
+
+impl<B: Nvfp4Ops> Backward<B, 5> for FeedForward {
+    type State = SavedFeedForward<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 5>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let SavedFeedForward {
+            activation,
+            input,
+            hidden,
+            output,
+        } = ops.state;
+        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        let of_output = output.backward(dy);
+        let found = [None, None, None, of_output.w, of_output.bias];
+        register::<B, 5>(nodes, found, grads);
+        // The second layer has a gradient by its input where `x` or the first layer needs one.
+        let Some(grad) = of_output.x else {
+            return;
+        };
+        let x = match hidden {
+            Hidden::Kept(x) => x,
+            Hidden::Recomputed(fprop) => fprop.run(),
+        };
+        let dy = QuantSource::Activation {
+            activation,
+            x,
+            grad: Some(grad),
+        };
+        let of_input = input.backward(dy);
+        let found = [of_input.x, of_input.w, of_input.bias, None, None];
+        register::<B, 5>(nodes, found, grads);
+    }
+}
+
+/// A parameter without its node, whether it is tracked, and its node; a missing one is a constant.
+type Untracked<B> = (Option<FloatTensor<B>>, bool, NodeGuard);
+
+fn untracked<B: Backend, C: CheckpointStrategy>(
+    tensor: MaybeTensor<Autodiff<B, C>>,
+    constant: &FloatTensor<B>,
+) -> Untracked<B> {
+    match tensor.into_option() {
+        Some(tensor) => {
+            let is_tracked = tensor.is_tracked();
+            let (tensor, node) = tensor.into_parts();
+            (Some(tensor), is_tracked, node)
+        }
+        None => {
+            let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner(constant.clone());
+            (None, false, constant.node())
+        }
+    }
+}
+
+/// A feed-forward whose operation autodiff tracks; `groups` are those of the inner backend.
+pub(super) fn track<B: Nvfp4Ops, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    input: LinearParams<Autodiff<B, C>>,
+    output: LinearParams<Autodiff<B, C>>,
+    groups: RowGroups<B>,
+    spec: FeedForwardSpec,
+) -> FloatTensor<Autodiff<B, C>> {
+    let x_tracked = x.is_tracked();
+    // The guards keep the parents alive until the step is registered.
+    let (x, x_node) = x.into_parts();
+    let (in_w_tracked, out_w_tracked) = (input.weight.is_tracked(), output.weight.is_tracked());
+    let (in_w, in_w_node) = input.weight.into_parts();
+    let (out_w, out_w_node) = output.weight.into_parts();
+    let (in_bias, in_bias_tracked, in_bias_node) = untracked::<B, C>(input.bias, &x);
+    let (out_bias, out_bias_tracked, out_bias_node) = untracked::<B, C>(output.bias, &x);
+    let nodes = [x_node, in_w_node, in_bias_node, out_w_node, out_bias_node];
+    let step = FeedForward.prepare::<C>(nodes);
+
+    let request = |x, (w, bias): (_, Option<FloatTensor<B>>), requires, (spec, context)| {
+        let (of_x, of_w, of_bias) = requires;
+        let bias_dtype = bias.as_ref().map(|bias| float_dtype(bias.dtype()));
+        LinearRequest::<B> {
+            x,
+            w,
+            groups: groups.clone(),
+            spec,
+            context,
+            requires_grad: RequiresGrad {
+                x: of_x,
+                w: of_w,
+                bias: bias_dtype.filter(|_| of_bias),
+            },
+            bias: bias.into(),
+        }
+    };
+    let requires = (x_tracked, in_w_tracked, in_bias_tracked);
+    let hidden_tracked = x_tracked || in_w_tracked || in_bias_tracked;
+    let recompute = spec.recompute && hidden_tracked;
+    let first = request(
+        QuantSource::Matrix(x),
+        (in_w, in_bias),
+        requires,
+        spec.input,
+    );
+    let (fprop, saved_input) = first.quantize(recompute);
+    let kept = recompute.then(|| fprop.clone());
+    let hidden = fprop.run();
+    let source = QuantSource::Activation {
+        activation: spec.activation,
+        x: hidden.clone(),
+        grad: None,
+    };
+    let requires = (hidden_tracked, out_w_tracked, out_bias_tracked);
+    let second = request(source, (out_w, out_bias), requires, spec.output);
+    let (y, saved_output) = second.forward();
+    match step.compute_bound().stateful() {
+        OpsKind::Tracked(prep) => {
+            let saved = SavedFeedForward {
+                activation: spec.activation,
+                input: saved_input,
+                hidden: kept.map_or(Hidden::Kept(hidden), Hidden::Recomputed),
+                output: saved_output,
+            };
+            prep.finish(saved, y)
+        }
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}
