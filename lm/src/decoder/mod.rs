@@ -20,13 +20,16 @@ pub mod load;
 pub mod names;
 pub mod observe;
 mod packed;
+mod packed_rows;
 pub mod positions;
 pub mod projection;
 pub mod sampling;
 pub mod save;
+mod training;
 
 pub use cache::KvCache;
 pub use generate::Generation;
+pub use packed_rows::PackedRows;
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -117,6 +120,27 @@ impl Decoder {
         self.without_cache(tokens, None)
     }
 
+    /// [`features`](Self::features) of rows of several documents, which lie as `rows` says.
+    ///
+    /// # Errors
+    /// When the rows are of another shape than the tokens, or a type or device does not fit.
+    pub fn features_packed(&self, tokens: Tensor<2, Int>, rows: &PackedRows) -> Result<Tensor<3>> {
+        let [batch, time] = tokens.dims();
+        let found = rows.shape();
+        ensure!(
+            found == [batch, time],
+            "`tokens` is [{batch}, {time}], but the rows are {found:?}"
+        );
+        let tables = self.positions.tables(rows.longest, &tokens.device())?;
+        let call = Call {
+            tables,
+            rows: Some(rows),
+            cache: None,
+            observer: None,
+        };
+        self.run(tokens, call)
+    }
+
     /// [`features`](Self::features), with what linear layers read shown to `observer`.
     fn without_cache(
         &self,
@@ -131,6 +155,7 @@ impl Decoder {
         let tables = self.positions.tables(time, &tokens.device())?;
         let call = Call {
             tables,
+            rows: None,
             cache: None,
             observer,
         };
@@ -166,6 +191,7 @@ impl Decoder {
             tokens,
             Call {
                 tables,
+                rows: None,
                 cache: cached,
                 observer: None,
             },
