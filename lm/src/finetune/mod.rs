@@ -4,12 +4,14 @@
 //! - [`data`]: files of text or tokens to rows for training and validation.
 //! - [`run`]: one run as a state machine: step, evaluate, save, resume.
 //! - [`distill`]: the KL divergence to a teacher, in chunks of tokens.
+//! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
 //! - `parameters`: the trained parameters of a model as a file.
 
 pub mod config;
 pub mod data;
 pub mod distill;
+pub mod export;
 pub mod init;
 mod parameters;
 pub mod run;

@@ -184,6 +184,16 @@ impl<'a> Finetune<'a> {
         self.metrics.rows()
     }
 
+    /// What decides the run.
+    pub fn config(&self) -> &FinetuneConfig {
+        self.config
+    }
+
+    /// The rows of evaluations.
+    pub fn valid_rows(&self) -> &Rows {
+        &self.data.valid
+    }
+
     /// The model of the last step.
     pub fn model(&self) -> &Decoder {
         self.model.as_ref().expect(KEPT)

@@ -172,6 +172,17 @@ impl Rows {
         pieces.map(|piece| piece.inputs.len()).sum()
     }
 
+    /// The inputs of the first `most` rows, one behind another, without padding.
+    ///
+    /// # Errors
+    /// When an id is not in the vocabulary.
+    pub fn inputs(&self, most: usize) -> Result<Vec<u32>> {
+        let pieces = self.rows.iter().take(most).flatten();
+        let read = |piece: &Piece| self.shards[piece.shard].read(piece.inputs.clone());
+        let all: Vec<Vec<u32>> = pieces.map(read).collect::<Result<_>>()?;
+        Ok(all.concat())
+    }
+
     /// The rows `indices`.
     ///
     /// # Errors
