@@ -53,6 +53,8 @@ impl Pretrain {
         let start = Start {
             model,
             objective: Objective::CrossEntropy,
+            lora: None,
+            merge: false,
             defaults: DEFAULTS,
         };
         Session::begin(start, options, "pretrain")?.run()

@@ -58,7 +58,9 @@ fn perplexities(text: &str) -> [f64; 2] {
 fn saved(out: &Path) -> PathBuf {
     let entries = fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let names = entries.map(|entry| entry.file_name().into_string().unwrap());
-    let found: Vec<String> = names.filter(|name| name.starts_with("checkpoint-")).collect();
+    let found: Vec<String> = names
+        .filter(|name| name.starts_with("checkpoint-"))
+        .collect();
     assert_eq!(found.len(), 1, "{found:?}");
     out.join(&found[0])
 }
@@ -134,7 +136,8 @@ fn models_are_trained_for_serving() {
     };
     let data = lines(&folder("finetune-qat-data"));
     let out = folder("finetune-qat");
-    let more = "--qat w4a4 --distill --temperature 1.5 --export compressed-tensors --save-dtype f32";
+    let more =
+        "--qat w4a4 --distill --temperature 1.5 --export compressed-tensors --save-dtype f32";
     let said = succeeds(nvfp4(
         "finetune",
         &[&[&*model], &arguments(&data, &out, more)[..]].concat(),
@@ -158,7 +161,10 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
     let data = lines(&own);
     let tokens = own.join("all.tokens");
     let tokens = tokens.to_str().unwrap();
-    let said = succeeds(nvfp4("tokenize", &[&model, "--data", &data, "--out", tokens]));
+    let said = succeeds(nvfp4(
+        "tokenize",
+        &[&model, "--data", &data, "--out", tokens],
+    ));
     assert!(said.contains("30 documents"), "{said}");
     fails(
         nvfp4("tokenize", &[&model, "--data", &data, "--out", tokens]),

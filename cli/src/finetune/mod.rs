@@ -8,6 +8,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
+use nvfp4_lm::decoder::LoraConfig;
+use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
 use nvfp4_lm::finetune::Objective;
 
 pub(crate) use options::{Defaults, TrainingOptions};
@@ -17,6 +19,12 @@ pub(crate) use session::{Session, Start};
 const DEFAULTS: Defaults = Defaults {
     lr: 1e-5,
     weight_decay: 0.0,
+};
+
+/// Adapters begin at zero and take larger steps.
+const LORA_DEFAULTS: Defaults = Defaults {
+    lr: 2e-4,
+    ..DEFAULTS
 };
 
 #[derive(Args)]
@@ -34,6 +42,27 @@ pub(crate) struct Finetune {
     /// Divide the logits of both models [default: 1]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
+    /// Freeze the model, and train adapters of this rank beside its projections (LoRA)
+    ///
+    /// Of a quantized folder the frozen weights are the values that it stands for, in the type of the
+    /// activations: gradients do not pass packed weights.
+    #[arg(long, value_name = "RANK")]
+    lora: Option<usize>,
+    /// Let adapters count this much divided by their rank [default: twice the rank]
+    #[arg(
+        long,
+        value_name = "A",
+        requires = "lora",
+        allow_negative_numbers = true
+    )]
+    lora_alpha: Option<f64>,
+    /// Train adapters of the modules whose name this regular expression matches [default: all
+    /// projections of attention and dense feed-forwards]
+    #[arg(long, value_name = "REGEX", requires = "lora")]
+    lora_targets: Option<String>,
+    /// Also write the model with its adapters merged
+    #[arg(long, requires = "lora")]
+    merge: bool,
     #[command(flatten)]
     options: TrainingOptions,
 }
@@ -42,7 +71,10 @@ impl Finetune {
     pub(crate) fn run(self) -> Result<ExitCode> {
         if let Some(folder) = &self.options.resume {
             ensure!(
-                self.model.is_none() && !self.distill && self.teacher.is_none(),
+                self.model.is_none()
+                    && !self.distill
+                    && self.teacher.is_none()
+                    && self.lora.is_none(),
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
             return Session::resume(folder, &self.options, "finetune")?.run();
@@ -52,7 +84,19 @@ impl Finetune {
         let start = Start {
             model: std::path::absolute(&model)?,
             objective,
-            defaults: DEFAULTS,
+            lora: self.lora.map(|rank| LoraConfig {
+                rank,
+                alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
+                targets: self
+                    .lora_targets
+                    .clone()
+                    .unwrap_or_else(|| DEFAULT_TARGETS.into()),
+            }),
+            merge: self.merge,
+            defaults: match self.lora {
+                None => DEFAULTS,
+                Some(_) => LORA_DEFAULTS,
+            },
         };
         Session::begin(start, &self.options, "finetune")?.run()
     }

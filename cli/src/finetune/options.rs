@@ -90,7 +90,8 @@ pub(crate) struct TrainingOptions {
     /// Pack documents into rows of this many tokens; longer ones are cut
     #[arg(long, value_name = "N", default_value_t = 1024)]
     pub(crate) context: usize,
-    /// Set the highest learning rate [default: 1e-5, for pretrain 3e-4]
+    /// Set the highest learning rate [default: 1e-5, with --lora 2e-4, for pretrain
+    /// 3e-4]
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) lr: Option<f64>,
     /// Raise the learning rate over this many steps; it then falls to a tenth along a cosine

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, ensure};
 use nvfp4_lm::checkpoint::{read_json, write_json};
+use nvfp4_lm::decoder::LoraConfig;
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
@@ -21,6 +22,8 @@ use crate::shell::{program, quoted};
 
 /// Where the trained model is, in the folder of the run.
 const MODEL: &str = "model";
+/// Where the adapters are.
+const ADAPTER: &str = "adapter";
 /// Where it is quantized.
 const QUANTIZED: &str = "nvfp4";
 /// What becomes of the trained model.
@@ -30,6 +33,9 @@ const RESULT: &str = "result.json";
 pub(crate) struct Start {
     pub(crate) model: PathBuf,
     pub(crate) objective: Objective,
+    pub(crate) lora: Option<LoraConfig>,
+    /// Whether the model is written with its adapters merged.
+    pub(crate) merge: bool,
     pub(crate) defaults: Defaults,
 }
 
@@ -37,6 +43,8 @@ pub(crate) struct Start {
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Written {
     dtype: Saved,
+    /// Whether the model is written, and not only adapters.
+    model: bool,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     export: Option<Export>,
 }
@@ -130,6 +138,7 @@ impl Session {
             recipe_name,
             recipe,
             objective: start.objective,
+            lora: start.lora,
             activation,
             steps,
             batch: options.batch,
@@ -154,6 +163,7 @@ impl Session {
                 Dtype::F16 => Saved::F16,
                 _ => Saved::Bf16,
             },
+            model: config.lora.is_none() || start.merge,
             export: options.export.map(|dialect| Export {
                 dialect,
                 scheme: scheme.unwrap_or(Scheme::W4a16),
@@ -266,8 +276,15 @@ impl Session {
             after.exp()
         );
         // A run that is resumed at its end has written it already.
+        if self.config.lora.is_some() {
+            let adapter = self.folder.join(ADAPTER);
+            if !adapter.exists() {
+                run.save_adapter(&adapter)?;
+            }
+            println!("adapter written to {}", adapter.display());
+        }
         let model = self.folder.join(MODEL);
-        if !model.exists() {
+        if self.written.model && !model.exists() {
             let dtype = match self.written.dtype {
                 Saved::F32 => Dtype::F32,
                 Saved::Bf16 => Dtype::BF16,
@@ -275,7 +292,9 @@ impl Session {
             };
             run.save_model(&model, dtype)?;
         }
-        println!("model written to {}", model.display());
+        if self.written.model {
+            println!("model written to {}", model.display());
+        }
         if let Some(Export { dialect, scheme }) = self.written.export {
             let out = self.folder.join(QUANTIZED);
             if !out.exists() {

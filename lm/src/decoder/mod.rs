@@ -3,6 +3,7 @@
 //! - [`Decoder`]: the model, without a cache and with one.
 //! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
 //!   is which parameter.
+//! - [`lora`]: low-rank adapters beside frozen projections.
 //! - [`projection`]: the linear layers, in one of the forms that a weight may have.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
@@ -17,6 +18,7 @@ pub mod cache;
 pub mod feed_forward;
 pub mod generate;
 pub mod load;
+pub mod lora;
 pub mod names;
 pub mod observe;
 mod packed;
@@ -29,6 +31,7 @@ mod training;
 
 pub use cache::KvCache;
 pub use generate::Generation;
+pub use lora::LoraConfig;
 pub use packed_rows::PackedRows;
 
 use anyhow::{Result, ensure};

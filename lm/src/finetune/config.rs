@@ -7,6 +7,7 @@ use burn_nvfp4::Nvfp4Recipe;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Activation, RecipeName};
+use crate::decoder::LoraConfig;
 
 /// The file with the configuration, in the folder of a run.
 pub const CONFIG: &str = "finetune.json";
@@ -41,9 +42,11 @@ pub struct FinetuneConfig {
     pub recipe_name: RecipeName,
     /// The recipe of the layers' projections.
     pub recipe: Nvfp4Recipe,
+    /// Adapters; where there are none, all parameters are trained.
+    pub lora: Option<LoraConfig>,
     /// What is minimised.
     pub objective: Objective,
-    /// Type of the activations; weights and optimizer are f32.
+    /// Type of the activations, and of frozen weights; trained ones and the optimizer are f32.
     pub activation: Activation,
     /// Optimizer steps.
     pub steps: u64,

@@ -19,6 +19,7 @@ use super::parameters;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
 use crate::decoder::{Decoder, PackedRows};
 use crate::hf::Dtype;
+use crate::interchange::checkpoint::is_quantized;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
 use crate::tokens::{Order, Position, RowBatch, Rows};
@@ -93,7 +94,14 @@ impl<'a> Finetune<'a> {
         let plain = device.clone().without_autodiff();
         let device = plain.clone().autodiff();
         let activation = config.activation.into();
-        let model = Decoder::load(&config.model, &device, FloatDType::F32)?;
+        let masters = match config.lora {
+            None => FloatDType::F32,
+            Some(_) => activation,
+        };
+        let model = match is_quantized(&config.model)? {
+            false => Decoder::load(&config.model, &device, masters)?,
+            true => Decoder::load_dequantized(&config.model, &device, masters)?,
+        };
         let longest = model.config().max_positions;
         ensure!(
             config.context <= longest,
@@ -101,6 +109,10 @@ impl<'a> Finetune<'a> {
             config.context
         );
         let model = model.into_training(&config.recipe, activation)?;
+        let model = match &config.lora {
+            None => model,
+            Some(lora) => model.into_lora(lora, config.seed)?,
+        };
         let teacher = match &config.objective {
             Objective::CrossEntropy => None,
             Objective::Distillation { teacher, .. } => {
@@ -372,13 +384,24 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
-    /// Writes the model to the new folder `out`, with tensors of type `dtype`.
+    /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
     ///
     /// # Errors
     /// When the folder has files, or the disk refuses.
     pub fn save_model(&self, out: &Path, dtype: Dtype) -> Result<()> {
         let model = self.model().valid();
         model.save(out, dtype, Some(&self.config.model))
+    }
+
+    /// Writes the adapters to the new folder `out`, as PEFT loads them.
+    ///
+    /// # Errors
+    /// When there is none, the folder has files, or the disk refuses.
+    pub fn save_adapter(&self, out: &Path) -> Result<()> {
+        let lora = self.config.lora.as_ref();
+        let lora = lora.context("the run trains all parameters: there is no adapter")?;
+        let model = self.model().valid();
+        model.save_adapter(out, lora, &self.config.model)
     }
 
     fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {

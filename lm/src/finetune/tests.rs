@@ -1,7 +1,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burn::module::Module;
+use burn::module::{Module, ParamGroup};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 
@@ -10,10 +10,12 @@ use super::distill::{Head, kl_divergence_in};
 use super::run::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, RecipeName};
-use crate::decoder::{Decoder, PackedRows};
-use crate::hf::Dtype;
+use crate::decoder::{Decoder, LoraConfig, PackedRows};
 use crate::hf::golden::{Scratch, golden};
+use crate::hf::{Dtype, TensorFolder};
+use crate::interchange::{Dialect, Scheme};
 use crate::metrics::METRICS;
+use crate::quantize::plan::Kept;
 use crate::tokens::rows::places;
 use crate::tokens::{Rows, Shard};
 use crate::train::Outcome;
@@ -43,6 +45,7 @@ fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
         valid_share: 0.2,
         recipe_name: recipe.parse::<RecipeName>().unwrap(),
         recipe: Nvfp4Recipe::preset(recipe).unwrap().with_seed(7),
+        lora: None,
         objective: Objective::CrossEntropy,
         activation: Activation::F32,
         steps: 8,
@@ -407,6 +410,174 @@ fn random_models_are_folders() {
     // The untrained model finds all 288 tokens about as likely.
     assert!((losses[0] - 288f64.ln()).abs() < 0.7, "{losses:?}");
     assert!(losses[2] < losses[0] - 0.5, "{losses:?}");
+}
+
+/// Adapters are trained alone; merged, they are the model; in a file, they are what was trained.
+#[test]
+fn adapters_learn_beside_frozen_weights() {
+    let model = golden!("qwen3-tiny");
+    let folder = Scratch::new("finetune-lora");
+    let lora = LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        targets: r"\.(q|v|down)_proj$".into(),
+    };
+    let config = FinetuneConfig {
+        lora: Some(lora.clone()),
+        lr: 2e-2,
+        steps: 12,
+        ..config(&model, &folder, "bf16")
+    };
+    let data = data(&config);
+    let whole = folder.join("whole");
+    let run = finished(&config, &data, &whole);
+    let losses = valid_losses(&run);
+    assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
+
+    // Stopped and resumed, it is the same; a checkpoint has the adapters and no more.
+    let parts = folder.join("parts");
+    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+    part.train(Some(5), &mut ()).unwrap();
+    finished(&config, &data, &parts);
+    let (left, right) = (files(&whole), files(&parts));
+    for ((name, left), (_, right)) in left.iter().zip(&right) {
+        assert!(left == right, "{name} differs");
+    }
+    let trained = 2 * 4 * (2 * 96 + (128 + 64) + (160 + 96));
+    assert!(
+        (4 * trained..4 * trained + 8192).contains(&left[0].1.len()),
+        "{}",
+        left[0].1.len()
+    );
+
+    // Merged, and by the tensors of the adapter.
+    let merged = folder.join("merged");
+    run.save_model(&merged, Dtype::F32).unwrap();
+    let adapter = folder.join("adapter");
+    run.save_adapter(&adapter).unwrap();
+    let tokens = ids(&[5, 3, 8, 13, 21]);
+    let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
+    let found = values(saved.forward(tokens).unwrap());
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
+    }
+    let json: serde_json::Value =
+        crate::checkpoint::read_json(&adapter.join("adapter_config.json")).unwrap();
+    assert_eq!((&json["r"], &json["lora_alpha"]), (&4.into(), &8.0.into()));
+    assert_eq!(json["target_modules"].as_array().unwrap().len(), 6);
+    let tensors = TensorFolder::open_file(&adapter.join("adapter_model.safetensors")).unwrap();
+    assert_eq!(tensors.len(), 12);
+    let (before, after) = (
+        TensorFolder::open(&model).unwrap(),
+        TensorFolder::open(&merged).unwrap(),
+    );
+    let mut changed = 0;
+    for tensor in after.iter() {
+        let old = before.get(tensor.name).unwrap().to_f32().unwrap();
+        let new = tensor.to_f32().unwrap();
+        let module = tensor.name.strip_suffix(".weight").unwrap();
+        let part = |part: &str| tensors.find(&format!("base_model.model.{module}.{part}.weight"));
+        let (Some(a), Some(b)) = (part("lora_A"), part("lora_B")) else {
+            assert_eq!(old, new, "{module}");
+            continue;
+        };
+        changed += 1;
+        let ([rows, columns], rank) = ([tensor.shape[0], tensor.shape[1]], a.shape[0]);
+        assert_eq!(
+            (a.shape, b.shape),
+            (&[rank, columns][..], &[rows, rank][..])
+        );
+        let (a, b) = (a.to_f32().unwrap(), b.to_f32().unwrap());
+        for row in 0..rows {
+            for column in 0..columns {
+                let product = (0..rank).map(|i| b[row * rank + i] * a[i * columns + column]);
+                let expected = old[row * columns + column] + 2.0 * product.sum::<f32>();
+                let found = new[row * columns + column];
+                assert!(
+                    (found - expected).abs() < 1e-5,
+                    "{module}: {found}, not {expected}"
+                );
+            }
+        }
+    }
+    assert_eq!(changed, 6);
+
+    for (targets, model, name) in [
+        ("nothing", "qwen3-tiny", "matches no projection"),
+        ("(", "qwen3-tiny", "no regular expression"),
+        ("proj", "qwen3moe-tiny", "experts cannot"),
+    ] {
+        let config = FinetuneConfig {
+            model: golden!(model),
+            lora: Some(LoraConfig {
+                targets: targets.into(),
+                ..lora.clone()
+            }),
+            ..config.clone()
+        };
+        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("no")).err();
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains(name), "{error}");
+    }
+}
+
+/// After quantization-aware training, an engine's weights are those of the training forward: loaded
+/// as they are packed, the exported folder computes what the model in training did.
+#[test]
+fn exports_compute_as_in_training() {
+    for (name, recipe) in [
+        ("llama3-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
+    ] {
+        let folder = Scratch::new(&format!("finetune-export-{name}"));
+        let config = FinetuneConfig {
+            steps: 3,
+            recipe: recipe.with_seed(7),
+            ..config(&golden!(name), &folder, "weight_only_qat")
+        };
+        let data = data(&config);
+        let run = finished(&config, &data, &folder.join("run"));
+        let out = folder.join("nvfp4");
+        run.export(&out, Dialect::CompressedTensors, Scheme::W4a16)
+            .unwrap();
+        let packed = Decoder::load_packed(&out, &Device::flex(), FloatDType::F32, None).unwrap();
+        let tokens = ids(&[5, 3, 8, 13, 21]);
+        let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+        let found = values(packed.forward(tokens).unwrap());
+        let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let pairs = found.iter().zip(&expected);
+        let error = pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+        assert!(error < 1e-3, "{name}: {error}");
+    }
+}
+
+/// Layers that training keeps in high precision are not quantized after it.
+#[test]
+fn exports_keep_what_training_keeps() {
+    let folder = Scratch::new("finetune-kept");
+    let kept = ParamGroup::from_any_regexes(vec!["layers\\.0\\.attention"]).unwrap();
+    let config = FinetuneConfig {
+        steps: 3,
+        recipe: Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_high_precision(Some(kept)),
+        ..config(&golden!("llama3-tiny"), &folder, "fwd_nvfp4_bwd_bf16")
+    };
+    let data = data(&config);
+    let run = finished(&config, &data, &folder.join("run"));
+    let out = folder.join("nvfp4");
+    let done = run.export(&out, Dialect::ModelOpt, Scheme::W4a4).unwrap();
+    let excluded: Vec<&str> = done
+        .kept
+        .iter()
+        .filter(|(_, why, _)| *why == Kept::Excluded)
+        .map(|(name, ..)| name.as_str())
+        .collect();
+    let modules = ["k_proj", "o_proj", "q_proj", "v_proj"];
+    let expected = modules.map(|name| format!("model.layers.0.self_attn.{name}"));
+    let mut sorted = excluded.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, expected);
+    assert_eq!(done.layers.len(), 10);
 }
 
 #[test]
