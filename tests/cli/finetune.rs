@@ -102,7 +102,12 @@ fn a_model_is_finetuned_and_resumed() {
     let text = succeeds(nvfp4("generate", &[&[trained], &generated[..]].concat()));
     assert!(text.starts_with("the quick"), "{text}");
 
-    // A folder holds one run, and values are checked before anything is written.
+    // A resumed run has its own settings.
+    fails(
+        finetune(&["--resume", parts.to_str().unwrap(), "--steps", "9"]),
+        &["--resume", "--steps"],
+    );
+    // A folder holds one run, and a run that cannot start does not make it one.
     fails(
         finetune(&[&[&*model], &arguments(&data, &whole, "")[..]].concat()),
         &["already holds a run", "--resume"],
@@ -113,6 +118,7 @@ fn a_model_is_finetuned_and_resumed() {
         ("--recipe no-such", ["no-such", "recipe"]),
         ("--temperature 2", ["temperature", "--distill"]),
         ("--valid-share 1.5", ["valid-share is 1.5", "0 and 1"]),
+        ("--context 9999", ["context is 9999", "positions"]),
     ] {
         let run = arguments(&data, &other, more);
         // Flags of a kind given twice are refused by name, too.
@@ -124,6 +130,7 @@ fn a_model_is_finetuned_and_resumed() {
             _ => run,
         };
         fails(finetune(&[&[&*model], &run[..]].concat()), &names);
+        assert!(!other.join("finetune.json").exists(), "{more}");
     }
 }
 
@@ -149,6 +156,45 @@ fn models_are_trained_for_serving() {
     assert!(!inspected.contains("problem"), "{inspected}");
     assert_eq!(json(&out.join("model/config.json"))["dtype"], "float32");
     assert_eq!(json(&out.join("finetune.json"))["recipe_name"], "qat_w4a4");
+}
+
+/// Adapters of a quantized folder, and the model with them merged.
+#[test]
+fn adapters_are_trained_and_merged() {
+    let test = "adapters_are_trained_and_merged";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let data = lines(&folder("finetune-lora-data"));
+    let quantized = folder("finetune-lora-quantized").join("out");
+    let quantized = quantized.to_str().unwrap();
+    succeeds(nvfp4("quantize", &[&model, "--out", quantized]));
+    let tokenizer = Path::new(quantized).join("tokenizer.json");
+    assert!(tokenizer.exists());
+    let out = folder("finetune-lora");
+    let more = "--lora 4 --lora-targets (q|v)_proj$ --recipe bf16 --activation f32";
+    let run = arguments(&data, &out, more);
+    let said = succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+    let adapter = json(&out.join("adapter/adapter_config.json"));
+    assert_eq!(
+        (&adapter["r"], &adapter["lora_alpha"]),
+        (&4.into(), &8.0.into())
+    );
+    assert!(out.join("adapter/adapter_model.safetensors").exists());
+    assert!(!out.join("model").exists());
+
+    let merged = folder("finetune-lora-merged");
+    let more = format!("{more} --merge");
+    let run = arguments(&data, &merged, &more);
+    succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    let model = merged.join("model");
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    succeeds(nvfp4(
+        "generate",
+        &[&[model.to_str().unwrap()], &generated[..]].concat(),
+    ));
 }
 
 #[test]
@@ -177,6 +223,21 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
     let [before, after] = perplexities(&said);
     // The untrained model finds all 288 tokens about as likely.
     assert!((100.0..800.0).contains(&before) && after < before, "{said}");
+
+    // With a tokenizer of its own.
+    let own_tokens = own.join("own-tokens");
+    let start = ["--config", &config, "--train-tokenizer"];
+    let run = arguments(&data, &own_tokens, "--recipe bf16 --activation f32");
+    let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+    let trained = own_tokens.join("model");
+    assert_eq!(json(&trained.join("config.json"))["eos_token_id"], 0);
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    succeeds(nvfp4(
+        "generate",
+        &[&[trained.to_str().unwrap()], &generated[..]].concat(),
+    ));
 
     // Tokens that are cut short, and those of another tokenizer.
     let bytes = fs::read(tokens).unwrap();

@@ -74,6 +74,7 @@ impl Finetune {
                 self.model.is_none()
                     && !self.distill
                     && self.teacher.is_none()
+                    && self.temperature.is_none()
                     && self.lora.is_none(),
                 "resume is given, but what to train is, too: the folder of the run says it"
             );

@@ -38,6 +38,34 @@ impl From<SavedType> for Dtype {
     }
 }
 
+/// What the folder of a run says, when it is resumed.
+const SETTINGS: [&str; 24] = [
+    "out",
+    "data",
+    "valid",
+    "valid_share",
+    "recipe",
+    "qat",
+    "high_precision",
+    "steps",
+    "batch",
+    "accumulate",
+    "context",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "grad_clip",
+    "seed",
+    "eval_every",
+    "eval_rows",
+    "log_every",
+    "checkpoint_every",
+    "activation",
+    "save_dtype",
+    "export",
+    "export_scheme",
+];
+
 #[derive(Args)]
 pub(crate) struct TrainingOptions {
     /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and text
@@ -57,7 +85,7 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "DIR", required_unless_present = "resume")]
     pub(crate) out: Option<PathBuf>,
     /// Resume the run in this folder
-    #[arg(long, value_name = "DIR", conflicts_with = "out")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = SETTINGS)]
     pub(crate) resume: Option<PathBuf>,
     /// Stop after this step, with a checkpoint to resume [default: the last step]
     #[arg(long, value_name = "STEP")]

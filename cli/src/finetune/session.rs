@@ -12,6 +12,7 @@ use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
+use nvfp4_lm::metrics::{METRICS, read_metrics};
 use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
@@ -91,6 +92,8 @@ mod by_name {
 pub(crate) struct Session {
     config: FinetuneConfig,
     written: Written,
+    /// Whether its folder does not say yet what it is.
+    is_new: bool,
     folder: PathBuf,
     stop_at: Option<u64>,
     device: DeviceName,
@@ -99,7 +102,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// A new run: its tokens and its configuration are written to its folder.
+    /// A new run, whose tokens are written to its folder.
     pub(crate) fn begin(
         start: Start,
         options: &TrainingOptions,
@@ -169,11 +172,10 @@ impl Session {
                 scheme: scheme.unwrap_or(Scheme::W4a16),
             }),
         };
-        write_json(&folder.join(RESULT), &written)?;
-        write_json(&folder.join(CONFIG), &config)?;
         Ok(Self {
             config,
             written,
+            is_new: true,
             folder,
             stop_at: options.stop_at,
             device,
@@ -208,6 +210,7 @@ impl Session {
         Ok(Self {
             config,
             written: read_json(&folder.join(RESULT))?,
+            is_new: false,
             folder: folder.into(),
             stop_at: options.stop_at,
             device,
@@ -242,6 +245,11 @@ impl Session {
         );
         let interrupt = watch_interrupts()?;
         let mut run = Finetune::open(config, &data, &device, &self.folder)?;
+        if self.is_new {
+            // It has begun: from here on it can be resumed.
+            write_json(&self.folder.join(RESULT), &self.written)?;
+            write_json(&self.folder.join(CONFIG), config)?;
+        }
         let mut progress = Progress::new(
             config.recipe_name.clone(),
             (run.step(), config.steps),
@@ -267,7 +275,9 @@ impl Session {
 
     /// Writes what was trained, and says how good it is.
     fn report(&self, run: &Finetune<'_>) -> Result<()> {
-        let mut losses = run.rows().iter().filter_map(|row| row.valid_loss);
+        // With the digits of the file, which are all that a resumed run has of its beginning.
+        let rows = read_metrics(&self.folder.join(METRICS))?;
+        let mut losses = rows.iter().filter_map(|row| row.valid_loss);
         let before = losses.next().context("the run has no validation loss")?;
         let after = losses.next_back().unwrap_or(before);
         println!(

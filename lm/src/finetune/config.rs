@@ -113,6 +113,11 @@ impl FinetuneConfig {
             "weight-decay is {}, but it must be zero or a positive number",
             self.weight_decay
         );
+        ensure!(
+            self.valid_share > 0.0 && self.valid_share < 1.0,
+            "valid-share is {}, but must be between 0 and 1",
+            self.valid_share
+        );
         if let Objective::Distillation { temperature, .. } = self.objective {
             ensure!(
                 temperature.is_finite() && temperature > 0.0,

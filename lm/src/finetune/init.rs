@@ -27,13 +27,25 @@ const TOKENIZER: &[&str] = &[
 
 /// Writes the model of the configuration file `config` to the new folder `out`, in `f32`: norms are
 /// 1, biases 0, and matrices normal with the deviation `initializer_range` of the configuration. The
-/// weights depend on `seed` and their names alone. The tokenizer comes from the folder `tokenizer`.
+/// weights depend on `seed` and their names alone. The tokenizer comes from the folder `tokenizer`;
+/// where `eos` is given, it is the only special token of the model, and ends texts.
 ///
 /// # Errors
 /// When the configuration is refused, the tokenizer's file is absent, `out` has files, or the disk
 /// refuses.
-pub fn write_random(config: &Path, tokenizer: &Path, out: &Path, seed: u64) -> Result<()> {
+pub fn write_random(
+    config: &Path,
+    tokenizer: &Path,
+    eos: Option<u32>,
+    out: &Path,
+    seed: u64,
+) -> Result<()> {
     let mut json: Map<String, Value> = read_json(config)?;
+    if let Some(eos) = eos {
+        json.insert("eos_token_id".into(), eos.into());
+        json.insert("bos_token_id".into(), Value::Null);
+        json.insert("pad_token_id".into(), Value::Null);
+    }
     let parsed = refuse_quantized(&json).and_then(|()| DecoderConfig::from_json(&json));
     let parsed = parsed.with_context(|| config.display().to_string())?;
     let deviation = match json.get("initializer_range") {

@@ -399,9 +399,9 @@ fn random_models_are_folders() {
     let source = golden!("qwen3-tiny");
     let folder = Scratch::new("finetune-random");
     let model = folder.join("init");
-    init::write_random(&source.join("config.json"), &source, &model, 5).unwrap();
+    init::write_random(&source.join("config.json"), &source, None, &model, 5).unwrap();
     let again = folder.join("again");
-    init::write_random(&source.join("config.json"), &source, &again, 5).unwrap();
+    init::write_random(&source.join("config.json"), &source, None, &again, 5).unwrap();
     let bytes = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
     assert!(bytes(&model) == bytes(&again));
     let config = config(&model, &folder, "bf16");

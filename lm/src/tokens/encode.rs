@@ -195,6 +195,59 @@ impl<'a> Encoder<'a> {
     }
 }
 
+/// The texts of `paths`, files and folders, as a tokenizer is trained on them: of JSON lines what
+/// [`Encoder::line`] takes, without a template. Files that are empty or not UTF-8 text are left out.
+///
+/// # Errors
+/// When a path cannot be read, or is a shard of tokens, or a line is no document: by its number.
+pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for path in files(paths)? {
+        let context = || format!("data {}", path.display());
+        ensure!(
+            !is_shard(&path),
+            "data {} is of tokens, but a tokenizer is trained on text",
+            path.display()
+        );
+        let bytes = fs::read(&path).with_context(context)?;
+        if path.extension().is_none_or(|end| end != JSON_LINES) {
+            found.extend(
+                String::from_utf8(bytes)
+                    .ok()
+                    .filter(|text| !text.is_empty()),
+            );
+            continue;
+        }
+        let text = String::from_utf8(bytes).with_context(context)?;
+        for (line, number) in text.lines().zip(1..) {
+            if !line.trim().is_empty() {
+                let line = line_texts(line).with_context(|| format!("line {number}"));
+                found.extend(line.with_context(context)?);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The texts of a line of JSON.
+fn line_texts(line: &str) -> Result<Vec<String>> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Line {
+        Text { text: String },
+        Completion(Completion),
+        Messages { messages: Vec<Message> },
+    }
+    let line = serde_json::from_str(line).context(
+        "the line has none of `text`, `prompt` with `completion`, and `messages`, as texts",
+    )?;
+    Ok(match line {
+        Line::Text { text } => vec![text],
+        Line::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
+        Line::Messages { messages } => messages.into_iter().map(|it| it.content).collect(),
+    })
+}
+
 /// Whether `path` is a shard of tokens, by its name.
 pub fn is_shard(path: &Path) -> bool {
     path.extension().is_some_and(|end| end == "tokens")
