@@ -1,11 +1,12 @@
 //! The KL divergence of a model to its teacher, on logits, in chunks of tokens.
 //!
-//! With the temperature `T`, `p = softmax(teacher / T)` and `q = softmax(student / T)`, the loss of a
-//! token is `T² Σ p (ln p - ln q)`, and its gradient in the student's logits `T (q - p)`. The factor
-//! `T²` keeps the size of gradients where the temperature changes (Hinton et al., arXiv 1503.02531).
+//! With the temperature `T`, `p = softmax(teacher / T)` and `q = softmax(student / T)`, the loss of
+//! a token is `T² Σ p (ln p - ln q)`, and its gradient in the student's logits `T (q - p)`. The
+//! factor `T²` keeps the size of gradients where the temperature changes (Hinton et al., arXiv
+//! 1503.02531).
 //!
-//! Logits and their gradients exist for one chunk of tokens at a time: gradients of features and head
-//! are computed beside the loss, and what autodiff sees is [`Distilled::surrogate`].
+//! Logits and their gradients exist for one chunk of tokens at a time: gradients of features and
+//! head are computed beside the loss, and what autodiff sees is [`Distilled::surrogate`].
 
 use anyhow::{Result, ensure};
 use burn::tensor::activation::log_softmax;

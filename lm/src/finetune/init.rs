@@ -26,9 +26,9 @@ const TOKENIZER: &[&str] = &[
 ];
 
 /// Writes the model of the configuration file `config` to the new folder `out`, in `f32`: norms are
-/// 1, biases 0, and matrices normal with the deviation `initializer_range` of the configuration. The
-/// weights depend on `seed` and their names alone. The tokenizer comes from the folder `tokenizer`;
-/// where `eos` is given, it is the only special token of the model, and ends texts.
+/// 1, biases 0, and matrices normal with the deviation `initializer_range` of the configuration.
+/// The weights depend on `seed` and their names alone. The tokenizer comes from the folder
+/// `tokenizer`; where `eos` is given, it is the only special token of the model, and ends texts.
 ///
 /// # Errors
 /// When the configuration is refused, the tokenizer's file is absent, `out` has files, or the disk

@@ -216,8 +216,8 @@ impl<'a> Finetune<'a> {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer stops
-    /// it. Writes a checkpoint at the end in any case.
+    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
+    /// stops it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
     /// When the loss is no longer finite, or a file cannot be written.

@@ -95,8 +95,8 @@ impl<'a> Encoder<'a> {
     /// with what the template puts behind them.
     ///
     /// # Errors
-    /// When there is no template, it refuses the messages, none is the assistant's, or the tokenizer
-    /// cannot represent them.
+    /// When there is no template, it refuses the messages, none is the assistant's, or the
+    /// tokenizer cannot represent them.
     pub fn conversation(&self, messages: &[Message]) -> Result<Document> {
         let chat = self.chat.as_ref().context(
             "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
@@ -151,9 +151,9 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// Adds the documents of `paths`, files and folders, to `writer`: the lines of files that end in
-    /// `.jsonl`, and every other file of text as one document. Empty lines are passed over; files
-    /// that are empty or not UTF-8 text are left out and counted.
+    /// Adds the documents of `paths`, files and folders, to `writer`: the lines of files that end
+    /// in `.jsonl`, and every other file of text as one document. Empty lines are passed over;
+    /// files that are empty or not UTF-8 text are left out and counted.
     ///
     /// # Errors
     /// When a path cannot be read, or a line is no document: by its number.
@@ -196,7 +196,8 @@ impl<'a> Encoder<'a> {
 }
 
 /// The texts of `paths`, files and folders, as a tokenizer is trained on them: of JSON lines what
-/// [`Encoder::line`] takes, without a template. Files that are empty or not UTF-8 text are left out.
+/// [`Encoder::line`] takes, without a template. Files that are empty or not UTF-8 text are left
+/// out.
 ///
 /// # Errors
 /// When a path cannot be read, or is a shard of tokens, or a line is no document: by its number.
