@@ -6,8 +6,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    convert, cost, doctor, eval, generate, import, inspect, kernels, oracle, quantize, sample,
-    study, train,
+    convert, cost, doctor, eval, finetune, generate, import, inspect, kernels, oracle, pretrain,
+    quantize, sample, study, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -36,6 +36,15 @@ enum Task {
     Oracle(oracle::Oracle),
     /// Generate text with a model that `nvfp4 train` has trained
     Sample(sample::Sample),
+    /// Train a model in a Hugging Face folder further, in NVFP4 or high precision
+    ///
+    /// All of its parameters; to serve it in NVFP4, with --qat, and with --distill to stay close to
+    /// what it was.
+    Finetune(Box<finetune::Finetune>),
+    /// Train a decoder of random weights on tokens
+    Pretrain(Box<pretrain::Pretrain>),
+    /// Write the tokens of texts to a file that `finetune` and `pretrain` read
+    Tokenize(tokenize::Tokenize),
     /// Quantize a model folder to NVFP4, for vLLM, SGLang, TensorRT-LLM or transformers
     ///
     /// Layer by layer, without a device: memory holds one layer at a time.
@@ -63,6 +72,9 @@ impl Command {
             Task::Cost(cost) => cost.run(),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
+            Task::Finetune(finetune) => finetune.run(),
+            Task::Pretrain(pretrain) => pretrain.run(),
+            Task::Tokenize(tokenize) => tokenize.run().map(|()| ExitCode::SUCCESS),
             Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),
             Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),
             Task::Convert(convert) => convert.run().map(|()| ExitCode::SUCCESS),

@@ -6,13 +6,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use anyhow::{Context, Result};
 use burn::tensor::Device;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use nvfp4_lm::config::{RecipeName, RunConfig};
+use nvfp4_lm::config::RecipeName;
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::train::Observer;
 
 use crate::kernels::Waiting;
+
+/// Exit code after an interrupt, as shells have it for SIGINT.
+pub(crate) const INTERRUPTED: u8 = 130;
+
+/// A flag that Ctrl-C sets; the second time, the process ends.
+pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
+    let interrupt = Arc::new(AtomicBool::new(false));
+    let flag = interrupt.clone();
+    ctrlc::set_handler(move || {
+        if flag.swap(true, Ordering::Relaxed) {
+            // The second time it is meant at once. Checkpoints are whole or not there.
+            std::process::exit(INTERRUPTED.into());
+        }
+        eprintln!("\nstopping after this step; once more to stop at once");
+    })
+    .context("cannot watch for Ctrl-C")?;
+    Ok(interrupt)
+}
 
 /// What the bar shows; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
@@ -33,19 +52,20 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
+    /// Of step `first` of `steps`. `compiles` says whether the devices compile kernels.
     pub(crate) fn new(
         recipe: RecipeName,
-        config: &RunConfig,
-        first: u64,
+        (first, steps): (u64, u64),
         interrupt: Arc<AtomicBool>,
         devices: &[Device],
+        compiles: bool,
     ) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = bar(&recipe, config.steps, first, ProgressDrawTarget::stderr());
+            let bar = bar(&recipe, steps, first, ProgressDrawTarget::stderr());
             bar.enable_steady_tick(std::time::Duration::from_millis(200));
             bar
         });
-        let waiting = config.all_devices().contains("cuda").then(|| {
+        let waiting = compiles.then(|| {
             let bar = bar.clone();
             Waiting::new(devices, move |compiled| {
                 let text = format!("waiting for the first step: {compiled} kernels compiled");
@@ -54,7 +74,7 @@ impl Progress {
         });
         Self {
             recipe,
-            steps: config.steps,
+            steps,
             first,
             bar,
             started: Instant::now(),

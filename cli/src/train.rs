@@ -22,13 +22,11 @@ use crate::device::{DeviceName, hardware, install_decorator};
 use crate::kernels;
 use crate::options::Options;
 use crate::plot;
-use crate::progress::Progress;
+use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
 use crate::shell::{program, quoted};
 
 /// Folder in which runs without `--out` get theirs.
 const DEFAULT_OUT: &str = "nvfp4-out";
-/// Exit code after an interrupt, as shells have it for SIGINT.
-const INTERRUPTED: u8 = 130;
 
 #[derive(Args)]
 pub(crate) struct Train {
@@ -144,17 +142,7 @@ impl Train {
         }
         describe(&config, &corpus, &folder);
 
-        let interrupt = Arc::new(AtomicBool::new(false));
-        let flag = interrupt.clone();
-        ctrlc::set_handler(move || {
-            if flag.swap(true, Ordering::Relaxed) {
-                // The second time it is meant at once. Checkpoints are whole or not there.
-                std::process::exit(INTERRUPTED.into());
-            }
-            eprintln!("\nstopping after this step; once more to stop at once");
-        })
-        .context("cannot watch for Ctrl-C")?;
-
+        let interrupt = watch_interrupts()?;
         let training = Training {
             config: &config,
             corpus: &corpus,
@@ -305,10 +293,10 @@ impl Training<'_> {
             )?;
             let mut progress = Progress::new(
                 recipe.clone(),
-                self.config,
-                run.step(),
+                (run.step(), self.config.steps),
                 self.interrupt.clone(),
                 self.devices,
+                self.config.all_devices().contains("cuda"),
             );
             let outcome = run.train(self.stop_at, &mut progress);
             progress.finish();

@@ -26,7 +26,7 @@ use crate::data::Fingerprint;
 use crate::random::hash;
 
 /// Version of the format; others are refused.
-const FORMAT: u32 = 1;
+pub(crate) const FORMAT: u32 = 1;
 const PREFIX: &str = "checkpoint-";
 const UNFINISHED: &str = ".unfinished";
 const MANIFEST: &str = "manifest.json";
@@ -80,10 +80,25 @@ pub struct Timing {
     pub seconds: f64,
 }
 
-/// The content of a checkpoint.
-pub struct Checkpoint {
+/// The state of a run that checkpoints are of. It has a field `format`, of value [`FORMAT`].
+pub trait RunState: Serialize + serde::de::DeserializeOwned {
+    /// Steps done.
+    fn step(&self) -> u64;
+}
+
+impl RunState for State {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+/// A checkpoint of `nvfp4 train`.
+pub type Checkpoint = Saved<State>;
+
+/// The content of a checkpoint of a run with state `S`.
+pub struct Saved<S> {
     /// See [`State`].
-    pub state: State,
+    pub state: S,
     /// See [`Timing`].
     pub timing: Timing,
     /// Burnpack container of the parameters.
@@ -114,13 +129,15 @@ impl Checkpoint {
         self.state.recipe = recipe;
         self
     }
+}
 
+impl<S: RunState> Saved<S> {
     /// Write the checkpoint into `folder`, then remove the older ones there. Returns its path.
     ///
     /// # Errors
     /// When something cannot be written; the older ones are still there then.
     pub fn save(&self, folder: &Path) -> Result<PathBuf> {
-        let path = folder.join(format!("{PREFIX}{:08}", self.state.step));
+        let path = folder.join(format!("{PREFIX}{:08}", self.state.step()));
         let unfinished = path.with_extension(&UNFINISHED[1..]);
         let context = || format!("cannot write checkpoint {}", path.display());
         remove_folder(&unfinished).with_context(context)?;

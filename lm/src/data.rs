@@ -295,6 +295,15 @@ impl Batch {
     }
 }
 
+/// The files of `paths`, files or folders, in the order of [`Corpus::load`].
+///
+/// # Errors
+/// When a path does not exist or cannot be read.
+pub(crate) fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let found = given_files(paths)?.into_iter();
+    Ok(found.map(|file| file.path).collect())
+}
+
 /// The files of `paths`, ordered by the hash of their keys, so that a limit takes a sample.
 fn given_files(paths: &[PathBuf]) -> Result<Vec<Found>> {
     let mut walk = Walk::default();

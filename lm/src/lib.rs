@@ -15,6 +15,8 @@
 //! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
 //! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
 //! - [`quantize`]: post-training quantization of a model folder.
+//! - [`tokens`]: tokenized data: shards on disk, packed rows, their order.
+//! - [`finetune`]: training of decoders on such data.
 //! - [`cost`]: time, memory and kernels of a training step.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
@@ -29,6 +31,7 @@ pub mod data;
 pub mod decoder;
 pub mod encoder;
 pub mod eval;
+pub mod finetune;
 pub mod hf;
 pub mod interchange;
 pub mod memory;
@@ -37,6 +40,7 @@ pub mod model;
 pub mod optim;
 pub mod quantize;
 pub mod sample;
+pub mod tokens;
 pub mod train;
 
 mod data_parallel;

@@ -1,9 +1,13 @@
 //! `metrics.csv`: losses and speed over the steps of a run.
 
+use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+
+use crate::checkpoint::replace;
 
 /// First line of `metrics.csv`.
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
@@ -81,6 +85,110 @@ pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
         path.display()
     );
     Ok(lines.map_while(Row::parse).collect())
+}
+
+/// The rows of a run, and their file.
+pub(crate) struct MetricsLog {
+    path: PathBuf,
+    rows: Vec<Row>,
+}
+
+impl MetricsLog {
+    /// No row yet, of the run in `folder`; nothing is written.
+    pub fn new(folder: &Path) -> Self {
+        Self {
+            path: folder.join(METRICS),
+            rows: Vec::new(),
+        }
+    }
+
+    /// The recorded rows.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// Go on from the rows of the file up to step `step`: a crash loses what came after it. None may
+    /// be missing of those that `has_row` says.
+    ///
+    /// # Errors
+    /// When one is, or the file cannot be read or written.
+    pub fn resume(&mut self, step: u64, has_row: impl Fn(u64) -> bool) -> Result<()> {
+        let mut rows = read_metrics(&self.path)?;
+        rows.retain(|row| row.step <= step);
+        let mut found = rows.iter().map(|row| row.step);
+        for expected in (0..=step).filter(|step| has_row(*step)) {
+            ensure!(
+                found.next() == Some(expected),
+                "{} is damaged: the row of step {expected} is not where it should be",
+                self.path.display()
+            );
+        }
+        self.rows = rows;
+        self.write()
+    }
+
+    /// Write all rows, in one go.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn write(&self) -> Result<()> {
+        let mut text = format!("{METRICS_HEADER}\n");
+        for row in &self.rows {
+            let _ = write!(text, "{}", row.to_line());
+        }
+        replace(&self.path, text.as_bytes())
+    }
+
+    /// Add a row.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn record(&mut self, row: Row) -> Result<()> {
+        use std::io::Write as _;
+        self.rows.push(row);
+        let append = || fs::OpenOptions::new().append(true).open(&self.path);
+        append()
+            .and_then(|mut file| file.write_all(row.to_line().as_bytes()))
+            .with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+/// Whether something is done after step `step` of `steps` that is done every `every` steps.
+pub(crate) fn is_due(every: u64, step: u64, steps: u64) -> bool {
+    step.is_multiple_of(every) || step == steps
+}
+
+/// Time spent on steps since the last row.
+pub(crate) struct Clock {
+    running: Option<Instant>,
+    seconds: f64,
+    /// Steps that were taken in it.
+    pub steps: u64,
+}
+
+impl Clock {
+    pub fn start() -> Self {
+        Self {
+            running: Some(Instant::now()),
+            seconds: 0.0,
+            steps: 0,
+        }
+    }
+
+    pub fn pause(&mut self) {
+        if let Some(since) = self.running.take() {
+            self.seconds += since.elapsed().as_secs_f64();
+        }
+    }
+
+    pub fn resume(&mut self) {
+        self.running = Some(Instant::now());
+    }
+
+    pub fn speed(&mut self, tokens_per_step: u64) -> f64 {
+        self.pause();
+        (self.steps * tokens_per_step) as f64 / self.seconds.max(1e-9)
+    }
 }
 
 /// The text of a file whose end may be anything.

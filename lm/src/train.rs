@@ -16,7 +16,7 @@ use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
 use crate::data_parallel::{Others, Rank, Watched};
 use crate::memory::MemoryBudget;
-use crate::metrics::{METRICS, METRICS_HEADER, Row, read_lossy, read_metrics, whole_lines};
+use crate::metrics::{Clock, MetricsLog, Row, is_due, read_lossy, whole_lines};
 use crate::model::LanguageModel;
 use crate::optim::{Optimizer, learning_rate};
 
@@ -64,7 +64,7 @@ pub struct Run<'a, M> {
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
-    rows: Vec<Row>,
+    metrics: MetricsLog,
     /// Seconds before this process.
     earlier: f64,
     started: Instant,
@@ -106,7 +106,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             folder: folder.into(),
             step: 0,
             losses: Vec::new(),
-            rows: Vec::new(),
+            metrics: MetricsLog::new(folder),
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
@@ -117,7 +117,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 run.restore(checkpoint)
                     .with_context(|| format!("cannot resume from {}", path.display()))?;
             }
-            None => run.write_metrics()?,
+            None => run.metrics.write()?,
         }
         Ok(run)
     }
@@ -150,31 +150,15 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         rank.load(record)?;
         state.nvfp4.apply(rank.model())?;
         rank.optimizer.load(optimizer, &rank.device)?;
-        // A crash loses what came after the checkpoint.
-        self.rows = self.rows_until(state.step)?;
-        self.write_metrics()?;
+        let config = self.config;
+        self.metrics
+            .resume(state.step, |step| has_row(config, step))?;
         self.trim_telemetry(state.step)?;
         self.step = state.step;
         self.losses = state.losses;
         self.earlier = timing.seconds;
         self.saved = Some(state.step);
         Ok(())
-    }
-
-    /// The rows of `metrics.csv` up to step `step`, none of which may be missing.
-    fn rows_until(&self, step: u64) -> Result<Vec<Row>> {
-        let path = self.folder.join(METRICS);
-        let mut rows = read_metrics(&path)?;
-        rows.retain(|row| row.step <= step);
-        let mut found = rows.iter().map(|row| row.step);
-        for expected in (0..=step).filter(|step| self.has_row(*step)) {
-            ensure!(
-                found.next() == Some(expected),
-                "{} is damaged: the row of step {expected} is not where it should be",
-                path.display()
-            );
-        }
-        Ok(rows)
     }
 
     /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
@@ -196,16 +180,6 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         checkpoint::replace(&path, kept.as_bytes())
     }
 
-    /// Whether something is done after step `step` that is done every `every` steps.
-    fn is_due(&self, every: u64, step: u64) -> bool {
-        step.is_multiple_of(every) || step == self.config.steps
-    }
-
-    /// Whether `metrics.csv` has a row of step `step`.
-    fn has_row(&self, step: u64) -> bool {
-        self.is_due(self.config.eval_every, step) || self.is_due(self.config.log_every, step)
-    }
-
     /// Steps done.
     pub fn step(&self) -> u64 {
         self.step
@@ -213,7 +187,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
 
     /// The recorded rows.
     pub fn rows(&self) -> &[Row] {
-        &self.rows
+        self.metrics.rows()
     }
 
     /// The model.
@@ -255,7 +229,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     ) -> Result<Outcome> {
         let steps = self.config.steps;
         let end = stop_at.unwrap_or(steps).min(steps);
-        if self.step == 0 && self.rows.is_empty() {
+        if self.step == 0 && self.metrics.rows().is_empty() {
             let lr = learning_rate(0, steps, self.config.warmup, self.config.lr);
             let valid_loss = Some(self.evaluate()?);
             let row = Row {
@@ -294,9 +268,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 clock.steps += 1;
             }
             observer.step(self.step);
-            let evaluates = self.is_due(self.config.eval_every, self.step);
-            let saves = self.is_due(self.config.checkpoint_every, self.step);
-            if self.has_row(self.step) {
+            let evaluates = is_due(self.config.eval_every, self.step, steps);
+            let saves = is_due(self.config.checkpoint_every, self.step, steps);
+            if has_row(self.config, self.step) {
                 self.read_losses()?;
                 let speed = clock.speed(self.tokens_per_step());
                 clock.pause();
@@ -440,23 +414,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     }
 
     fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
-        use std::io::Write as _;
-        self.rows.push(row);
-        let path = self.folder.join(METRICS);
-        let append = || fs::OpenOptions::new().append(true).open(&path);
-        append()
-            .and_then(|mut file| file.write_all(row.to_line().as_bytes()))
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        self.metrics.record(row)?;
         observer.row(&row);
         Ok(())
-    }
-
-    fn write_metrics(&self) -> Result<()> {
-        let mut text = format!("{METRICS_HEADER}\n");
-        for row in &self.rows {
-            let _ = write!(text, "{}", row.to_line());
-        }
-        checkpoint::replace(&self.folder.join(METRICS), text.as_bytes())
     }
 
     fn sync_telemetry(&self) -> Result<()> {
@@ -471,7 +431,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
 
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         // Rows and samples reach the disk before the checkpoint that relies on them.
-        self.write_metrics()?;
+        self.metrics.write()?;
         self.sync_telemetry()?;
         if let Some(others) = &self.others {
             others.check(&self.rank, self.step)?;
@@ -499,6 +459,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     }
 }
 
+/// Whether `metrics.csv` has a row of step `step`.
+fn has_row(config: &RunConfig, step: u64) -> bool {
+    [config.eval_every, config.log_every]
+        .into_iter()
+        .any(|every| is_due(every, step, config.steps))
+}
+
 /// Fail unless `devices` devices can take equal parts of a batch of `batch` sequences.
 fn check_share(batch: usize, devices: usize) -> Result<()> {
     ensure!(
@@ -507,36 +474,4 @@ fn check_share(batch: usize, devices: usize) -> Result<()> {
          take equal parts of it"
     );
     Ok(())
-}
-
-/// Time spent on steps since the last row.
-struct Clock {
-    running: Option<Instant>,
-    seconds: f64,
-    steps: u64,
-}
-
-impl Clock {
-    fn start() -> Self {
-        Self {
-            running: Some(Instant::now()),
-            seconds: 0.0,
-            steps: 0,
-        }
-    }
-
-    fn pause(&mut self) {
-        if let Some(since) = self.running.take() {
-            self.seconds += since.elapsed().as_secs_f64();
-        }
-    }
-
-    fn resume(&mut self) {
-        self.running = Some(Instant::now());
-    }
-
-    fn speed(&mut self, tokens_per_step: u64) -> f64 {
-        self.pause();
-        (self.steps * tokens_per_step) as f64 / self.seconds.max(1e-9)
-    }
 }

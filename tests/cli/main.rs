@@ -9,6 +9,7 @@ mod checkpoints;
 mod cost;
 #[cfg(feature = "cpu")]
 mod decorate;
+mod finetune;
 mod input;
 mod machine;
 mod resume;

@@ -3,7 +3,7 @@
 //! A layer is a set of keys with values. Every key is a field of [`RunConfig`] or of [`Request`],
 //! which also are the flags: nothing here lists them again.
 
-mod recipes;
+pub(crate) mod recipes;
 mod request;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

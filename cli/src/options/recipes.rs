@@ -8,7 +8,7 @@ use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::config::RecipeName;
 
 /// The recipe called `name`; the file of one is read into `recipes`.
-pub(super) fn named(
+pub(crate) fn named(
     name: &str,
     option: &str,
     recipes: &mut BTreeMap<String, Nvfp4Recipe>,

@@ -10,6 +10,7 @@ use burn_nvfp4::nn::RmsNorm;
 use super::cache::{Chunk, KvCache};
 use super::names::Site;
 use super::observe::Observer;
+use super::packed_rows::PackedRows;
 use super::positions::{Places, Tables, rotate};
 use super::projection::Projection;
 
@@ -37,6 +38,8 @@ pub struct Attention {
 /// What all layers of a call share.
 pub(super) struct Call<'a> {
     pub tables: Tables,
+    /// Where documents lie that share rows; without it, a row is one.
+    pub rows: Option<&'a PackedRows>,
     /// Where keys and values are kept; without it, sequences start at position 0.
     pub cache: Option<(&'a mut KvCache, Chunk)>,
     /// Sees what linear layers read.
@@ -60,17 +63,21 @@ impl Attention {
             window: self.window,
             ..AttentionParams::causal(self.head)
         };
+        // Where there is no cache.
+        let (sequences, places) = match call.rows {
+            Some(rows) => (rows.sequences.clone(), rows.places.clone()),
+            None => (Sequences::Equal(batch), Places::FromZero { time }),
+        };
         let mixed = match &mut call.cache {
             None if self.q_norm.is_none() && self.k_norm.is_none() => {
                 let heads = [self.heads, self.kv_heads];
                 let rotary = call.tables.rotary()?;
-                try_attention_qkv(qkv, heads, &Sequences::Equal(batch), Some(&rotary), params)?
+                try_attention_qkv(qkv, heads, &sequences, Some(&rotary), params)?
             }
             None => {
-                let places = Places::FromZero { time };
                 let [q, k, v] = self.rotated(qkv, &call.tables, &places, [batch, time]);
                 let [q, k, v] = [q, k, v].map(tokens);
-                flat(try_attention(q, k, v, &Sequences::Equal(batch), params)?)
+                flat(try_attention(q, k, v, &sequences, params)?)
             }
             Some((cache, chunk)) => {
                 let [q, k, v] = self.rotated(qkv, &call.tables, &chunk.places, [batch, time]);

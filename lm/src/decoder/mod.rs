@@ -3,6 +3,7 @@
 //! - [`Decoder`]: the model, without a cache and with one.
 //! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
 //!   is which parameter.
+//! - [`lora`]: low-rank adapters beside frozen projections.
 //! - [`projection`]: the linear layers, in one of the forms that a weight may have.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
@@ -17,16 +18,21 @@ pub mod cache;
 pub mod feed_forward;
 pub mod generate;
 pub mod load;
+pub mod lora;
 pub mod names;
 pub mod observe;
 mod packed;
+mod packed_rows;
 pub mod positions;
 pub mod projection;
 pub mod sampling;
 pub mod save;
+mod training;
 
 pub use cache::KvCache;
 pub use generate::Generation;
+pub use lora::LoraConfig;
+pub use packed_rows::PackedRows;
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -117,6 +123,27 @@ impl Decoder {
         self.without_cache(tokens, None)
     }
 
+    /// [`features`](Self::features) of rows of several documents, which lie as `rows` says.
+    ///
+    /// # Errors
+    /// When the rows are of another shape than the tokens, or a type or device does not fit.
+    pub fn features_packed(&self, tokens: Tensor<2, Int>, rows: &PackedRows) -> Result<Tensor<3>> {
+        let [batch, time] = tokens.dims();
+        let found = rows.shape();
+        ensure!(
+            found == [batch, time],
+            "`tokens` is [{batch}, {time}], but the rows are {found:?}"
+        );
+        let tables = self.positions.tables(rows.longest, &tokens.device())?;
+        let call = Call {
+            tables,
+            rows: Some(rows),
+            cache: None,
+            observer: None,
+        };
+        self.run(tokens, call)
+    }
+
     /// [`features`](Self::features), with what linear layers read shown to `observer`.
     fn without_cache(
         &self,
@@ -131,6 +158,7 @@ impl Decoder {
         let tables = self.positions.tables(time, &tokens.device())?;
         let call = Call {
             tables,
+            rows: None,
             cache: None,
             observer,
         };
@@ -166,6 +194,7 @@ impl Decoder {
             tokens,
             Call {
                 tables,
+                rows: None,
                 cache: cached,
                 observer: None,
             },

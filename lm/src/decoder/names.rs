@@ -23,6 +23,51 @@ pub fn layer(index: usize) -> String {
     format!("model.layers.{index}.")
 }
 
+/// A module of those that are one projection, and how many outputs it has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its name.
+    pub name: String,
+    /// Its columns in the projection.
+    pub outputs: usize,
+}
+
+/// Queries, keys and values of layer `index`.
+pub fn qkv(config: &DecoderConfig, index: usize) -> Vec<Part> {
+    let (wide, narrow) = (config.heads * config.head, config.kv_heads * config.head);
+    let parts = [("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)];
+    let parts = parts.map(|(name, outputs)| Part {
+        name: format!("{}self_attn.{name}", layer(index)),
+        outputs,
+    });
+    parts.into()
+}
+
+/// The projection behind the attention of layer `index`.
+pub fn out(config: &DecoderConfig, index: usize) -> Vec<Part> {
+    vec![Part {
+        name: format!("{}self_attn.o_proj", layer(index)),
+        outputs: config.d_model,
+    }]
+}
+
+/// Gate and up of the dense feed-forward of layer `index`, which has the width `hidden`.
+pub fn gate_up(hidden: usize, index: usize) -> Vec<Part> {
+    let part = |name: &str| Part {
+        name: format!("{}mlp.{name}", layer(index)),
+        outputs: hidden,
+    };
+    ["gate_proj", "up_proj"].map(part).into()
+}
+
+/// The projection behind them.
+pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
+    vec![Part {
+        name: format!("{}mlp.down_proj", layer(index)),
+        outputs: config.d_model,
+    }]
+}
+
 /// The name of the module with the experts of a layer.
 pub fn moe(family: Family) -> &'static str {
     match family {

@@ -3,7 +3,7 @@
 //! This is the one place that knows the forms: what computes with a weight calls
 //! [`Projection::forward`] or [`Experts::forward`], and another form is another variant.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{FloatDType, Tensor};
@@ -12,6 +12,7 @@ use burn_nvfp4::nn::{
 };
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
+use super::lora::LoraProjection;
 use crate::model::cast;
 
 /// A linear layer, `y = x W + b`.
@@ -24,6 +25,8 @@ pub enum Projection {
     Nvfp4(Nvfp4Linear),
     /// For inference: `W` is stored in NVFP4.
     Packed(Nvfp4PackedLinear),
+    /// Frozen, with trained adapters beside it.
+    Lora(LoraProjection),
 }
 
 impl Projection {
@@ -43,15 +46,17 @@ impl Projection {
             }
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
+            Self::Lora(lora) => lora.forward(x),
         }
     }
 
-    /// The weight in high precision, `[d_in, d_out]`, and the bias.
+    /// The weight in high precision, `[d_in, d_out]`, with adapters merged, and the bias.
     pub fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
             Self::Dense(linear) => (linear.weight.val(), &linear.bias),
             Self::Nvfp4(linear) => (linear.weight.val(), &linear.bias),
             Self::Packed(linear) => (dequantized(&linear.weight).transpose(), &linear.bias),
+            Self::Lora(lora) => (lora.merged(), &lora.base.bias),
         };
         (weight, bias.as_ref().map(|bias| bias.val()))
     }
@@ -60,18 +65,20 @@ impl Projection {
     /// precision is left of it. Outputs stay what they are in validation.
     ///
     /// # Errors
-    /// When the recipe has weights or activations in other formats than NVFP4.
+    /// When the recipe has weights or activations in other formats than NVFP4, or there are
+    /// adapters.
     pub fn into_packed(self) -> Result<Self> {
         match self {
             Self::Nvfp4(linear) if !linear.state.is_high_precision() => {
                 Ok(Self::Packed(linear.try_to_packed()?))
             }
+            Self::Lora(_) => bail!("a projection with adapters cannot be packed: merge them first"),
             other => Ok(other),
         }
     }
 
     /// The same parameters, with their ids, for training with `recipe`; of packed weights, the
-    /// values that they stand for.
+    /// values that they stand for, and of frozen ones with adapters, both merged.
     ///
     /// # Errors
     /// When a width is no multiple of 16, or the recipe does not pass its checks.
@@ -79,7 +86,7 @@ impl Projection {
         let linear = match self {
             Self::Dense(linear) => linear,
             Self::Nvfp4(linear) => linear.into_linear(),
-            Self::Packed(_) => {
+            Self::Packed(_) | Self::Lora(_) => {
                 let (weight, bias) = self.dense();
                 let weight = Param::from_tensor(weight);
                 let bias = bias.map(Param::from_tensor);

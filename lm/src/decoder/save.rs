@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::attention::Attention;
 use super::feed_forward::FeedForward;
-use super::names::{self, EMBEDDING, HEAD, NORM};
+use super::names::{self, EMBEDDING, HEAD, NORM, Part};
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::{read_json, write_json};
@@ -84,7 +84,7 @@ impl Decoder {
         let mut writer = Writer { writer, dtype };
         writer.add(EMBEDDING, self.embedding.weight.val())?;
         for (index, layer) in self.layers.iter().enumerate() {
-            self.write_layer(&mut writer, &names::layer(index), layer)?;
+            self.write_layer(&mut writer, index, layer)?;
         }
         writer.add(NORM, self.norm.gain.val())?;
         match &self.head {
@@ -93,7 +93,8 @@ impl Decoder {
         }
     }
 
-    fn write_layer(&self, writer: &mut Writer, path: &str, layer: &DecoderLayer) -> Result<()> {
+    fn write_layer(&self, writer: &mut Writer, index: usize, layer: &DecoderLayer) -> Result<()> {
+        let path = names::layer(index);
         let norms = [
             ("input_layernorm", &layer.attention_norm),
             ("post_attention_layernorm", &layer.feed_forward_norm),
@@ -101,16 +102,13 @@ impl Decoder {
         for (name, norm) in norms {
             writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
         }
-        self.write_attention(writer, &format!("{path}self_attn."), &layer.attention)?;
+        self.write_attention(writer, index, &layer.attention)?;
         let family = self.config.family;
         match &layer.feed_forward {
             FeedForward::Dense(dense) => {
-                let part = |name: &str| format!("{path}mlp.{name}");
                 let hidden = dense.gate_up.dense().0.dims()[1] / 2;
-                let parts = [(part("gate_proj"), hidden), (part("up_proj"), hidden)];
-                writer.projection(&dense.gate_up, &parts)?;
-                let parts = [(part("down_proj"), self.config.d_model)];
-                writer.projection(&dense.down, &parts)
+                writer.projection(&dense.gate_up, &names::gate_up(hidden, index))?;
+                writer.projection(&dense.down, &names::down(&self.config, index))
             }
             FeedForward::Moe(moe) => {
                 let path = format!("{path}{}", names::moe(family));
@@ -123,16 +121,10 @@ impl Decoder {
         }
     }
 
-    fn write_attention(&self, writer: &mut Writer, path: &str, layer: &Attention) -> Result<()> {
-        let part = |name: &str, heads: usize| (format!("{path}{name}"), heads * layer.head);
-        let parts = [
-            part("q_proj", layer.heads),
-            part("k_proj", layer.kv_heads),
-            part("v_proj", layer.kv_heads),
-        ];
-        writer.projection(&layer.qkv, &parts)?;
-        let parts = [(format!("{path}o_proj"), self.config.d_model)];
-        writer.projection(&layer.out, &parts)?;
+    fn write_attention(&self, writer: &mut Writer, index: usize, layer: &Attention) -> Result<()> {
+        writer.projection(&layer.qkv, &names::qkv(&self.config, index))?;
+        writer.projection(&layer.out, &names::out(&self.config, index))?;
+        let path = format!("{}self_attn.", names::layer(index));
         for (name, norm) in [("q_norm", &layer.q_norm), ("k_norm", &layer.k_norm)] {
             if let Some(norm) = norm {
                 writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
@@ -165,17 +157,17 @@ impl Writer<'_> {
         self.writer.add(name, self.dtype, &shape, data.as_bytes())
     }
 
-    /// The parts of a fused layer, by path and number of outputs.
-    fn projection(&mut self, layer: &Projection, parts: &[(String, usize)]) -> Result<()> {
+    /// The parts of a fused layer.
+    fn projection(&mut self, layer: &Projection, parts: &[Part]) -> Result<()> {
         let (weight, bias) = layer.dense();
         let weight = weight.transpose();
         let mut first = 0;
-        for (path, outputs) in parts {
+        for Part { name, outputs } in parts {
             let part = weight.clone().narrow(0, first, *outputs);
-            self.add(&format!("{path}.weight"), part)?;
+            self.add(&format!("{name}.weight"), part)?;
             if let Some(bias) = &bias {
                 let part = bias.clone().narrow(0, first, *outputs);
-                self.add(&format!("{path}.bias"), part)?;
+                self.add(&format!("{name}.bias"), part)?;
             }
             first += outputs;
         }

@@ -1,9 +1,12 @@
 //! `tokenizer.json`, by the library that wrote it.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, ensure};
+
+use crate::random::hash;
 
 /// The file's name.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -11,6 +14,7 @@ pub const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Text to tokens and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    hash: u64,
 }
 
 impl Tokenizer {
@@ -26,7 +30,8 @@ impl Tokenizer {
         // A separate step: the library's own error for an absent file does not name it.
         let text = std::fs::read(&path).map_err(|e| error(e.to_string()))?;
         let inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| error(e.to_string()))?;
-        let found = Self { inner };
+        let hash = hash(&text);
+        let found = Self { inner, hash };
         found
             .check(vocab, needed)
             .map_err(|e| error(e.to_string()))?;
@@ -65,6 +70,30 @@ impl Tokenizer {
             .map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?
             .get_ids()
             .to_vec())
+    }
+
+    /// The tokens of `text` with the bytes of it that each stands for; those that the tokenizer puts
+    /// around a text stand for none.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot represent the text.
+    pub fn encode_with_bytes(
+        &self,
+        text: &str,
+        special: bool,
+    ) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
+        let encoding = self.inner.encode(text, special);
+        let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
+        let bytes = encoding
+            .get_offsets()
+            .iter()
+            .map(|&(begin, end)| begin..end);
+        Ok((encoding.get_ids().to_vec(), bytes.collect()))
+    }
+
+    /// FNV-1a of the file: what says that tokens are of this tokenizer.
+    pub fn hash(&self) -> u64 {
+        self.hash
     }
 
     /// The text of `tokens`; without those that are special, unless `special`. Bytes that are no

@@ -1,0 +1,118 @@
+//! `nvfp4 finetune`.
+
+mod options;
+mod session;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use nvfp4_lm::decoder::LoraConfig;
+use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
+use nvfp4_lm::finetune::Objective;
+
+pub(crate) use options::{Defaults, TrainingOptions};
+pub(crate) use session::{Session, Start};
+
+/// Defaults where they differ between the commands.
+const DEFAULTS: Defaults = Defaults {
+    lr: 1e-5,
+    weight_decay: 0.0,
+};
+
+/// Adapters begin at zero and take larger steps.
+const LORA_DEFAULTS: Defaults = Defaults {
+    lr: 2e-4,
+    ..DEFAULTS
+};
+
+#[derive(Args)]
+pub(crate) struct Finetune {
+    /// Begin with the model in this folder: config.json, safetensors files and tokenizer.json
+    #[arg(value_name = "MODEL", required_unless_present = "resume")]
+    model: Option<PathBuf>,
+    /// Minimise the KL divergence to a frozen model in high precision, instead of the cross entropy:
+    /// to MODEL itself, or to --teacher
+    #[arg(long)]
+    distill: bool,
+    /// Distill from the model in this folder, which has the same tokens
+    #[arg(long, value_name = "DIR")]
+    teacher: Option<PathBuf>,
+    /// Divide the logits of both models [default: 1]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    temperature: Option<f64>,
+    /// Freeze the model, and train adapters of this rank beside its projections (LoRA)
+    ///
+    /// Of a quantized folder the frozen weights are the values that it stands for, in the type of the
+    /// activations: gradients do not pass packed weights.
+    #[arg(long, value_name = "RANK")]
+    lora: Option<usize>,
+    /// Let adapters count this much divided by their rank [default: twice the rank]
+    #[arg(
+        long,
+        value_name = "A",
+        requires = "lora",
+        allow_negative_numbers = true
+    )]
+    lora_alpha: Option<f64>,
+    /// Train adapters of the modules whose name this regular expression matches [default: all
+    /// projections of attention and dense feed-forwards]
+    #[arg(long, value_name = "REGEX", requires = "lora")]
+    lora_targets: Option<String>,
+    /// Also write the model with its adapters merged
+    #[arg(long, requires = "lora")]
+    merge: bool,
+    #[command(flatten)]
+    options: TrainingOptions,
+}
+
+impl Finetune {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        if let Some(folder) = &self.options.resume {
+            ensure!(
+                self.model.is_none()
+                    && !self.distill
+                    && self.teacher.is_none()
+                    && self.temperature.is_none()
+                    && self.lora.is_none(),
+                "resume is given, but what to train is, too: the folder of the run says it"
+            );
+            return Session::resume(folder, &self.options, "finetune")?.run();
+        }
+        let model = self.model.clone().context("model is not given")?;
+        let objective = self.objective(&model)?;
+        let start = Start {
+            model: std::path::absolute(&model)?,
+            objective,
+            lora: self.lora.map(|rank| LoraConfig {
+                rank,
+                alpha: self.lora_alpha.unwrap_or(2.0 * rank as f64),
+                targets: self
+                    .lora_targets
+                    .clone()
+                    .unwrap_or_else(|| DEFAULT_TARGETS.into()),
+            }),
+            merge: self.merge,
+            defaults: match self.lora {
+                None => DEFAULTS,
+                Some(_) => LORA_DEFAULTS,
+            },
+        };
+        Session::begin(start, &self.options, "finetune")?.run()
+    }
+
+    fn objective(&self, model: &PathBuf) -> Result<Objective> {
+        if !self.distill && self.teacher.is_none() {
+            ensure!(
+                self.temperature.is_none(),
+                "temperature is given, but it needs --distill or --teacher"
+            );
+            return Ok(Objective::CrossEntropy);
+        }
+        Ok(Objective::Distillation {
+            teacher: std::path::absolute(self.teacher.as_ref().unwrap_or(model))?,
+            temperature: self.temperature.unwrap_or(1.0),
+        })
+    }
+}

@@ -1,0 +1,220 @@
+//! Options that `finetune` and `pretrain` share.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use clap::{Args, ValueEnum};
+use nvfp4::Nvfp4Recipe;
+use nvfp4_lm::config::{Activation, Preset, RecipeName, RunConfig};
+use nvfp4_lm::hf::Dtype;
+use nvfp4_lm::interchange::{Dialect, Scheme};
+
+use crate::device::DeviceName;
+use crate::options::recipes::named;
+
+/// Values that the commands have where nothing is given.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Defaults {
+    pub(crate) lr: f64,
+    pub(crate) weight_decay: f64,
+}
+
+/// Type of the tensors of a saved model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SavedType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<SavedType> for Dtype {
+    fn from(saved: SavedType) -> Self {
+        match saved {
+            SavedType::F32 => Self::F32,
+            SavedType::Bf16 => Self::BF16,
+            SavedType::F16 => Self::F16,
+        }
+    }
+}
+
+/// What the folder of a run says, when it is resumed.
+const SETTINGS: [&str; 24] = [
+    "out",
+    "data",
+    "valid",
+    "valid_share",
+    "recipe",
+    "qat",
+    "high_precision",
+    "steps",
+    "batch",
+    "accumulate",
+    "context",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "grad_clip",
+    "seed",
+    "eval_every",
+    "eval_rows",
+    "log_every",
+    "checkpoint_every",
+    "activation",
+    "save_dtype",
+    "export",
+    "export_scheme",
+];
+
+#[derive(Args)]
+pub(crate) struct TrainingOptions {
+    /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and text
+    ///
+    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT}, of which the completion
+    /// counts in the loss, or {"messages": [{"role": ROLE, "content": TEXT}, ..]}, of which the
+    /// assistant's text counts, by the chat template of the tokenizer's folder.
+    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
+    pub(crate) data: Vec<PathBuf>,
+    /// Evaluate on these files and folders [default: a share of the documents of --data]
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub(crate) valid: Vec<PathBuf>,
+    /// Keep this share of the documents for evaluation
+    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
+    pub(crate) valid_share: f64,
+    /// Write the run and the trained model to this new folder
+    #[arg(long, value_name = "DIR", required_unless_present = "resume")]
+    pub(crate) out: Option<PathBuf>,
+    /// Resume the run in this folder
+    #[arg(long, value_name = "DIR", conflicts_with_all = SETTINGS)]
+    pub(crate) resume: Option<PathBuf>,
+    /// Stop after this step, with a checkpoint to resume [default: the last step]
+    #[arg(long, value_name = "STEP")]
+    pub(crate) stop_at: Option<u64>,
+    /// Train the layers' projections with this recipe: nvfp4, a preset, bf16, f32, or a JSON file
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "nvfp4",
+        conflicts_with = "qat"
+    )]
+    pub(crate) recipe: String,
+    /// Train for serving in NVFP4: the forward has the codes of weights (w4a16) or of weights and
+    /// activations (w4a4), rounded to nearest, the backward is in high precision
+    #[arg(long, value_name = "SCHEME")]
+    pub(crate) qat: Option<Scheme>,
+    /// Keep projections whose path matches this regular expression in high precision, for example
+    /// 'layers\.0\.'; may be given several times [default: the recipe's]
+    #[arg(long, value_name = "REGEX")]
+    pub(crate) high_precision: Vec<String>,
+    /// Train for this many optimizer steps
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    pub(crate) steps: u64,
+    /// Compute this many rows at a time
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) batch: usize,
+    /// Add up the gradients of this many batches for a step
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) accumulate: usize,
+    /// Pack documents into rows of this many tokens; longer ones are cut
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    pub(crate) context: usize,
+    /// Set the highest learning rate [default: 1e-5, with --lora 2e-4, for pretrain
+    /// 3e-4]
+    #[arg(long, allow_negative_numbers = true)]
+    pub(crate) lr: Option<f64>,
+    /// Raise the learning rate over this many steps; it then falls to a tenth along a cosine
+    /// [default: a tenth of the steps, at most 100]
+    #[arg(long, value_name = "STEPS")]
+    pub(crate) warmup: Option<u64>,
+    /// Set the decoupled weight decay of the matrices [default: 0, for pretrain 0.1]
+    #[arg(long, allow_negative_numbers = true)]
+    pub(crate) weight_decay: Option<f64>,
+    /// Clip the gradients to this global norm
+    #[arg(
+        long,
+        value_name = "NORM",
+        default_value_t = 1.0,
+        allow_negative_numbers = true
+    )]
+    pub(crate) grad_clip: f64,
+    /// Seed the order of rows and stochastic rounding
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Evaluate every this many steps
+    #[arg(long, value_name = "STEPS", default_value_t = 100)]
+    pub(crate) eval_every: u64,
+    /// Evaluate on this many rows at most
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub(crate) eval_rows: usize,
+    /// Write a row of metrics.csv and a log line every this many steps
+    #[arg(long, value_name = "STEPS", default_value_t = 10)]
+    pub(crate) log_every: u64,
+    /// Write a checkpoint every this many steps
+    #[arg(long, value_name = "STEPS", default_value_t = 500)]
+    pub(crate) checkpoint_every: u64,
+    /// Compute activations in this type [default: bf16 on a GPU, f32 else]
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) activation: Option<Activation>,
+    /// Save the model with tensors of this type
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    pub(crate) save_dtype: SavedType,
+    /// Also write the model quantized to NVFP4, for the readers of this dialect
+    #[arg(long, value_name = "DIALECT")]
+    pub(crate) export: Option<Dialect>,
+    /// Quantize weights, or activations too, in what --export writes [default: that of --qat, else
+    /// w4a16]
+    #[arg(long, value_name = "SCHEME", requires = "export")]
+    pub(crate) export_scheme: Option<Scheme>,
+    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<DeviceName>,
+}
+
+impl TrainingOptions {
+    /// The recipe and its name.
+    pub(super) fn recipe(
+        &self,
+        activation: Activation,
+        device: DeviceName,
+    ) -> Result<(RecipeName, Nvfp4Recipe)> {
+        let mut recipes = BTreeMap::new();
+        let name = match self.qat {
+            None => named(&self.recipe, "recipe", &mut recipes)?,
+            Some(scheme) => {
+                let name = format!("qat_{}", scheme.name());
+                recipes.insert(name.clone(), quantization_aware(scheme));
+                named(&name, "qat", &mut recipes)?
+            }
+        };
+        let mut config = RunConfig::preset(Preset::default(), &device.to_string());
+        config.recipe = name.clone();
+        config.recipes = recipes;
+        config.activation = activation;
+        config.seed = self.seed;
+        config.high_precision.clone_from(&self.high_precision);
+        ensure!(
+            self.high_precision.is_empty() || !name.is_high_precision(),
+            "high-precision is given, but recipe {name} quantizes nothing"
+        );
+        Ok((name.clone(), config.nvfp4_recipe(&name)?))
+    }
+
+    /// The activations' type under the recipe.
+    pub(super) fn activation(&self, device: DeviceName) -> Activation {
+        match (self.activation, self.recipe.as_str(), device) {
+            (Some(activation), _, _) => activation,
+            (None, "f32", _) => Activation::F32,
+            (None, _, DeviceName::Cuda(_)) => Activation::Bf16,
+            (None, _, _) => Activation::F32,
+        }
+    }
+}
+
+/// 1x16 blocks to nearest in the forward, as engines serve them; the backward of the quantized
+/// values in high precision.
+fn quantization_aware(scheme: Scheme) -> Nvfp4Recipe {
+    match scheme {
+        Scheme::W4a16 => Nvfp4Recipe::weight_only_qat(),
+        Scheme::W4a4 => Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_weight_2d(false),
+    }
+}

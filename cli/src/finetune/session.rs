@@ -1,0 +1,322 @@
+//! A run of `finetune` or `pretrain`, from its options to the folders that it writes.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, ensure};
+use nvfp4_lm::checkpoint::{read_json, write_json};
+use nvfp4_lm::decoder::LoraConfig;
+use nvfp4_lm::finetune::config::CONFIG;
+use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
+use nvfp4_lm::hf::Dtype;
+use nvfp4_lm::interchange::{Dialect, Scheme};
+use nvfp4_lm::metrics::{METRICS, read_metrics};
+use nvfp4_lm::train::Outcome;
+use serde::{Deserialize, Serialize};
+
+use super::options::{Defaults, TrainingOptions};
+use crate::device::DeviceName;
+use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
+use crate::shell::{program, quoted};
+
+/// Where the trained model is, in the folder of the run.
+const MODEL: &str = "model";
+/// Where the adapters are.
+const ADAPTER: &str = "adapter";
+/// Where it is quantized.
+const QUANTIZED: &str = "nvfp4";
+/// What becomes of the trained model.
+const RESULT: &str = "result.json";
+
+/// What a run begins with.
+pub(crate) struct Start {
+    pub(crate) model: PathBuf,
+    pub(crate) objective: Objective,
+    pub(crate) lora: Option<LoraConfig>,
+    /// Whether the model is written with its adapters merged.
+    pub(crate) merge: bool,
+    pub(crate) defaults: Defaults,
+}
+
+/// What is written at the end: what `result.json` holds.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Written {
+    dtype: Saved,
+    /// Whether the model is written, and not only adapters.
+    model: bool,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    export: Option<Export>,
+}
+
+/// Type of the saved tensors.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Saved {
+    F32,
+    Bf16,
+    F16,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+struct Export {
+    #[serde(with = "by_name")]
+    dialect: Dialect,
+    #[serde(with = "by_name")]
+    scheme: Scheme,
+}
+
+/// Values of the command line by the names that they have there.
+mod by_name {
+    use clap::ValueEnum;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<T: ValueEnum, S: Serializer>(
+        value: &T,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let name = value.to_possible_value().expect("no value is hidden");
+        serializer.serialize_str(name.get_name())
+    }
+
+    pub(super) fn deserialize<'de, T: ValueEnum, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<T, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        T::from_str(&name, false).map_err(D::Error::custom)
+    }
+}
+
+/// A run that is ready.
+pub(crate) struct Session {
+    config: FinetuneConfig,
+    written: Written,
+    /// Whether its folder does not say yet what it is.
+    is_new: bool,
+    folder: PathBuf,
+    stop_at: Option<u64>,
+    device: DeviceName,
+    /// The command that resumes it.
+    command: &'static str,
+}
+
+impl Session {
+    /// A new run, whose tokens are written to its folder.
+    pub(crate) fn begin(
+        start: Start,
+        options: &TrainingOptions,
+        command: &'static str,
+    ) -> Result<Self> {
+        let folder = options.out.clone().context("out is not given")?;
+        ensure!(
+            !folder.join(CONFIG).exists(),
+            "out {} already holds a run: resume it by --resume {0}, or choose another folder",
+            folder.display()
+        );
+        let device = DeviceName::or_best(options.device)?;
+        let activation = options.activation(device);
+        let (recipe_name, recipe) = options.recipe(activation, device)?;
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("out {} cannot be made", folder.display()))?;
+        let reader = TextReader::read(&start.model)?;
+        let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
+            let (shards, found) = reader.shards(paths, &folder.join(name))?;
+            if found.documents > 0 {
+                eprintln!(
+                    "{name}: {} documents, {} files left out because they are empty or not UTF-8",
+                    found.documents, found.skipped
+                );
+            }
+            // The run can be resumed from another folder.
+            let absolute = shards.iter().map(|path| Ok(std::path::absolute(path)?));
+            absolute.collect()
+        };
+        let steps = options.steps;
+        let config = FinetuneConfig {
+            data: shards(&options.data, "train.tokens")?,
+            valid: shards(&options.valid, "valid.tokens")?,
+            valid_share: options.valid_share,
+            model: start.model,
+            recipe_name,
+            recipe,
+            objective: start.objective,
+            lora: start.lora,
+            activation,
+            steps,
+            batch: options.batch,
+            accumulate: options.accumulate,
+            context: options.context,
+            lr: options.lr.unwrap_or(start.defaults.lr),
+            warmup: options.warmup.unwrap_or((steps / 10).min(100)),
+            weight_decay: options.weight_decay.unwrap_or(start.defaults.weight_decay),
+            grad_clip: options.grad_clip,
+            seed: options.seed,
+            eval_every: options.eval_every,
+            eval_rows: options.eval_rows,
+            log_every: options.log_every,
+            checkpoint_every: options.checkpoint_every,
+            device: device.to_string(),
+        };
+        config.check()?;
+        let scheme = options.export_scheme.or(options.qat);
+        let written = Written {
+            dtype: match options.save_dtype.into() {
+                Dtype::F32 => Saved::F32,
+                Dtype::F16 => Saved::F16,
+                _ => Saved::Bf16,
+            },
+            model: config.lora.is_none() || start.merge,
+            export: options.export.map(|dialect| Export {
+                dialect,
+                scheme: scheme.unwrap_or(Scheme::W4a16),
+            }),
+        };
+        Ok(Self {
+            config,
+            written,
+            is_new: true,
+            folder,
+            stop_at: options.stop_at,
+            device,
+            command,
+        })
+    }
+
+    /// The run in `folder`.
+    pub(crate) fn resume(
+        folder: &Path,
+        options: &TrainingOptions,
+        command: &'static str,
+    ) -> Result<Self> {
+        let path = folder.join(CONFIG);
+        ensure!(
+            path.exists(),
+            "resume {} is not the folder of a run: it has no {CONFIG}",
+            folder.display()
+        );
+        let mut config: FinetuneConfig = read_json(&path)?;
+        let device = match options.device {
+            Some(device) => device,
+            None => config.device.parse().map_err(|error| {
+                anyhow::anyhow!(
+                    "device in {} is {:?}, but {error}",
+                    path.display(),
+                    config.device
+                )
+            })?,
+        };
+        config.device = device.to_string();
+        Ok(Self {
+            config,
+            written: read_json(&folder.join(RESULT))?,
+            is_new: false,
+            folder: folder.into(),
+            stop_at: options.stop_at,
+            device,
+            command,
+        })
+    }
+
+    /// Trains, and writes the model.
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let config = &self.config;
+        let device = self.device.open()?;
+        let vocabulary = TextReader::read(&config.model)?.vocabulary();
+        let data = TrainingData::open(config, vocabulary)?;
+        let rows = [&data.train, &data.valid];
+        let [train, valid] = rows.map(|rows| {
+            let places = rows.len() * config.context;
+            format!(
+                "{} rows, {:.1} % full",
+                rows.len(),
+                1e2 * rows.tokens() as f64 / places as f64
+            )
+        });
+        eprintln!(
+            "recipe {}, {} activations, device {}; training {train}, validation {valid}; {}",
+            config.recipe_name,
+            match config.activation.bytes() {
+                2 => "bf16",
+                _ => "f32",
+            },
+            config.device,
+            self.folder.display()
+        );
+        let interrupt = watch_interrupts()?;
+        let mut run = Finetune::open(config, &data, &device, &self.folder)?;
+        if self.is_new {
+            // It has begun: from here on it can be resumed.
+            write_json(&self.folder.join(RESULT), &self.written)?;
+            write_json(&self.folder.join(CONFIG), config)?;
+        }
+        let mut progress = Progress::new(
+            config.recipe_name.clone(),
+            (run.step(), config.steps),
+            interrupt.clone(),
+            &[device],
+            matches!(self.device, DeviceName::Cuda(_)),
+        );
+        let outcome = run.train(self.stop_at, &mut progress);
+        progress.finish();
+        if outcome? == Outcome::Stopped {
+            println!(
+                "stopped; to resume: {} {} --resume {}",
+                program(),
+                self.command,
+                quoted(&self.folder.to_string_lossy())
+            );
+            let stopped = interrupt.load(Ordering::Relaxed);
+            return Ok(ExitCode::from(if stopped { INTERRUPTED } else { 0 }));
+        }
+        self.report(&run)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Writes what was trained, and says how good it is.
+    fn report(&self, run: &Finetune<'_>) -> Result<()> {
+        // With the digits of the file, which are all that a resumed run has of its beginning.
+        let rows = read_metrics(&self.folder.join(METRICS))?;
+        let mut losses = rows.iter().filter_map(|row| row.valid_loss);
+        let before = losses.next().context("the run has no validation loss")?;
+        let after = losses.next_back().unwrap_or(before);
+        println!(
+            "validation perplexity {:.4} before, {:.4} after; {before:.5} and {after:.5} nats a token",
+            before.exp(),
+            after.exp()
+        );
+        // A run that is resumed at its end has written it already.
+        if self.config.lora.is_some() {
+            let adapter = self.folder.join(ADAPTER);
+            if !adapter.exists() {
+                run.save_adapter(&adapter)?;
+            }
+            println!("adapter written to {}", adapter.display());
+        }
+        let model = self.folder.join(MODEL);
+        if self.written.model && !model.exists() {
+            let dtype = match self.written.dtype {
+                Saved::F32 => Dtype::F32,
+                Saved::Bf16 => Dtype::BF16,
+                Saved::F16 => Dtype::F16,
+            };
+            run.save_model(&model, dtype)?;
+        }
+        if self.written.model {
+            println!("model written to {}", model.display());
+        }
+        if let Some(Export { dialect, scheme }) = self.written.export {
+            let out = self.folder.join(QUANTIZED);
+            if !out.exists() {
+                run.export(&out, dialect, scheme)?;
+            }
+            println!(
+                "{} {} written to {}",
+                dialect.name(),
+                scheme.name(),
+                out.display()
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,78 @@
+//! `nvfp4 pretrain`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use nvfp4_lm::checkpoint::read_json;
+use nvfp4_lm::finetune::{Objective, init::write_random};
+use nvfp4_lm::hf::DecoderConfig;
+use nvfp4_lm::tokens::bpe;
+
+use crate::finetune::{Defaults, Session, Start, TrainingOptions};
+
+/// Defaults where they differ between the commands.
+const DEFAULTS: Defaults = Defaults {
+    lr: 3e-4,
+    weight_decay: 0.1,
+};
+
+/// Where a trained tokenizer is, in the folder of the run.
+const TOKENIZER: &str = "tokenizer";
+/// Where the untrained model is, in the folder of the run.
+const INIT: &str = "init";
+
+#[derive(Args)]
+pub(crate) struct Pretrain {
+    /// Build the decoder that this config.json describes, of a family that `generate` runs
+    #[arg(long, value_name = "FILE", required_unless_present = "resume")]
+    config: Option<PathBuf>,
+    /// Take the tokenizer from this folder
+    #[arg(long, value_name = "DIR", required_unless_present_any = ["resume", "train_tokenizer"])]
+    tokenizer: Option<PathBuf>,
+    /// Train a tokenizer on the texts of --data: byte-level BPE, with as many tokens as config.json
+    /// says, at most
+    #[arg(long, conflicts_with = "tokenizer")]
+    train_tokenizer: bool,
+    #[command(flatten)]
+    options: TrainingOptions,
+}
+
+impl Pretrain {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let options = &self.options;
+        if let Some(folder) = &options.resume {
+            ensure!(
+                self.config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
+                "resume is given, but what to train is, too: the folder of the run says it"
+            );
+            return Session::resume(folder, options, "pretrain")?.run();
+        }
+        let config = self.config.as_deref().context("config is not given")?;
+        let out = options.out.as_deref().context("out is not given")?;
+        let model = std::path::absolute(out.join(INIT))?;
+        std::fs::create_dir_all(out)
+            .with_context(|| format!("out {} cannot be made", out.display()))?;
+        let (tokenizer, eos) = match &self.tokenizer {
+            Some(folder) => (folder.clone(), None),
+            None => {
+                let folder = out.join(TOKENIZER);
+                let json = read_json(config)?;
+                let parsed = DecoderConfig::from_json(&json);
+                let parsed = parsed.with_context(|| config.display().to_string())?;
+                bpe::train(&options.data, parsed.vocab, &folder)?;
+                (folder, Some(bpe::END_OF_TEXT_ID))
+            }
+        };
+        write_random(config, &tokenizer, eos, &model, options.seed)?;
+        let start = Start {
+            model,
+            objective: Objective::CrossEntropy,
+            lora: None,
+            merge: false,
+            defaults: DEFAULTS,
+        };
+        Session::begin(start, options, "pretrain")?.run()
+    }
+}

@@ -1,0 +1,48 @@
+//! `nvfp4 tokenize`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::tokens::Shard;
+use nvfp4_lm::tokens::encode::is_shard;
+
+#[derive(Args)]
+pub(crate) struct Tokenize {
+    /// Take the tokenizer of the model in this folder
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Read these files and folders: each line of a file that ends in .jsonl, and every other file of
+    /// text, is a document
+    #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
+    data: Vec<PathBuf>,
+    /// Write the tokens to this new file, which ends in .tokens
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+impl Tokenize {
+    pub(crate) fn run(self) -> Result<()> {
+        let Self { model, data, out } = self;
+        ensure!(
+            is_shard(&out) && !out.exists(),
+            "out is {}, but must be a new file that ends in .tokens",
+            out.display()
+        );
+        let reader = TextReader::read(&model)?;
+        let found = reader.write_shard(&data, &out)?;
+        let shard = Shard::open(&out)?;
+        let targets = (0..shard.len()).filter(|&index| shard.counts(index));
+        println!(
+            "{} documents of {} tokens, {} of which count in the loss, written to {}; {} files left \
+             out because they are empty or not UTF-8",
+            found.documents,
+            shard.len(),
+            targets.count(),
+            out.display(),
+            found.skipped
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,138 @@
+//! The configuration of a run, and its checks.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use burn_nvfp4::Nvfp4Recipe;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Activation, RecipeName};
+use crate::decoder::LoraConfig;
+
+/// The file with the configuration, in the folder of a run.
+pub const CONFIG: &str = "finetune.json";
+
+/// What training minimises.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Objective {
+    /// The cross entropy of the targets.
+    CrossEntropy,
+    /// The KL divergence to a frozen model in high precision, at the targets that count.
+    Distillation {
+        /// Its folder.
+        teacher: PathBuf,
+        /// Divides the logits of both.
+        temperature: f64,
+    },
+}
+
+/// Everything that decides a run: what `finetune.json` holds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FinetuneConfig {
+    /// The folder of the model that training begins with.
+    pub model: PathBuf,
+    /// Shards of tokens.
+    pub data: Vec<PathBuf>,
+    /// Those for validation; where there are none, a share of the documents of `data` is.
+    pub valid: Vec<PathBuf>,
+    /// That share.
+    pub valid_share: f64,
+    /// The recipe's name.
+    pub recipe_name: RecipeName,
+    /// The recipe of the layers' projections.
+    pub recipe: Nvfp4Recipe,
+    /// Adapters; where there are none, all parameters are trained.
+    pub lora: Option<LoraConfig>,
+    /// What is minimised.
+    pub objective: Objective,
+    /// Type of the activations, and of frozen weights; trained ones and the optimizer are f32.
+    pub activation: Activation,
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Rows in a forward.
+    pub batch: usize,
+    /// Forwards whose gradients are added up for a step.
+    pub accumulate: usize,
+    /// Tokens of a row.
+    pub context: usize,
+    /// The highest learning rate.
+    pub lr: f64,
+    /// Steps over which it rises; it then falls to a tenth along a cosine.
+    pub warmup: u64,
+    /// Decoupled decay of matrices.
+    pub weight_decay: f64,
+    /// Global norm to which gradients are clipped.
+    pub grad_clip: f64,
+    /// Of the order of rows and of stochastic rounding.
+    pub seed: u64,
+    /// Steps between evaluations.
+    pub eval_every: u64,
+    /// Rows of an evaluation at most.
+    pub eval_rows: usize,
+    /// Steps between rows of `metrics.csv`.
+    pub log_every: u64,
+    /// Steps between checkpoints.
+    pub checkpoint_every: u64,
+    /// `flex`, `cpu` or `cuda:N`; a run may be resumed on another.
+    pub device: String,
+}
+
+impl FinetuneConfig {
+    /// Check every value that needs neither data nor device.
+    ///
+    /// # Errors
+    /// Names the value that is wrong, what it is, and what it may be.
+    pub fn check(&self) -> Result<()> {
+        for (name, value) in [
+            ("steps", self.steps),
+            ("batch", self.batch as u64),
+            ("accumulate", self.accumulate as u64),
+            ("context", self.context as u64),
+            ("eval-every", self.eval_every),
+            ("eval-rows", self.eval_rows as u64),
+            ("log-every", self.log_every),
+            ("checkpoint-every", self.checkpoint_every),
+        ] {
+            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        }
+        ensure!(
+            self.warmup < self.steps,
+            "warmup is {}, but it must be less than steps ({})",
+            self.warmup,
+            self.steps
+        );
+        for (name, value) in [("lr", self.lr), ("grad-clip", self.grad_clip)] {
+            ensure!(
+                value.is_finite() && value > 0.0,
+                "{name} is {value}, but it must be a positive number"
+            );
+        }
+        ensure!(
+            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
+            "weight-decay is {}, but it must be zero or a positive number",
+            self.weight_decay
+        );
+        ensure!(
+            self.valid_share > 0.0 && self.valid_share < 1.0,
+            "valid-share is {}, but must be between 0 and 1",
+            self.valid_share
+        );
+        if let Objective::Distillation { temperature, .. } = self.objective {
+            ensure!(
+                temperature.is_finite() && temperature > 0.0,
+                "temperature is {temperature}, but it must be a positive number"
+            );
+        }
+        ensure!(
+            !self.data.is_empty(),
+            "data is empty, but a run needs tokens"
+        );
+        Ok(self.recipe.check()?)
+    }
+
+    /// Rows of a step.
+    pub fn rows_per_step(&self) -> usize {
+        self.batch * self.accumulate
+    }
+}

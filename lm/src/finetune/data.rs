@@ -1,0 +1,146 @@
+//! Files of text or tokens to rows for training and validation.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+
+use super::config::FinetuneConfig;
+use crate::hf::{DecoderConfig, GenerationConfig, Tokenizer};
+use crate::random::hash_all;
+use crate::tokens::encode::is_shard;
+use crate::tokens::rows::{places, split};
+use crate::tokens::{ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Vocabulary};
+
+/// The tokenizer of a model folder, with what texts need beside it.
+pub struct TextReader {
+    tokenizer: Tokenizer,
+    chat: Option<ChatTemplate>,
+    eos: Option<u32>,
+    vocabulary: Vocabulary,
+}
+
+impl TextReader {
+    /// Of the model in `folder`.
+    ///
+    /// # Errors
+    /// When a file is absent or malformed.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let config = DecoderConfig::read(folder)?;
+        let settings = GenerationConfig::read(folder, &config)?;
+        let tokenizer = Tokenizer::read(folder, config.vocab, &settings.eos)?;
+        let vocabulary = Vocabulary {
+            size: config.vocab,
+            tokenizer: tokenizer.hash(),
+        };
+        Ok(Self {
+            tokenizer,
+            chat: ChatTemplate::read(folder)?,
+            eos: settings.eos.first().copied(),
+            vocabulary,
+        })
+    }
+
+    /// What shards of these tokens say.
+    pub fn vocabulary(&self) -> Vocabulary {
+        self.vocabulary
+    }
+
+    /// Writes the documents of `paths` to the shard `out`.
+    ///
+    /// # Errors
+    /// When a path cannot be read, a line is no document, or there is no document.
+    pub fn write_shard(&self, paths: &[PathBuf], out: &Path) -> Result<Encoded> {
+        let chat = self.chat.clone();
+        let encoder = Encoder::new(&self.tokenizer, chat, self.eos);
+        let mut writer = ShardWriter::new(self.vocabulary)?;
+        let found = encoder.encode_files(paths, &mut writer)?;
+        ensure!(
+            found.documents > 0,
+            "data has no document ({} files left out because they are empty or not UTF-8)",
+            found.skipped
+        );
+        writer.finish(out)?;
+        Ok(found)
+    }
+
+    /// The shards among `paths`, and one at `out` of all others, if there are any.
+    ///
+    /// # Errors
+    /// As [`write_shard`](Self::write_shard).
+    pub fn shards(&self, paths: &[PathBuf], out: &Path) -> Result<(Vec<PathBuf>, Encoded)> {
+        let (mut shards, texts): (Vec<_>, Vec<_>) =
+            paths.iter().cloned().partition(|path| is_shard(path));
+        let mut found = Encoded::default();
+        if !texts.is_empty() {
+            found = self.write_shard(&texts, out)?;
+            shards.push(out.to_owned());
+        }
+        Ok((shards, found))
+    }
+}
+
+/// The rows of a run.
+#[derive(Debug)]
+pub struct TrainingData {
+    /// To train on.
+    pub train: Rows,
+    /// To evaluate on.
+    pub valid: Rows,
+    /// What identifies the tokens, to notice that they have changed.
+    pub fingerprint: String,
+}
+
+impl TrainingData {
+    /// The shards that `config` names, of tokens of `vocabulary`.
+    ///
+    /// # Errors
+    /// When a shard is damaged or of another vocabulary or tokenizer, or one of the parts has no
+    /// target.
+    pub fn open(config: &FinetuneConfig, vocabulary: Vocabulary) -> Result<Self> {
+        let open = |paths: &[PathBuf]| -> Result<Vec<Arc<Shard>>> {
+            paths.iter().map(|path| shard(path, vocabulary)).collect()
+        };
+        let (data, valid) = (open(&config.data)?, open(&config.valid)?);
+        let checksums = data.iter().chain(&valid).map(|shard| shard.checksum());
+        let checksums: Vec<[u8; 8]> = checksums.map(u64::to_le_bytes).collect();
+        let parts: Vec<&[u8]> = checksums.iter().map(|part| &part[..]).collect();
+        let (pack, all) = (
+            |s: &[_], p: &[_]| Rows::pack(s, p, config.context),
+            places(&data),
+        );
+        let (train, valid) = match valid.is_empty() {
+            true => {
+                let [train, valid] = split(&data, &all, config.valid_share)?;
+                (pack(&data, &train)?, pack(&data, &valid)?)
+            }
+            false => (pack(&data, &all)?, pack(&valid, &places(&valid))?),
+        };
+        Ok(Self {
+            train,
+            valid,
+            fingerprint: format!("{:016x}", hash_all(&parts)),
+        })
+    }
+}
+
+fn shard(path: &Path, expected: Vocabulary) -> Result<Arc<Shard>> {
+    let shard = Shard::open(path)?;
+    let found = shard.vocabulary();
+    ensure!(
+        found.size == expected.size,
+        "tokens {}: the vocabulary has {} ids, but that of the model has {}",
+        path.display(),
+        found.size,
+        expected.size
+    );
+    ensure!(
+        found.tokenizer == expected.tokenizer,
+        "tokens {}: they are of another tokenizer than the model's: its hash is {:016x}, not \
+         {:016x}",
+        path.display(),
+        found.tokenizer,
+        expected.tokenizer
+    );
+    Ok(Arc::new(shard))
+}

@@ -1,0 +1,105 @@
+//! What was trained, as a quantized folder.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use burn::module::Module;
+use regex::Regex;
+
+use super::run::Finetune;
+use crate::decoder::feed_forward::FeedForward;
+use crate::decoder::names::Site;
+use crate::decoder::projection::{Experts, Projection};
+use crate::decoder::{Decoder, DecoderLayer};
+use crate::hf::Dtype;
+use crate::interchange::{Dialect, Scheme};
+use crate::quantize::folder::Calibration;
+use crate::quantize::text::{CalibrationText, calibrate};
+use crate::quantize::{Method, QuantizeOptions, Quantized, quantize_folder};
+
+impl Finetune<'_> {
+    /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
+    /// readers of `dialect`. Layers that the recipe keeps in high precision stay there; tensors
+    /// that are not quantized are `f32`. Global scales of activations, which [`Scheme::W4a4`]
+    /// needs, are calibrated on the rows of an evaluation.
+    ///
+    /// # Errors
+    /// When the folder has files, or the disk refuses.
+    pub fn export(&self, out: &Path, dialect: Dialect, scheme: Scheme) -> Result<Quantized> {
+        let model = self.model().valid();
+        let calibration = match scheme {
+            Scheme::W4a16 => Calibration::new(),
+            Scheme::W4a4 => self.calibration(&model)?,
+        };
+        let exclude = kept_modules(&model)
+            .into_iter()
+            .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
+        let options = QuantizeOptions {
+            dialect,
+            scheme,
+            method: Method::Rtn,
+            exclude: exclude.collect::<Result<_>>()?,
+            input_scale: None,
+        };
+        // The masters themselves are rounded, not a bf16 copy of them.
+        let mut name = out.as_os_str().to_owned();
+        name.push(".f32");
+        let masters = Path::new(&name);
+        self.save_model(masters, Dtype::F32)?;
+        let done = quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {});
+        std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
+        done
+    }
+
+    fn calibration(&self, model: &Decoder) -> Result<Calibration> {
+        let config = self.config();
+        let tokens = self.valid_rows().inputs(config.eval_rows)?;
+        let text = CalibrationText {
+            length: config.context,
+            sequences: config.eval_rows,
+            products: false,
+        };
+        calibrate(model, &tokens, text, &mut |_, _| {})
+    }
+}
+
+/// The names of the linear layers that compute in high precision, one of those that are fused.
+fn kept_modules(model: &Decoder) -> Vec<String> {
+    let family = model.config().family;
+    let layers = model.layers.iter().enumerate();
+    let of = |(index, layer): (usize, &DecoderLayer)| {
+        let mut kept = Vec::new();
+        let mut add = |is_kept: bool, site: Site, experts: Option<usize>| {
+            if is_kept {
+                let experts: Vec<Option<usize>> = match experts {
+                    Some(count) => (0..count).map(Some).collect(),
+                    None => vec![None],
+                };
+                let names = experts.into_iter();
+                kept.extend(names.map(|expert| site.module(family, index, expert)));
+            }
+        };
+        add(is_high(&layer.attention.qkv), Site::Qkv, None);
+        add(is_high(&layer.attention.out), Site::Out, None);
+        match &layer.feed_forward {
+            FeedForward::Dense(dense) => {
+                add(is_high(&dense.gate_up), Site::GateUp, None);
+                add(is_high(&dense.down), Site::Down, None);
+            }
+            FeedForward::Moe(moe) => {
+                for (experts, site) in [(&moe.gate_up, Site::GateUp), (&moe.down, Site::Down)] {
+                    if let Experts::Grouped(layer) = experts {
+                        let count = layer.weight.dims()[0];
+                        add(layer.state.is_high_precision(), site, Some(count));
+                    }
+                }
+            }
+        }
+        kept
+    };
+    layers.flat_map(of).collect()
+}
+
+fn is_high(projection: &Projection) -> bool {
+    matches!(projection, Projection::Nvfp4(linear) if linear.state.is_high_precision())
+}

@@ -1,0 +1,24 @@
+//! Training of decoders in Hugging Face folders on tokenized data.
+//!
+//! - [`config`]: what to train, and the checks on its values.
+//! - [`data`]: files of text or tokens to rows for training and validation.
+//! - [`run`]: one run as a state machine: step, evaluate, save, resume.
+//! - [`distill`]: the KL divergence to a teacher, in chunks of tokens.
+//! - [`export`]: what was trained, as a quantized folder.
+//! - [`init`]: a model folder of random weights.
+//! - `parameters`: the trained parameters of a model as a file.
+
+pub mod config;
+pub mod data;
+pub mod distill;
+pub mod export;
+pub mod init;
+mod parameters;
+pub mod run;
+
+pub use config::{FinetuneConfig, Objective};
+pub use data::TrainingData;
+pub use run::Finetune;
+
+#[cfg(all(test, feature = "flex"))]
+mod tests;

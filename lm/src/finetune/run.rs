@@ -1,0 +1,489 @@
+//! One run: step, evaluate, record, save, resume.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use burn::module::Module;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_nvfp4::loss::{CrossEntropy, Reduction};
+use burn_nvfp4::{Nvfp4State, set_mode};
+use serde::{Deserialize, Serialize};
+
+use super::config::{FinetuneConfig, Objective};
+use super::data::TrainingData;
+use super::distill::{Head, kl_divergence};
+use super::parameters;
+use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
+use crate::decoder::{Decoder, PackedRows};
+use crate::hf::Dtype;
+use crate::interchange::checkpoint::is_quantized;
+use crate::metrics::{Clock, MetricsLog, Row, is_due};
+use crate::optim::{Optimizer, learning_rate};
+use crate::tokens::{Order, Position, RowBatch, Rows};
+use crate::train::{Observer, Outcome};
+
+/// What decides how a run continues, beside the parameters and the optimizer's moments.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct FinetuneState {
+    format: u32,
+    config: FinetuneConfig,
+    /// Of the tokens.
+    data: String,
+    step: u64,
+    /// The next row.
+    position: Position,
+    /// Losses of the steps since the last row of `metrics.csv`.
+    losses: Vec<f32>,
+    /// Where each layer draws its random bits from next.
+    nvfp4: Nvfp4State,
+}
+
+impl RunState for FinetuneState {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+/// A run: the model, its optimizer, and its progress.
+pub struct Finetune<'a> {
+    config: &'a FinetuneConfig,
+    data: &'a TrainingData,
+    /// With autodiff.
+    device: Device,
+    folder: PathBuf,
+    /// None while a step updates it: nobody else holds the weights then, so that the optimizer
+    /// writes them in place.
+    model: Option<Decoder>,
+    optimizer: Optimizer,
+    /// On the device without autodiff.
+    teacher: Option<Decoder>,
+    order: Order,
+    step: u64,
+    /// Losses since the last row.
+    losses: Vec<f32>,
+    /// Those that are still on the device.
+    pending: Vec<Tensor<1>>,
+    metrics: MetricsLog,
+    /// Seconds before this process.
+    earlier: f64,
+    started: Instant,
+    /// Step of the last checkpoint.
+    saved: Option<u64>,
+}
+
+/// Why a run has its model: what fails between taking it out and putting it back ends the run.
+const KEPT: &str = "the run goes on only after a step that was whole";
+
+impl<'a> Finetune<'a> {
+    /// Start the run `config` on `device`, or resume it if `folder` has a checkpoint of it.
+    ///
+    /// # Errors
+    /// When the configuration does not fit the model or the device, a folder cannot be read, the
+    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run.
+    pub fn open(
+        config: &'a FinetuneConfig,
+        data: &'a TrainingData,
+        device: &Device,
+        folder: &Path,
+    ) -> Result<Self> {
+        config.check()?;
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let plain = device.clone().without_autodiff();
+        let device = plain.clone().autodiff();
+        let activation = config.activation.into();
+        let masters = match config.lora {
+            None => FloatDType::F32,
+            Some(_) => activation,
+        };
+        let model = match is_quantized(&config.model)? {
+            false => Decoder::load(&config.model, &device, masters)?,
+            true => Decoder::load_dequantized(&config.model, &device, masters)?,
+        };
+        let longest = model.config().max_positions;
+        ensure!(
+            config.context <= longest,
+            "context is {}, but the model is meant for {longest} positions at most",
+            config.context
+        );
+        let model = model.into_training(&config.recipe, activation)?;
+        let model = match &config.lora {
+            None => model,
+            Some(lora) => model.into_lora(lora, config.seed)?,
+        };
+        let teacher = match &config.objective {
+            Objective::CrossEntropy => None,
+            Objective::Distillation { teacher, .. } => {
+                let loaded = Decoder::load(teacher, &plain, activation)?;
+                let (found, own) = (loaded.config().vocab, model.config().vocab);
+                ensure!(
+                    found == own,
+                    "teacher {} has {found} tokens, but the model has {own}",
+                    teacher.display()
+                );
+                Some(loaded)
+            }
+        };
+        let mut run = Self {
+            config,
+            data,
+            device,
+            model: Some(model),
+            optimizer: Optimizer::adamw(config.weight_decay, config.grad_clip)?,
+            teacher,
+            order: Order::new(config.seed, data.train.len()),
+            step: 0,
+            losses: Vec::new(),
+            pending: Vec::new(),
+            metrics: MetricsLog::new(folder),
+            earlier: 0.0,
+            started: Instant::now(),
+            saved: None,
+            folder: folder.into(),
+        };
+        match checkpoint::latest(folder)? {
+            Some(path) => {
+                let saved = Saved::load(&path)?;
+                run.restore(saved)
+                    .with_context(|| format!("cannot resume from {}", path.display()))?;
+            }
+            None => run.metrics.write()?,
+        }
+        Ok(run)
+    }
+
+    fn restore(&mut self, saved: Saved<FinetuneState>) -> Result<()> {
+        let state = saved.state;
+        // The run may be resumed on another device.
+        let config = FinetuneConfig {
+            device: self.config.device.clone(),
+            ..state.config
+        };
+        ensure!(
+            config == *self.config,
+            "it belongs to a run with another configuration"
+        );
+        ensure!(
+            state.data == self.data.fingerprint,
+            "the tokens have changed since: they were {} and are {}",
+            state.data,
+            self.data.fingerprint
+        );
+        let model = self.model.take().expect(KEPT);
+        let model = parameters::load(model, saved.model)?;
+        state.nvfp4.apply(&model)?;
+        self.model = Some(model);
+        self.optimizer.load(saved.optimizer, &self.device)?;
+        self.metrics
+            .resume(state.step, |step| has_row(&config, step))?;
+        self.order.seek(state.position);
+        self.step = state.step;
+        self.losses = state.losses;
+        self.earlier = saved.timing.seconds;
+        self.saved = Some(state.step);
+        Ok(())
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The recorded rows.
+    pub fn rows(&self) -> &[Row] {
+        self.metrics.rows()
+    }
+
+    /// What decides the run.
+    pub fn config(&self) -> &FinetuneConfig {
+        self.config
+    }
+
+    /// The rows of evaluations.
+    pub fn valid_rows(&self) -> &Rows {
+        &self.data.valid
+    }
+
+    /// The model of the last step.
+    pub fn model(&self) -> &Decoder {
+        self.model.as_ref().expect(KEPT)
+    }
+
+    /// Seconds spent so far, in all processes that worked on the run.
+    pub fn seconds(&self) -> f64 {
+        self.earlier + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
+    /// stops it. Writes a checkpoint at the end in any case.
+    ///
+    /// # Errors
+    /// When the loss is no longer finite, or a file cannot be written.
+    pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        let &FinetuneConfig {
+            steps,
+            warmup,
+            lr: highest,
+            eval_every,
+            checkpoint_every,
+            ..
+        } = self.config;
+        let end = stop_at.unwrap_or(steps).min(steps);
+        if self.step == 0 && self.metrics.rows().is_empty() {
+            let row = Row {
+                step: 0,
+                tokens: 0,
+                train_loss: None,
+                valid_loss: Some(self.evaluate()?),
+                lr: learning_rate(0, steps, warmup, highest),
+                tokens_per_s: None,
+            };
+            self.record(row, observer)?;
+        }
+        let mut clock = Clock::start();
+        let mut interrupted = false;
+        while self.step < end && !interrupted {
+            let lr = learning_rate(self.step, steps, warmup, highest);
+            if let Some(healing) = self.config.recipe.healing {
+                set_mode(self.model(), healing.mode(self.step, steps));
+            }
+            self.train_step(lr)?;
+            clock.steps += 1;
+            observer.step(self.step);
+            if has_row(self.config, self.step) {
+                self.read_losses()?;
+                let speed = clock.speed(self.tokens_per_step());
+                clock.pause();
+                let valid_loss = match is_due(eval_every, self.step, steps) {
+                    true => Some(self.evaluate()?),
+                    false => None,
+                };
+                let losses = std::mem::take(&mut self.losses);
+                let sum: f64 = losses.iter().map(|loss| f64::from(*loss)).sum();
+                let row = Row {
+                    step: self.step,
+                    tokens: self.step * self.tokens_per_step(),
+                    train_loss: Some(sum / losses.len() as f64),
+                    valid_loss,
+                    lr,
+                    tokens_per_s: Some(speed),
+                };
+                self.record(row, observer)?;
+                clock = Clock::start();
+            }
+            interrupted = observer.interrupted();
+            if is_due(checkpoint_every, self.step, steps) && !interrupted {
+                clock.pause();
+                self.save(observer)?;
+                clock.resume();
+            }
+        }
+        if self.saved != Some(self.step) {
+            self.save(observer)?;
+        }
+        Ok(match self.step == steps {
+            true => Outcome::Finished,
+            false => Outcome::Stopped,
+        })
+    }
+
+    /// Places of tokens, padding included.
+    fn tokens_per_step(&self) -> u64 {
+        (self.config.rows_per_step() * self.config.context) as u64
+    }
+
+    fn train_step(&mut self, lr: f64) -> Result<()> {
+        let rows = self.order.take(self.config.rows_per_step());
+        let batches = rows.chunks(self.config.batch);
+        let batches: Vec<RowBatch> = batches
+            .map(|rows| self.data.train.batch(rows))
+            .collect::<Result<_>>()?;
+        // The mean is over the targets of the step, however they lie in its forwards.
+        let counted: usize = batches.iter().map(RowBatch::counted).sum();
+        let mut accumulator = GradientsAccumulator::new();
+        let mut losses = Vec::new();
+        for batch in &batches {
+            let (loss, gradients) = self.gradients(batch, counted)?;
+            accumulator.accumulate(self.model(), gradients);
+            losses.push(loss);
+        }
+        let model = self.model.take().expect(KEPT);
+        self.model = Some(self.optimizer.step(lr, model, accumulator.grads()));
+        self.pending.push(Tensor::cat(losses, 0).sum());
+        self.step += 1;
+        Ok(())
+    }
+
+    /// The share of a batch in the mean loss over `counted` targets, without autodiff, and the
+    /// gradients of all parameters.
+    fn gradients(&self, batch: &RowBatch, counted: usize) -> Result<(Tensor<1>, GradientsParams)> {
+        let model = self.model();
+        let (inputs, targets, rows) = batch.tensors(&self.device)?;
+        let scale = 1.0 / counted as f64;
+        let features = flat(model.features_packed(inputs, &rows)?);
+        let (loss, surrogate) = match (&self.config.objective, &self.teacher) {
+            (Objective::Distillation { temperature, .. }, Some(teacher)) => {
+                let student = Head {
+                    features,
+                    weight: model.head_weight(),
+                };
+                let plain = self.device.clone().without_autodiff();
+                let teacher = head(teacher, batch, &plain)?;
+                let found = kl_divergence(student, &teacher, targets, *temperature, scale)?;
+                (found.loss, found.surrogate)
+            }
+            _ => {
+                let loss = model
+                    .cross_entropy(features, targets, SUM)?
+                    .mul_scalar(scale);
+                (loss.clone().without_autodiff(), loss)
+            }
+        };
+        let gradients = GradientsParams::from_grads(surrogate.backward(), model);
+        Ok((loss, gradients))
+    }
+
+    /// Fetch the losses that are still on the device, which waits for it.
+    fn read_losses(&mut self) -> Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
+        let losses: Vec<f32> = losses.iter::<f32>().collect();
+        let first = self.step + 1 - losses.len() as u64;
+        for (step, loss) in (first..).zip(&losses) {
+            ensure!(
+                loss.is_finite(),
+                "the {} loss of step {step} is {loss}: try a lower --lr, or a longer --warmup",
+                self.config.recipe_name
+            );
+        }
+        self.losses.extend(losses);
+        Ok(())
+    }
+
+    /// The cross entropy of the validation rows, in nats per target that counts.
+    ///
+    /// # Errors
+    /// When it is not finite.
+    pub fn evaluate(&self) -> Result<f64> {
+        let model = self.model().valid();
+        let device = self.device.clone().without_autodiff();
+        let &FinetuneConfig {
+            batch, eval_rows, ..
+        } = self.config;
+        let loss = cross_entropy_of(&model, &self.data.valid, [batch, eval_rows], &device)?;
+        ensure!(
+            loss.is_finite(),
+            "the {} validation loss at step {} is {loss}",
+            self.config.recipe_name,
+            self.step
+        );
+        Ok(loss)
+    }
+
+    /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
+    ///
+    /// # Errors
+    /// When the folder has files, or the disk refuses.
+    pub fn save_model(&self, out: &Path, dtype: Dtype) -> Result<()> {
+        let model = self.model().valid();
+        model.save(out, dtype, Some(&self.config.model))
+    }
+
+    /// Writes the adapters to the new folder `out`, as PEFT loads them.
+    ///
+    /// # Errors
+    /// When there is none, the folder has files, or the disk refuses.
+    pub fn save_adapter(&self, out: &Path) -> Result<()> {
+        let lora = self.config.lora.as_ref();
+        let lora = lora.context("the run trains all parameters: there is no adapter")?;
+        let model = self.model().valid();
+        model.save_adapter(out, lora, &self.config.model)
+    }
+
+    fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
+        self.metrics.record(row)?;
+        observer.row(&row);
+        Ok(())
+    }
+
+    fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
+        self.read_losses()?;
+        // Rows reach the disk before the checkpoint that relies on them.
+        self.metrics.write()?;
+        let saved = Saved {
+            state: FinetuneState {
+                format: FORMAT,
+                config: self.config.clone(),
+                data: self.data.fingerprint.clone(),
+                step: self.step,
+                position: self.order.position(),
+                losses: self.losses.clone(),
+                nvfp4: Nvfp4State::collect(self.model()),
+            },
+            timing: Timing {
+                seconds: self.seconds(),
+            },
+            model: parameters::to_bytes(self.model())?,
+            optimizer: self.optimizer.to_bytes()?,
+        };
+        let path = saved.save(&self.folder)?;
+        self.saved = Some(self.step);
+        observer.checkpoint(&path);
+        Ok(())
+    }
+}
+
+/// The sum over targets that count.
+const SUM: CrossEntropy = CrossEntropy {
+    ignore: -100,
+    smoothing: 0.0,
+    z_loss: 0.0,
+    reduction: Reduction::Sum,
+};
+
+/// The mean cross entropy of `model` on the first rows of `rows`, with the sizes of a batch and of
+/// the evaluation.
+pub(super) fn cross_entropy_of(
+    model: &Decoder,
+    rows: &Rows,
+    [batch, most]: [usize; 2],
+    device: &Device,
+) -> Result<f64> {
+    let indices: Vec<usize> = (0..rows.len().min(most)).collect();
+    let (mut sums, mut counted) = (Vec::new(), 0);
+    for indices in indices.chunks(batch) {
+        let batch = rows.batch(indices)?;
+        counted += batch.counted();
+        let (inputs, targets, packed): (Tensor<2, Int>, _, PackedRows) = batch.tensors(device)?;
+        let features = flat(model.features_packed(inputs, &packed)?);
+        sums.push(model.cross_entropy(features, targets, SUM)?);
+    }
+    let sums = Tensor::cat(sums, 0).into_data();
+    Ok(sums.iter::<f32>().map(f64::from).sum::<f64>() / counted as f64)
+}
+
+/// What the logits of `model` are made of.
+fn head(model: &Decoder, batch: &RowBatch, device: &Device) -> Result<Head> {
+    let (inputs, _, rows) = batch.tensors(device)?;
+    Ok(Head {
+        features: flat(model.features_packed(inputs, &rows)?),
+        weight: model.head_weight(),
+    })
+}
+
+/// Rows of sequences one behind another.
+fn flat(features: Tensor<3>) -> Tensor<2> {
+    let [batch, time, width] = features.dims();
+    features.reshape([batch * time, width])
+}
+
+/// Whether `metrics.csv` has a row of step `step`.
+fn has_row(config: &FinetuneConfig, step: u64) -> bool {
+    [config.eval_every, config.log_every]
+        .into_iter()
+        .any(|every| is_due(every, step, config.steps))
+}

@@ -1,0 +1,611 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::module::{Module, ParamGroup};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use burn_nvfp4::Nvfp4Recipe;
+
+use super::data::TextReader;
+use super::distill::{Head, kl_divergence_in};
+use super::run::cross_entropy_of;
+use super::*;
+use crate::config::{Activation, RecipeName};
+use crate::decoder::{Decoder, LoraConfig, PackedRows};
+use crate::hf::golden::{Scratch, golden};
+use crate::hf::{Dtype, TensorFolder};
+use crate::interchange::{Dialect, Scheme};
+use crate::metrics::METRICS;
+use crate::quantize::plan::Kept;
+use crate::tokens::rows::places;
+use crate::tokens::{Rows, Shard};
+use crate::train::Outcome;
+
+/// Lines that follow a pattern.
+fn text(folder: &Path) -> PathBuf {
+    let path = folder.join("text.jsonl");
+    let line = |i: usize| {
+        let words = ["the quick", " brown fox", " jumps over", " the lazy dog"];
+        let words: String = (0..6 + i % 5).map(|j| words[(i + j * j) % 4]).collect();
+        serde_json::json!({ "text": words }).to_string()
+    };
+    let lines: Vec<String> = (0..40).map(line).collect();
+    fs::write(&path, lines.join("\n")).unwrap();
+    path
+}
+
+/// A run of 8 steps on the text.
+fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
+    let reader = TextReader::read(model).unwrap();
+    let out = folder.join("text.tokens");
+    reader.write_shard(&[text(folder)], &out).unwrap();
+    FinetuneConfig {
+        model: model.into(),
+        data: vec![out],
+        valid: vec![],
+        valid_share: 0.2,
+        recipe_name: recipe.parse::<RecipeName>().unwrap(),
+        recipe: Nvfp4Recipe::preset(recipe).unwrap().with_seed(7),
+        lora: None,
+        objective: Objective::CrossEntropy,
+        activation: Activation::F32,
+        steps: 8,
+        batch: 2,
+        accumulate: 1,
+        context: 48,
+        lr: 3e-3,
+        warmup: 2,
+        weight_decay: 0.0,
+        grad_clip: 1.0,
+        seed: 7,
+        eval_every: 4,
+        eval_rows: 64,
+        log_every: 2,
+        checkpoint_every: 3,
+        device: "flex".into(),
+    }
+}
+
+fn data(config: &FinetuneConfig) -> TrainingData {
+    let vocabulary = TextReader::read(&config.model).unwrap().vocabulary();
+    TrainingData::open(config, vocabulary).unwrap()
+}
+
+fn finished<'a>(config: &'a FinetuneConfig, data: &'a TrainingData, folder: &Path) -> Finetune<'a> {
+    let mut run = Finetune::open(config, data, &Device::flex(), folder).unwrap();
+    assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
+    run
+}
+
+fn valid_losses(run: &Finetune<'_>) -> Vec<f64> {
+    run.rows().iter().filter_map(|row| row.valid_loss).collect()
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_to_vec().unwrap()
+}
+
+fn ids(ids: &[i32]) -> Tensor<2, Int> {
+    Tensor::from_data(
+        TensorData::new(ids.to_vec(), [1, ids.len()]),
+        &Device::flex(),
+    )
+}
+
+/// Every family learns, in high precision and in NVFP4, and what is saved is what was trained.
+fn learns(name: &str, model: &Path, recipe: &str) {
+    let folder = Scratch::new(&format!("finetune-{name}-{recipe}"));
+    let config = config(model, &folder, recipe);
+    let data = data(&config);
+    let run = finished(&config, &data, &folder.join("run"));
+    let losses = valid_losses(&run);
+    assert_eq!(losses.len(), 3);
+    assert!(losses[2] < losses[0] - 0.3, "{name} {recipe}: {losses:?}");
+    let out = folder.join("model");
+    run.save_model(&out, Dtype::F32).unwrap();
+    let saved = Decoder::load(&out, &Device::flex(), FloatDType::F32).unwrap();
+    assert_eq!(saved.head.is_none(), saved.config().tied);
+    if recipe == "bf16" {
+        let tokens = ids(&[5, 3, 8, 13, 21]);
+        let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+        let found = values(saved.forward(tokens).unwrap());
+        let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() <= 1e-5 * largest,
+                "{found}, not {expected}"
+            );
+        }
+    }
+}
+
+#[test]
+fn llama_learns() {
+    learns("llama3-tiny", &golden!("llama3-tiny"), "bf16");
+    learns("llama3-tiny", &golden!("llama3-tiny"), "nvidia");
+}
+
+/// Tied, with norms of queries and keys.
+#[test]
+fn qwen_learns() {
+    learns("qwen3-tiny", &golden!("qwen3-tiny"), "bf16");
+    learns("qwen3-tiny", &golden!("qwen3-tiny"), "fwd_nvfp4_bwd_bf16");
+}
+
+#[test]
+fn experts_learn() {
+    learns("qwen3moe-tiny", &golden!("qwen3moe-tiny"), "bf16");
+    learns("mixtral-tiny", &golden!("mixtral-tiny"), "nvidia");
+}
+
+/// The files of a checkpoint, but for times.
+fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let checkpoint = crate::checkpoint::latest(folder).unwrap().unwrap();
+    let names = ["model.bpk", "optimizer.bpk", "state.json"];
+    let read = |name: &str| (name.to_owned(), fs::read(checkpoint.join(name)).unwrap());
+    names.into_iter().map(read).collect()
+}
+
+/// With stochastic rounding and gradient accumulation, over the end of an epoch.
+#[test]
+fn a_resumed_run_is_the_same() {
+    let folder = Scratch::new("finetune-resume");
+    let config = FinetuneConfig {
+        accumulate: 3,
+        ..config(&golden!("llama3-tiny"), &folder, "nvidia")
+    };
+    let data = data(&config);
+    assert!(data.train.len() < 8 * config.rows_per_step());
+    let (whole, parts) = (folder.join("whole"), folder.join("parts"));
+    finished(&config, &data, &whole);
+    for stop in [2, 5] {
+        let mut run = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+        assert_eq!(run.train(Some(stop), &mut ()).unwrap(), Outcome::Stopped);
+        assert_eq!(run.step(), stop);
+    }
+    finished(&config, &data, &parts);
+    for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
+        assert!(whole == parts, "{name} differs");
+    }
+    // All columns but the speed.
+    let losses = |folder: &Path| -> Vec<String> {
+        let text = fs::read_to_string(folder.join(METRICS)).unwrap();
+        let cut = |line: &str| line.rsplit_once(',').unwrap().0.to_owned();
+        text.lines().map(cut).collect()
+    };
+    assert_eq!(losses(&whole), losses(&parts));
+    // Another configuration is refused.
+    let other = FinetuneConfig {
+        lr: 1e-3,
+        ..config.clone()
+    };
+    let error = Finetune::open(&other, &data, &Device::flex(), &parts).err();
+    let error = format!("{:#}", error.unwrap());
+    assert!(error.contains("another configuration"), "{error}");
+}
+
+/// Gradients of forwards add up to those of one forward with all rows.
+#[test]
+fn accumulation_is_a_larger_batch() {
+    let folder = Scratch::new("finetune-accumulate");
+    let config = config(&golden!("qwen3-tiny"), &folder, "bf16");
+    let data = data(&config);
+    let losses = |batch, accumulate| {
+        let config = FinetuneConfig {
+            batch,
+            accumulate,
+            steps: 3,
+            ..config.clone()
+        };
+        let out = folder.join(format!("{batch}x{accumulate}"));
+        valid_losses(&finished(&config, &data, &out))
+    };
+    let (one, several) = (losses(4, 1), losses(1, 4));
+    for (one, several) in one.iter().zip(&several) {
+        assert!((one - several).abs() < 1e-4, "{one}, {several}");
+    }
+}
+
+/// Two documents in a row have the features that they have apart, in every architecture.
+#[test]
+fn documents_of_a_row_do_not_see_each_other() {
+    let names = ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"];
+    for name in names {
+        let model = Decoder::load(&golden!(name), &Device::flex(), FloatDType::F32).unwrap();
+        let device = Device::flex();
+        let first: Vec<i32> = (0..9).map(|i| (i * 37 + 5) % 288).collect();
+        let second: Vec<i32> = (0..6).map(|i| (i * 53 + 11) % 288).collect();
+        let apart = [&first, &second].map(|document| values(model.forward(ids(document)).unwrap()));
+        let padded = [&first[..], &second, &[0, 0, 0]].concat();
+        let rows = PackedRows::new(&[vec![9, 6]], 18, &device).unwrap();
+        let together = model.features_packed(ids(&padded), &rows).unwrap();
+        let together = values(model.logits(together));
+        let expected = apart.concat();
+        for (found, expected) in together.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 1e-4,
+                "{name}: {found}, not {expected}"
+            );
+        }
+        // Without offsets the second sees the first.
+        let seen = values(model.forward(ids(&padded)).unwrap());
+        let differs = seen[9 * 288..15 * 288].iter().zip(&apart[1]);
+        assert!(
+            differs.into_iter().any(|(a, b)| (a - b).abs() > 1e-2),
+            "{name}"
+        );
+        let error = PackedRows::new(&[vec![9, 10]], 18, &device).unwrap_err();
+        assert!(error.to_string().contains("19 tokens"), "{error}");
+    }
+}
+
+/// The loss of a packed row is the mean of the documents' own, and prompts do not count.
+#[test]
+fn losses_are_of_the_targets_that_count() {
+    let model = golden!("llama3-tiny");
+    let folder = Scratch::new("finetune-counts");
+    let reader = TextReader::read(&model).unwrap();
+    let decoder = Decoder::load(&model, &Device::flex(), FloatDType::F32).unwrap();
+    let lines = [
+        r#"{"prompt": "the quick brown", "completion": " fox jumps"}"#,
+        r#"{"text": "the lazy dog"}"#,
+    ];
+    let shard = |name: &str, lines: &[&str]| {
+        let (text, out) = (
+            folder.join(format!("{name}.jsonl")),
+            folder.join(format!("{name}.tokens")),
+        );
+        fs::write(&text, lines.join("\n")).unwrap();
+        reader.write_shard(&[text], &out).unwrap();
+        [std::sync::Arc::new(Shard::open(&out).unwrap())]
+    };
+    let loss = |shards: &[std::sync::Arc<Shard>]| {
+        let rows = Rows::pack(shards, &places(shards), 64).unwrap();
+        assert_eq!(rows.len(), 1);
+        let counted = rows.batch(&[0]).unwrap().counted();
+        let loss = cross_entropy_of(&decoder, &rows, [1, 9], &Device::flex()).unwrap();
+        (loss, counted)
+    };
+    let apart = [("a", &lines[..1]), ("b", &lines[1..])];
+    let apart = apart.map(|(name, lines)| loss(&shard(name, lines)));
+    let (together, counted) = loss(&shard("both", &lines));
+    let sum: f64 = apart.iter().map(|(loss, count)| loss * *count as f64).sum();
+    assert_eq!(counted, apart[0].1 + apart[1].1);
+    assert!((together - sum / counted as f64).abs() < 1e-5, "{together}");
+
+    // By hand: the completion alone, after the prompt.
+    let shards = shard("hand", &lines[..1]);
+    let tokens = shards[0].read(0..shards[0].len()).unwrap();
+    let logs = crate::eval::log_probabilities(&decoder, &tokens).unwrap();
+    let counts = (1..tokens.len()).filter(|&i| shards[0].counts(i));
+    let nats: Vec<f64> = counts.map(|i| -f64::from(logs[i - 1])).collect();
+    assert!(nats.len() < logs.len());
+    let expected = nats.iter().sum::<f64>() / nats.len() as f64;
+    assert!(
+        (apart[0].0 - expected).abs() < 1e-5,
+        "{:?}, {expected}",
+        apart[0]
+    );
+}
+
+/// Loss and gradients against the formulas in f64, with rows that do not count, in uneven chunks.
+/// f32 sums of a few dozen terms: the bound is 2e-6 of the largest value.
+#[test]
+fn the_divergence_is_the_formula() {
+    let (rows, vocab, widths) = (7, 29, [5, 8]);
+    let device = Device::flex().autodiff();
+    let made = |seed: usize, count: usize| -> Vec<f64> {
+        let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f64 / 252.25 - 2.0;
+        (0..count).map(|i| f64::from(value(i) as f32)).collect()
+    };
+    let [x, w] = [made(1, rows * widths[0]), made(2, widths[0] * vocab)];
+    let [y, v] = [made(3, rows * widths[1]), made(4, widths[1] * vocab)];
+    let targets: Vec<i32> = (0..rows as i32)
+        .map(|i| if i % 3 == 1 { -100 } else { i })
+        .collect();
+    let (temperature, scale) = (1.7, 0.25);
+
+    let logits = |x: &[f64], w: &[f64], width: usize, row: usize| -> Vec<f64> {
+        let dot = |class: usize| -> f64 {
+            (0..width)
+                .map(|i| x[row * width + i] * w[i * vocab + class])
+                .sum::<f64>()
+        };
+        (0..vocab).map(|class| dot(class) / temperature).collect()
+    };
+    let log_softmax = |logits: Vec<f64>| -> Vec<f64> {
+        let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
+        logits.iter().map(|logit| logit - sum.ln()).collect()
+    };
+    let mut loss = 0.0;
+    let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; w.len()]);
+    for row in (0..rows).filter(|row| targets[*row] >= 0) {
+        let ln_q = log_softmax(logits(&x, &w, widths[0], row));
+        let ln_p = log_softmax(logits(&y, &v, widths[1], row));
+        for class in 0..vocab {
+            let p = ln_p[class].exp();
+            loss += scale * temperature * temperature * p * (ln_p[class] - ln_q[class]);
+            let d = scale * temperature * (ln_q[class].exp() - p);
+            for i in 0..widths[0] {
+                dx[row * widths[0] + i] += d * w[i * vocab + class];
+                dw[i * vocab + class] += d * x[row * widths[0] + i];
+            }
+        }
+    }
+
+    let tensor = |values: &[f64], shape: [usize; 2], device: &Device| {
+        let values: Vec<f32> = values.iter().map(|value| *value as f32).collect();
+        Tensor::<2>::from_data(TensorData::new(values, shape), device)
+    };
+    let plain = Device::flex();
+    for chunk in [1, 3, 100] {
+        let student = Head {
+            features: tensor(&x, [rows, widths[0]], &device).require_grad(),
+            weight: tensor(&w, [widths[0], vocab], &device).require_grad(),
+        };
+        let teacher = Head {
+            features: tensor(&y, [rows, widths[1]], &plain),
+            weight: tensor(&v, [widths[1], vocab], &plain),
+        };
+        let targets = Tensor::from_data(TensorData::new(targets.clone(), [rows]), &device);
+        let numbers = [temperature, scale];
+        let found = kl_divergence_in(student.clone(), &teacher, targets, numbers, chunk).unwrap();
+        let value = f64::from(found.loss.into_scalar::<f32>());
+        assert!((value - loss).abs() < 2e-6 * loss, "{value}, not {loss}");
+        let gradients = found.surrogate.backward();
+        for (found, expected) in [
+            (student.features.grad(&gradients).unwrap(), &dx),
+            (student.weight.grad(&gradients).unwrap(), &dw),
+        ] {
+            let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+            for (found, expected) in values(found).iter().zip(expected) {
+                let error = (f64::from(*found) - expected).abs();
+                assert!(error < 2e-6 * largest, "{found}, not {expected}");
+            }
+        }
+    }
+}
+
+/// A student whose weights were rounded comes closer to its teacher; one that is its teacher stays.
+#[test]
+fn distillation_approaches_the_teacher() {
+    let model = golden!("llama3-tiny");
+    let folder = Scratch::new("finetune-distill");
+    let distill = |recipe: &str, name: &str| {
+        let config = FinetuneConfig {
+            objective: Objective::Distillation {
+                teacher: model.clone(),
+                temperature: 1.0,
+            },
+            log_every: 1,
+            lr: 1e-3,
+            ..config(&model, &folder, recipe)
+        };
+        let data = data(&config);
+        let run = finished(&config, &data, &folder.join(name));
+        let losses = run.rows().iter().filter_map(|row| row.train_loss);
+        losses.collect::<Vec<f64>>()
+    };
+    let losses = distill("fwd_nvfp4_bwd_bf16", "quantized");
+    assert!(losses[0] > 1e-4, "{losses:?}");
+    let last: f64 = losses[5..].iter().sum::<f64>() / 3.0;
+    assert!(last < 0.8 * losses[0], "{losses:?}");
+    let losses = distill("bf16", "same");
+    assert!(losses[0].abs() < 1e-6, "{losses:?}");
+}
+
+/// A model of random weights learns from nothing.
+#[test]
+fn random_models_are_folders() {
+    let source = golden!("qwen3-tiny");
+    let folder = Scratch::new("finetune-random");
+    let model = folder.join("init");
+    init::write_random(&source.join("config.json"), &source, None, &model, 5).unwrap();
+    let again = folder.join("again");
+    init::write_random(&source.join("config.json"), &source, None, &again, 5).unwrap();
+    let bytes = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(bytes(&model) == bytes(&again));
+    let config = config(&model, &folder, "bf16");
+    let data = data(&config);
+    let losses = valid_losses(&finished(&config, &data, &folder.join("run")));
+    // The untrained model finds all 288 tokens about as likely.
+    assert!((losses[0] - 288f64.ln()).abs() < 0.7, "{losses:?}");
+    assert!(losses[2] < losses[0] - 0.5, "{losses:?}");
+}
+
+/// Adapters are trained alone; merged, they are the model; in a file, they are what was trained.
+#[test]
+fn adapters_learn_beside_frozen_weights() {
+    let model = golden!("qwen3-tiny");
+    let folder = Scratch::new("finetune-lora");
+    let lora = LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        targets: r"\.(q|v|down)_proj$".into(),
+    };
+    let config = FinetuneConfig {
+        lora: Some(lora.clone()),
+        lr: 2e-2,
+        steps: 12,
+        ..config(&model, &folder, "bf16")
+    };
+    let data = data(&config);
+    let whole = folder.join("whole");
+    let run = finished(&config, &data, &whole);
+    let losses = valid_losses(&run);
+    assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
+
+    // Stopped and resumed, it is the same; a checkpoint has the adapters and no more.
+    let parts = folder.join("parts");
+    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+    part.train(Some(5), &mut ()).unwrap();
+    finished(&config, &data, &parts);
+    let (left, right) = (files(&whole), files(&parts));
+    for ((name, left), (_, right)) in left.iter().zip(&right) {
+        assert!(left == right, "{name} differs");
+    }
+    let trained = 2 * 4 * (2 * 96 + (128 + 64) + (160 + 96));
+    assert!(
+        (4 * trained..4 * trained + 8192).contains(&left[0].1.len()),
+        "{}",
+        left[0].1.len()
+    );
+
+    // Merged, and by the tensors of the adapter.
+    let merged = folder.join("merged");
+    run.save_model(&merged, Dtype::F32).unwrap();
+    let adapter = folder.join("adapter");
+    run.save_adapter(&adapter).unwrap();
+    let tokens = ids(&[5, 3, 8, 13, 21]);
+    let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
+    let found = values(saved.forward(tokens).unwrap());
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
+    }
+    let json: serde_json::Value =
+        crate::checkpoint::read_json(&adapter.join("adapter_config.json")).unwrap();
+    assert_eq!((&json["r"], &json["lora_alpha"]), (&4.into(), &8.0.into()));
+    assert_eq!(json["target_modules"].as_array().unwrap().len(), 6);
+    let tensors = TensorFolder::open_file(&adapter.join("adapter_model.safetensors")).unwrap();
+    assert_eq!(tensors.len(), 12);
+    let (before, after) = (
+        TensorFolder::open(&model).unwrap(),
+        TensorFolder::open(&merged).unwrap(),
+    );
+    let mut changed = 0;
+    for tensor in after.iter() {
+        let old = before.get(tensor.name).unwrap().to_f32().unwrap();
+        let new = tensor.to_f32().unwrap();
+        let module = tensor.name.strip_suffix(".weight").unwrap();
+        let part = |part: &str| tensors.find(&format!("base_model.model.{module}.{part}.weight"));
+        let (Some(a), Some(b)) = (part("lora_A"), part("lora_B")) else {
+            assert_eq!(old, new, "{module}");
+            continue;
+        };
+        changed += 1;
+        let ([rows, columns], rank) = ([tensor.shape[0], tensor.shape[1]], a.shape[0]);
+        assert_eq!(
+            (a.shape, b.shape),
+            (&[rank, columns][..], &[rows, rank][..])
+        );
+        let (a, b) = (a.to_f32().unwrap(), b.to_f32().unwrap());
+        for row in 0..rows {
+            for column in 0..columns {
+                let product = (0..rank).map(|i| b[row * rank + i] * a[i * columns + column]);
+                let expected = old[row * columns + column] + 2.0 * product.sum::<f32>();
+                let found = new[row * columns + column];
+                assert!(
+                    (found - expected).abs() < 1e-5,
+                    "{module}: {found}, not {expected}"
+                );
+            }
+        }
+    }
+    assert_eq!(changed, 6);
+
+    for (targets, model, name) in [
+        ("nothing", "qwen3-tiny", "matches no projection"),
+        ("(", "qwen3-tiny", "no regular expression"),
+        ("proj", "qwen3moe-tiny", "experts cannot"),
+    ] {
+        let config = FinetuneConfig {
+            model: golden!(model),
+            lora: Some(LoraConfig {
+                targets: targets.into(),
+                ..lora.clone()
+            }),
+            ..config.clone()
+        };
+        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("no")).err();
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains(name), "{error}");
+    }
+}
+
+/// After quantization-aware training, an engine's weights are those of the training forward: loaded
+/// as they are packed, the exported folder computes what the model in training did.
+#[test]
+fn exports_compute_as_in_training() {
+    for (name, recipe) in [
+        ("llama3-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
+    ] {
+        let folder = Scratch::new(&format!("finetune-export-{name}"));
+        let config = FinetuneConfig {
+            steps: 3,
+            recipe: recipe.with_seed(7),
+            ..config(&golden!(name), &folder, "weight_only_qat")
+        };
+        let data = data(&config);
+        let run = finished(&config, &data, &folder.join("run"));
+        let out = folder.join("nvfp4");
+        run.export(&out, Dialect::CompressedTensors, Scheme::W4a16)
+            .unwrap();
+        let packed = Decoder::load_packed(&out, &Device::flex(), FloatDType::F32, None).unwrap();
+        let tokens = ids(&[5, 3, 8, 13, 21]);
+        let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+        let found = values(packed.forward(tokens).unwrap());
+        let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let pairs = found.iter().zip(&expected);
+        let error = pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
+        assert!(error < 1e-3, "{name}: {error}");
+    }
+}
+
+/// Layers that training keeps in high precision are not quantized after it.
+#[test]
+fn exports_keep_what_training_keeps() {
+    let folder = Scratch::new("finetune-kept");
+    let kept = ParamGroup::from_any_regexes(vec!["layers\\.0\\.attention"]).unwrap();
+    let config = FinetuneConfig {
+        steps: 3,
+        recipe: Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_high_precision(Some(kept)),
+        ..config(&golden!("llama3-tiny"), &folder, "fwd_nvfp4_bwd_bf16")
+    };
+    let data = data(&config);
+    let run = finished(&config, &data, &folder.join("run"));
+    let out = folder.join("nvfp4");
+    let done = run.export(&out, Dialect::ModelOpt, Scheme::W4a4).unwrap();
+    let excluded: Vec<&str> = done
+        .kept
+        .iter()
+        .filter(|(_, why, _)| *why == Kept::Excluded)
+        .map(|(name, ..)| name.as_str())
+        .collect();
+    let modules = ["k_proj", "o_proj", "q_proj", "v_proj"];
+    let expected = modules.map(|name| format!("model.layers.0.self_attn.{name}"));
+    let mut sorted = excluded.clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, expected);
+    assert_eq!(done.layers.len(), 10);
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let model = golden!("llama3-tiny");
+    let folder = Scratch::new("finetune-errors");
+    let good = config(&model, &folder, "bf16");
+    let check = |change: &dyn Fn(&mut FinetuneConfig), name: &str| {
+        let mut config = good.clone();
+        change(&mut config);
+        let error = config.check().unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    };
+    check(&|config| config.batch = 0, "batch is 0");
+    check(&|config| config.warmup = 8, "warmup is 8");
+    check(&|config| config.lr = f64::NAN, "lr is NaN");
+    check(&|config| config.data.clear(), "data");
+    let data = data(&good);
+    let long = FinetuneConfig {
+        context: 100_000,
+        ..good.clone()
+    };
+    let error = Finetune::open(&long, &data, &Device::flex(), &folder.join("run")).err();
+    assert!(error.unwrap().to_string().contains("context is 100000"));
+    // Tokens of another tokenizer.
+    let other = TextReader::read(&golden!("qwen3-tiny"))
+        .unwrap()
+        .vocabulary();
+    let error = TrainingData::open(&good, other).unwrap_err().to_string();
+    assert!(error.contains("another tokenizer"), "{error}");
+}

@@ -1,0 +1,232 @@
+//! Conversations as text, by the template that a tokenizer's folder has.
+
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{Environment, ErrorKind, context};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::checkpoint::read_json;
+
+/// The file with the special tokens, and in older folders the template.
+const CONFIG: &str = "tokenizer_config.json";
+/// The file with the template.
+const TEMPLATE: &str = "chat_template.jinja";
+/// Name of the template in the environment.
+const NAME: &str = "chat_template";
+
+/// One message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Message {
+    /// Who says it; `assistant` is the model.
+    pub role: String,
+    /// The text.
+    pub content: String,
+}
+
+/// A conversation as text, and which bytes of it the assistant says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conversation {
+    /// All of it.
+    pub text: String,
+    /// In order: from the end of the prompt for the answer to the end of its turn.
+    pub answers: Vec<Range<usize>>,
+}
+
+/// The template of conversations, a Jinja template as transformers renders it.
+#[derive(Debug, Clone)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+impl ChatTemplate {
+    /// The template of the tokenizer in `folder`, if it has one: `chat_template.jinja`, or
+    /// `chat_template` in `tokenizer_config.json` (of several, that called `default`).
+    ///
+    /// # Errors
+    /// When a file cannot be read, or the template is malformed.
+    pub fn read(folder: &Path) -> Result<Option<Self>> {
+        let path = folder.join(CONFIG);
+        let config: Map<String, Value> = match path.exists() {
+            true => read_json(&path)?,
+            false => Map::new(),
+        };
+        let own = folder.join(TEMPLATE);
+        let source = match own.exists() {
+            true => Some(fs::read_to_string(&own).with_context(|| own.display().to_string())?),
+            false => in_config(&config).with_context(|| path.display().to_string())?,
+        };
+        let Some(source) = source else {
+            return Ok(None);
+        };
+        let token = |name: &str| match config.get(name) {
+            Some(Value::String(token)) => token.clone(),
+            Some(Value::Object(token)) => {
+                let content = token.get("content").and_then(Value::as_str);
+                content.unwrap_or_default().to_owned()
+            }
+            _ => String::new(),
+        };
+        let template = Self::new(source, token("bos_token"), token("eos_token"));
+        template
+            .with_context(|| folder.display().to_string())
+            .map(Some)
+    }
+
+    /// The template `source`, with the tokens that start and end texts.
+    ///
+    /// # Errors
+    /// When it is malformed.
+    pub fn new(source: String, bos: String, eos: String) -> Result<Self> {
+        let mut environment = Environment::new();
+        // As transformers sets them.
+        let whitespace = SyntaxConfig::builder()
+            .trim_blocks(true)
+            .lstrip_blocks(true)
+            .build()?;
+        environment.set_syntax(whitespace);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| {
+            Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment
+            .add_template_owned(NAME, source)
+            .map_err(|error| anyhow!("the chat template is malformed: {error:#}"))?;
+        Ok(Self {
+            environment,
+            bos,
+            eos,
+        })
+    }
+
+    /// `messages` as text; with `prompt`, also what comes before the assistant's next answer.
+    ///
+    /// # Errors
+    /// When the template refuses them.
+    pub fn render(&self, messages: &[Message], prompt: bool) -> Result<String> {
+        let template = self.environment.get_template(NAME)?;
+        let rendered = template.render(context! {
+            messages => Serde(messages),
+            add_generation_prompt => prompt,
+            bos_token => &self.bos,
+            eos_token => &self.eos,
+        });
+        rendered.map_err(|error| anyhow!("the chat template refuses the messages: {error:#}"))
+    }
+
+    /// `messages` as text, and which of it the assistant says.
+    ///
+    /// # Errors
+    /// When there is no message of the assistant, the template refuses the messages, or it changes
+    /// what comes before a message when that comes: the answer would have no place then.
+    pub fn conversation(&self, messages: &[Message]) -> Result<Conversation> {
+        let text = self.render(messages, false)?;
+        let mut answers = Vec::new();
+        for (index, message) in messages.iter().enumerate() {
+            if message.role != "assistant" {
+                continue;
+            }
+            let before = self.render(&messages[..index], true)?;
+            let with = self.render(&messages[..=index], false)?;
+            ensure!(
+                with.starts_with(&before) && text.starts_with(&with),
+                "the chat template changes what comes before message {index} when it comes, or \
+                 after it: give this conversation as one of its answers at a time"
+            );
+            answers.push(before.len()..with.len());
+        }
+        ensure!(
+            !answers.is_empty(),
+            "messages have none of the role `assistant`, but only its text counts in the loss"
+        );
+        Ok(Conversation { text, answers })
+    }
+}
+
+/// `chat_template` of a tokenizer's configuration.
+fn in_config(config: &Map<String, Value>) -> Result<Option<String>> {
+    match config.get("chat_template") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(source)) => Ok(Some(source.clone())),
+        Some(Value::Array(all)) => {
+            let default = all.iter().find(|one| one["name"] == "default");
+            let source = default.and_then(|one| one["template"].as_str());
+            let source = source.context("`chat_template` has none called `default`")?;
+            Ok(Some(source.to_owned()))
+        }
+        Some(other) => bail!("`chat_template` is {other}, but must be a text or a list of them"),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A template such as Qwen's, with a method of Python's strings.
+    pub(crate) const CHATML: &str = "{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\\n' + message['content'].strip() + '<|im_end|>' + '\\n' -}}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' -}}
+{% endif %}";
+
+    fn message(role: &str, content: &str) -> Message {
+        Message {
+            role: role.into(),
+            content: content.into(),
+        }
+    }
+
+    fn template(source: &str) -> ChatTemplate {
+        ChatTemplate::new(source.into(), "<s>".into(), "</s>".into()).unwrap()
+    }
+
+    #[test]
+    fn answers_are_what_the_assistant_says() {
+        let messages = [
+            message("system", "Be brief."),
+            message("user", " One? "),
+            message("assistant", "1"),
+            message("user", "Two?"),
+            message("assistant", "2"),
+        ];
+        let found = template(CHATML).conversation(&messages).unwrap();
+        let expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n\
+                        <|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n\
+                        <|im_start|>assistant\n2<|im_end|>\n";
+        assert_eq!(found.text, expected);
+        let answers: Vec<&str> = found
+            .answers
+            .iter()
+            .map(|range| &found.text[range.clone()])
+            .collect();
+        assert_eq!(answers, ["1<|im_end|>\n", "2<|im_end|>\n"]);
+    }
+
+    #[test]
+    fn what_cannot_be_rendered_is_an_error() {
+        let user = [message("user", "a")];
+        let error = template(CHATML).conversation(&user).unwrap_err();
+        assert!(error.to_string().contains("`assistant`"), "{error}");
+        let refuses = template("{{ raise_exception('no ' + bos_token) }}");
+        let error = refuses.render(&user, false).unwrap_err();
+        assert!(error.to_string().contains("no <s>"), "{error}");
+        // A template that says at the beginning how many messages there are.
+        let counts =
+            template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}");
+        let both = [message("user", "a"), message("assistant", "b")];
+        let error = counts.conversation(&both).unwrap_err();
+        assert!(error.to_string().contains("message 1"), "{error}");
+        let error = ChatTemplate::new("{% if %}".into(), String::new(), String::new());
+        assert!(error.unwrap_err().to_string().contains("malformed"));
+    }
+}

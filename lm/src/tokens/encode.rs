@@ -1,0 +1,353 @@
+//! Text files and JSON lines to documents of tokens.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use super::chat::{ChatTemplate, Message};
+use super::shard::{Document, ShardWriter};
+use crate::data::files;
+use crate::hf::Tokenizer;
+
+/// How the names of files of JSON lines end.
+const JSON_LINES: &str = "jsonl";
+
+/// What became of files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Encoded {
+    /// Documents that were added.
+    pub documents: usize,
+    /// Files that were left out because they are empty or not UTF-8 text.
+    pub skipped: usize,
+}
+
+/// Text to documents. A document ends with the token that ends texts, where there is one.
+pub struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    chat: Option<ChatTemplate>,
+    eos: Option<u32>,
+}
+
+/// A prompt and what comes after it.
+#[derive(Deserialize)]
+struct Completion {
+    prompt: String,
+    completion: String,
+}
+
+impl<'a> Encoder<'a> {
+    /// With the template of conversations, if there is one, and the token that ends texts.
+    pub fn new(tokenizer: &'a Tokenizer, chat: Option<ChatTemplate>, eos: Option<u32>) -> Self {
+        Self {
+            tokenizer,
+            chat,
+            eos,
+        }
+    }
+
+    /// A text, all of which counts.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot represent it.
+    pub fn text(&self, text: &str) -> Result<Document> {
+        let mut tokens = self.tokenizer.encode(text, true)?;
+        if let Some(eos) = self.eos.filter(|eos| tokens.last() != Some(eos)) {
+            tokens.push(eos);
+        }
+        Ok(Document { tokens, mask: None })
+    }
+
+    /// A prompt, which does not count, and its completion, which does with the token that ends it.
+    ///
+    /// # Errors
+    /// When the completion is empty, or the tokenizer cannot represent them.
+    pub fn completion(&self, prompt: &str, completion: &str) -> Result<Document> {
+        ensure!(
+            !completion.is_empty(),
+            "`completion` is empty, but it is what counts in the loss"
+        );
+        let text = format!("{prompt}{completion}");
+        let (mut tokens, bytes) = self.tokenizer.encode_with_bytes(&text, true)?;
+        let counts = bytes
+            .iter()
+            .map(|bytes| bytes.start < bytes.end && bytes.start >= prompt.len());
+        let mut mask: Vec<bool> = counts.collect();
+        match self.eos {
+            Some(eos) if tokens.last() == Some(&eos) => {
+                *mask.last_mut().expect("there is a token") = true;
+            }
+            Some(eos) => {
+                tokens.push(eos);
+                mask.push(true);
+            }
+            None => {}
+        }
+        Ok(Document {
+            tokens,
+            mask: Some(mask),
+        })
+    }
+
+    /// A conversation, of which the assistant's tokens count: those that begin in its answers,
+    /// with what the template puts behind them.
+    ///
+    /// # Errors
+    /// When there is no template, it refuses the messages, none is the assistant's, or the
+    /// tokenizer cannot represent them.
+    pub fn conversation(&self, messages: &[Message]) -> Result<Document> {
+        let chat = self.chat.as_ref().context(
+            "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
+             chat_template in tokenizer_config.json",
+        )?;
+        let found = chat.conversation(messages)?;
+        // The template has written the special tokens.
+        let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text, false)?;
+        let counts = |begin: usize| found.answers.iter().any(|answer| answer.contains(&begin));
+        let mask = bytes.iter().map(|bytes| counts(bytes.start)).collect();
+        Ok(Document {
+            tokens,
+            mask: Some(mask),
+        })
+    }
+
+    /// A line of JSON: `{"text"}`, `{"prompt", "completion"}` or `{"messages": [{"role",
+    /// "content"}]}`. Other fields are ignored, but for `tools`, which templates would render.
+    ///
+    /// # Errors
+    /// When it is none of them.
+    pub fn line(&self, line: &str) -> Result<Document> {
+        let fields: Map<String, Value> =
+            serde_json::from_str(line).context("the line is no JSON object")?;
+        ensure!(
+            fields.get("tools").is_none_or(Value::is_null),
+            "`tools` are given, but conversations with tools are not supported"
+        );
+        let forms = ["text", "prompt", "messages"];
+        let found: Vec<&str> = forms
+            .into_iter()
+            .filter(|form| fields.contains_key(*form))
+            .collect();
+        match found[..] {
+            ["text"] => {
+                let text = fields["text"].as_str().context("`text` is no text")?;
+                self.text(text)
+            }
+            ["prompt"] => {
+                let Completion { prompt, completion } = serde_json::from_value(fields.into())?;
+                self.completion(&prompt, &completion)
+            }
+            ["messages"] => {
+                let messages: Vec<Message> = serde_json::from_value(fields["messages"].clone())
+                    .context("`messages` are no list of {\"role\", \"content\"}")?;
+                self.conversation(&messages)
+            }
+            _ => bail!(
+                "the line has {found:?}, but must have one of `text`, `prompt` (with `completion`) \
+                 and `messages`"
+            ),
+        }
+    }
+
+    /// Adds the documents of `paths`, files and folders, to `writer`: the lines of files that end
+    /// in `.jsonl`, and every other file of text as one document. Empty lines are passed over;
+    /// files that are empty or not UTF-8 text are left out and counted.
+    ///
+    /// # Errors
+    /// When a path cannot be read, or a line is no document: by its number.
+    pub fn encode_files(&self, paths: &[PathBuf], writer: &mut ShardWriter) -> Result<Encoded> {
+        let mut found = Encoded::default();
+        for path in files(paths)? {
+            let context = || format!("data {}", path.display());
+            let bytes = fs::read(&path).with_context(context)?;
+            if path.extension().is_some_and(|end| end == JSON_LINES) {
+                let text = String::from_utf8(bytes).with_context(context)?;
+                found.documents += self.encode_lines(&text, writer).with_context(context)?;
+                continue;
+            }
+            match String::from_utf8(bytes) {
+                Ok(text) if !text.is_empty() => {
+                    let document = self.text(&text).with_context(context)?;
+                    writer.add(&document).with_context(context)?;
+                    found.documents += 1;
+                }
+                _ => found.skipped += 1,
+            }
+        }
+        Ok(found)
+    }
+
+    fn encode_lines(&self, text: &str, writer: &mut ShardWriter) -> Result<usize> {
+        let mut count = 0;
+        for (line, number) in text.lines().zip(1..) {
+            if line.trim().is_empty() {
+                continue;
+            }
+            let document = self.line(line);
+            document
+                .and_then(|document| writer.add(&document))
+                .with_context(|| format!("line {number}"))?;
+            count += 1;
+        }
+        Ok(count)
+    }
+}
+
+/// The texts of `paths`, files and folders, as a tokenizer is trained on them: of JSON lines what
+/// [`Encoder::line`] takes, without a template. Files that are empty or not UTF-8 text are left
+/// out.
+///
+/// # Errors
+/// When a path cannot be read, or is a shard of tokens, or a line is no document: by its number.
+pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for path in files(paths)? {
+        let context = || format!("data {}", path.display());
+        ensure!(
+            !is_shard(&path),
+            "data {} is of tokens, but a tokenizer is trained on text",
+            path.display()
+        );
+        let bytes = fs::read(&path).with_context(context)?;
+        if path.extension().is_none_or(|end| end != JSON_LINES) {
+            found.extend(
+                String::from_utf8(bytes)
+                    .ok()
+                    .filter(|text| !text.is_empty()),
+            );
+            continue;
+        }
+        let text = String::from_utf8(bytes).with_context(context)?;
+        for (line, number) in text.lines().zip(1..) {
+            if !line.trim().is_empty() {
+                let line = line_texts(line).with_context(|| format!("line {number}"));
+                found.extend(line.with_context(context)?);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// The texts of a line of JSON.
+fn line_texts(line: &str) -> Result<Vec<String>> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Line {
+        Text { text: String },
+        Completion(Completion),
+        Messages { messages: Vec<Message> },
+    }
+    let line = serde_json::from_str(line).context(
+        "the line has none of `text`, `prompt` with `completion`, and `messages`, as texts",
+    )?;
+    Ok(match line {
+        Line::Text { text } => vec![text],
+        Line::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
+        Line::Messages { messages } => messages.into_iter().map(|it| it.content).collect(),
+    })
+}
+
+/// Whether `path` is a shard of tokens, by its name.
+pub fn is_shard(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "tokens")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::chat::tests::CHATML;
+    use super::super::shard::{Shard, Vocabulary};
+    use super::*;
+    use crate::hf::golden::{Scratch, golden};
+
+    #[test]
+    fn only_completions_and_answers_count() {
+        let tokenizer = Tokenizer::read(&golden!("qwen3-tiny"), 288, &[]).unwrap();
+        let chat = ChatTemplate::new(CHATML.into(), String::new(), String::new()).unwrap();
+        let encoder = Encoder::new(&tokenizer, Some(chat), Some(285));
+        // The text of what counts.
+        let counted = |document: &Document| {
+            let mask = document.mask.as_ref().unwrap();
+            let pairs = document.tokens.iter().zip(mask);
+            let ids: Vec<u32> = pairs
+                .filter(|(_, counts)| **counts)
+                .map(|(id, _)| *id)
+                .collect();
+            tokenizer.decode(&ids, true).unwrap()
+        };
+        let eos = tokenizer.decode(&[285], true).unwrap();
+        let line = r#"{"prompt": "The quick", "completion": " brown fox", "id": 3}"#;
+        let document = encoder.line(line).unwrap();
+        assert_eq!(counted(&document), format!(" brown fox{eos}"));
+        let text = tokenizer.decode(&document.tokens, true).unwrap();
+        assert_eq!(text, format!("The quick brown fox{eos}"));
+
+        let line = r#"{"messages": [{"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Goodbye."}, {"role": "user", "content": "No"}]}"#;
+        let document = encoder.line(line).unwrap();
+        assert_eq!(counted(&document), "Goodbye.<|im_end|>\n");
+
+        let document = encoder.line(r#"{"text": "one two"}"#).unwrap();
+        assert_eq!(
+            (document.tokens.last(), &document.mask),
+            (Some(&285), &None)
+        );
+        for (line, name) in [
+            ("[]", "no JSON object"),
+            (r#"{"words": "a"}"#, "`text`"),
+            (r#"{"text": "a", "prompt": "b"}"#, "prompt"),
+            (r#"{"text": 5}"#, "`text`"),
+            (r#"{"prompt": "a"}"#, "completion"),
+            (r#"{"prompt": "a", "completion": ""}"#, "completion"),
+            (r#"{"messages": [{"role": "user"}]}"#, "messages"),
+            (r#"{"messages": [], "tools": [1]}"#, "tools"),
+        ] {
+            let error = format!("{:#}", encoder.line(line).unwrap_err());
+            assert!(error.contains(name), "{line}: {error}");
+        }
+        let without = Encoder::new(&tokenizer, None, None);
+        let error = without.line(r#"{"messages": []}"#).unwrap_err();
+        assert!(error.to_string().contains("chat template"), "{error}");
+    }
+
+    #[test]
+    fn files_and_lines_become_documents() {
+        let tokenizer = Tokenizer::read(&golden!("llama3-tiny"), 288, &[]).unwrap();
+        let folder = Scratch::new("encode");
+        fs::write(folder.join("a.txt"), "The quick brown fox").unwrap();
+        fs::write(folder.join("b.txt"), [0xff, 0xfe]).unwrap();
+        let lines = "{\"text\": \"one\"}\n\n{\"prompt\": \"a\", \"completion\": \"b\"}\n";
+        fs::write(folder.join("c.jsonl"), lines).unwrap();
+        let encoder = Encoder::new(&tokenizer, None, None);
+        let vocabulary = Vocabulary {
+            size: 288,
+            tokenizer: tokenizer.hash(),
+        };
+        let mut writer = ShardWriter::new(vocabulary).unwrap();
+        let found = encoder
+            .encode_files(&[folder.to_path_buf()], &mut writer)
+            .unwrap();
+        assert_eq!((found.documents, found.skipped), (3, 1));
+        let path = folder.join("all.tokens");
+        writer.finish(&path).unwrap();
+        let shard = Shard::open(&path).unwrap();
+        shard.verify().unwrap();
+        assert_eq!(shard.documents(), 3);
+        let mut texts: Vec<String> = (0..3)
+            .map(|index| tokenizer.decode(&shard.read(shard.document(index)).unwrap(), false))
+            .map(Result::unwrap)
+            .collect();
+        texts.sort();
+        assert_eq!(texts, ["The quick brown fox", "ab", "one"]);
+
+        fs::write(folder.join("c.jsonl"), "{\"text\": \"one\"}\n{\"text\"\n").unwrap();
+        let mut writer = ShardWriter::new(vocabulary).unwrap();
+        let error = encoder.encode_files(&[folder.join("c.jsonl")], &mut writer);
+        let error = format!("{:#}", error.unwrap_err());
+        assert!(
+            error.contains("c.jsonl") && error.contains("line 2"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,361 @@
+//! Several documents in a row of fixed length.
+//!
+//! A row has `context` inputs and as many targets. Documents that are longer are cut into pieces of
+//! `context` predictions, which begin anew; pieces that are shorter share rows. What is left of a
+//! row is padding, whose targets do not count.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, ensure};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_nvfp4::loss::CrossEntropy;
+
+use super::shard::Shard;
+use crate::decoder::PackedRows;
+use crate::random::hash;
+
+/// Inputs of one document in a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Piece {
+    shard: usize,
+    /// The tokens that are inputs; the targets are one further.
+    inputs: Range<usize>,
+}
+
+/// Rows of documents, of one part of the data.
+#[derive(Debug, Clone)]
+pub struct Rows {
+    shards: Vec<Arc<Shard>>,
+    rows: Vec<Vec<Piece>>,
+    context: usize,
+}
+
+/// Document `document` of shard `shard`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Of the shards that rows are made of.
+    pub shard: usize,
+    /// In the shard.
+    pub document: usize,
+}
+
+/// All documents of `shards`.
+pub fn places(shards: &[Arc<Shard>]) -> Vec<Place> {
+    let of = |(shard, found): (usize, &Arc<Shard>)| {
+        (0..found.documents()).map(move |document| Place { shard, document })
+    };
+    shards.iter().enumerate().flat_map(of).collect()
+}
+
+/// `places` in training and validation: about `share` of the documents, those whose hash says so,
+/// go to validation. Equal documents go to the same part; others do not move a document. If one part
+/// would be empty, the first or last by hash moves there.
+///
+/// # Errors
+/// When there are fewer than two documents, the share is not between 0 and 1, or an id is not in
+/// the vocabulary.
+pub fn split(shards: &[Arc<Shard>], places: &[Place], share: f64) -> Result<[Vec<Place>; 2]> {
+    ensure!(
+        share > 0.0 && share < 1.0,
+        "valid-share is {share}, but must be between 0 and 1"
+    );
+    ensure!(
+        places.len() > 1,
+        "there are {} document(s), but at least two are needed: the split into training and \
+         validation is by document",
+        places.len()
+    );
+    let hashed = |place: &Place| -> Result<(f64, Place)> {
+        let shard = &shards[place.shard];
+        let ids = shard.read(shard.document(place.document))?;
+        let number = hash(bytemuck::cast_slice(&ids));
+        // FNV's low bits are its best.
+        Ok((number.reverse_bits() as f64 / 2f64.powi(64), *place))
+    };
+    let hashed: Vec<(f64, Place)> = places.iter().map(hashed).collect::<Result<_>>()?;
+    let mut bound = share;
+    let numbers = || hashed.iter().map(|(number, _)| *number);
+    let least = numbers().fold(1.0, f64::min);
+    let most = numbers().fold(0.0, f64::max);
+    ensure!(
+        least < most,
+        "all {} documents are equal, so none can be for validation: give --valid",
+        places.len()
+    );
+    if least >= bound {
+        bound = least.next_up();
+    }
+    bound = bound.min(most);
+    let part = |valid: bool| {
+        let own = hashed
+            .iter()
+            .filter(|(number, _)| (*number < bound) == valid);
+        own.map(|(_, place)| *place).collect()
+    };
+    Ok([part(false), part(true)])
+}
+
+impl Rows {
+    /// The documents `places` of `shards` in rows of `context`. Pieces without a target that counts
+    /// are left out. The result is a function of the documents alone.
+    ///
+    /// # Errors
+    /// When `context` is 0, or no target counts.
+    pub fn pack(shards: &[Arc<Shard>], places: &[Place], context: usize) -> Result<Self> {
+        ensure!(context > 0, "context is 0, but must be at least 1");
+        let mut pieces = Vec::new();
+        for place in places {
+            let shard = &shards[place.shard];
+            let document = shard.document(place.document);
+            let end = document.end.saturating_sub(1);
+            for begin in (document.start..end).step_by(context) {
+                let inputs = begin..(begin + context).min(end);
+                if inputs.clone().any(|index| shard.counts(index + 1)) {
+                    let shard = place.shard;
+                    pieces.push(Piece { shard, inputs });
+                }
+            }
+        }
+        ensure!(
+            !pieces.is_empty(),
+            "the {} documents have no target: they need at least two tokens, and the loss mask one \
+             that counts",
+            places.len()
+        );
+        // The longest first, each into the fullest row that has room.
+        pieces.sort_by_key(|piece| std::cmp::Reverse(piece.inputs.len()));
+        let mut rows: Vec<Vec<Piece>> = Vec::new();
+        let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for piece in pieces {
+            let length = piece.inputs.len();
+            let found = by_room.range_mut(length..).next();
+            let (room, row) = match found {
+                Some((&room, fitting)) => {
+                    let row = fitting.pop().expect("empty entries are removed");
+                    if fitting.is_empty() {
+                        by_room.remove(&room);
+                    }
+                    (room, row)
+                }
+                None => {
+                    rows.push(Vec::new());
+                    (context, rows.len() - 1)
+                }
+            };
+            rows[row].push(piece);
+            if room > length {
+                by_room.entry(room - length).or_default().push(row);
+            }
+        }
+        Ok(Self {
+            shards: shards.to_vec(),
+            rows,
+            context,
+        })
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there is no row; [`pack`](Self::pack) refuses that.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// Inputs that are no padding.
+    pub fn tokens(&self) -> usize {
+        let pieces = self.rows.iter().flatten();
+        pieces.map(|piece| piece.inputs.len()).sum()
+    }
+
+    /// The inputs of the first `most` rows, one behind another, without padding.
+    ///
+    /// # Errors
+    /// When an id is not in the vocabulary.
+    pub fn inputs(&self, most: usize) -> Result<Vec<u32>> {
+        let pieces = self.rows.iter().take(most).flatten();
+        let read = |piece: &Piece| self.shards[piece.shard].read(piece.inputs.clone());
+        let all: Vec<Vec<u32>> = pieces.map(read).collect::<Result<_>>()?;
+        Ok(all.concat())
+    }
+
+    /// The rows `indices`.
+    ///
+    /// # Errors
+    /// When an id is not in the vocabulary.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn batch(&self, indices: &[usize]) -> Result<RowBatch> {
+        let ignore = CrossEntropy::default().ignore;
+        let mut batch = RowBatch {
+            context: self.context,
+            ..RowBatch::default()
+        };
+        for &index in indices {
+            let mut lengths = Vec::new();
+            for Piece { shard, inputs } in &self.rows[index] {
+                let shard = &self.shards[*shard];
+                let ids = shard.read(inputs.start..inputs.end + 1)?;
+                batch
+                    .inputs
+                    .extend(ids[..inputs.len()].iter().map(|&id| id as i32));
+                for (at, &id) in (inputs.start + 1..).zip(&ids[1..]) {
+                    let counts = shard.counts(at);
+                    batch.counted += usize::from(counts);
+                    batch.targets.push(if counts { id as i32 } else { ignore });
+                }
+                lengths.push(inputs.len());
+            }
+            batch.lengths.push(lengths);
+            let end = batch.lengths.len() * self.context;
+            batch.inputs.resize(end, 0);
+            batch.targets.resize(end, ignore);
+        }
+        Ok(batch)
+    }
+}
+
+/// Some rows, on the host.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RowBatch {
+    /// Row after row.
+    inputs: Vec<i32>,
+    /// Those of padding and of prompts are ignored by [`CrossEntropy::default`].
+    targets: Vec<i32>,
+    /// Of the documents in each row.
+    lengths: Vec<Vec<usize>>,
+    context: usize,
+    counted: usize,
+}
+
+impl RowBatch {
+    /// Targets that count.
+    pub fn counted(&self) -> usize {
+        self.counted
+    }
+
+    /// Inputs `[rows, context]`, targets `[rows * context]` and where the documents lie, on
+    /// `device`.
+    ///
+    /// # Errors
+    /// When there is no row.
+    pub fn tensors(&self, device: &Device) -> Result<(Tensor<2, Int>, Tensor<1, Int>, PackedRows)> {
+        let (rows, time) = (self.lengths.len(), self.context);
+        let inputs = TensorData::new(self.inputs.clone(), [rows, time]);
+        let targets = TensorData::new(self.targets.clone(), [rows * time]);
+        Ok((
+            Tensor::from_data(inputs, (device, DType::I32)),
+            Tensor::from_data(targets, (device, DType::I32)),
+            PackedRows::new(&self.lengths, time, device)?,
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::shard::{Document, ShardWriter, Vocabulary};
+    use super::*;
+    use crate::hf::golden::Scratch;
+
+    fn shard(folder: &Scratch, documents: &[Document]) -> Arc<Shard> {
+        let vocabulary = Vocabulary {
+            size: 1000,
+            tokenizer: 0,
+        };
+        let mut writer = ShardWriter::new(vocabulary).unwrap();
+        documents
+            .iter()
+            .for_each(|document| writer.add(document).unwrap());
+        let path = folder.join("rows.tokens");
+        writer.finish(&path).unwrap();
+        Arc::new(Shard::open(&path).unwrap())
+    }
+
+    fn document(tokens: Range<u32>) -> Document {
+        Document {
+            tokens: tokens.collect(),
+            mask: None,
+        }
+    }
+
+    #[test]
+    fn rows_have_every_prediction_once() {
+        let folder = Scratch::new("rows");
+        let documents = [
+            document(0..21),
+            document(100..104),
+            document(200..201),
+            document(300..306),
+            document(400..403),
+        ];
+        let shards = [shard(&folder, &documents)];
+        let rows = Rows::pack(&shards, &places(&shards), 8).unwrap();
+        let all: Vec<usize> = (0..rows.len()).collect();
+        let batch = rows.batch(&all).unwrap();
+        // 20 + 3 + 0 + 5 + 2 predictions: eight, eight, four with three, five with two.
+        assert_eq!((rows.len(), rows.tokens(), batch.counted()), (4, 30, 30));
+        let mut pairs: Vec<(i32, i32)> = batch
+            .inputs
+            .iter()
+            .copied()
+            .zip(batch.targets.iter().copied())
+            .filter(|(_, target)| *target >= 0)
+            .collect();
+        assert!(pairs.iter().all(|(input, target)| input + 1 == *target));
+        pairs.sort_unstable();
+        pairs.dedup();
+        assert_eq!(pairs.len(), 30);
+        assert_eq!(batch.lengths, [vec![8], vec![8], vec![5, 3], vec![4, 2]]);
+        let again = Rows::pack(&shards, &places(&shards), 8).unwrap();
+        assert_eq!(again.batch(&all).unwrap(), batch);
+    }
+
+    #[test]
+    fn masked_targets_do_not_count() {
+        let folder = Scratch::new("rows-mask");
+        let masked = |tokens: Range<u32>, counts: &[u32]| Document {
+            mask: Some(tokens.clone().map(|id| counts.contains(&id)).collect()),
+            tokens: tokens.collect(),
+        };
+        // The second has a piece without a target, the third none at all.
+        let documents = [
+            masked(0..4, &[0, 2]),
+            masked(10..19, &[12]),
+            masked(20..24, &[20]),
+        ];
+        let shards = [shard(&folder, &documents)];
+        let rows = Rows::pack(&shards, &places(&shards), 4).unwrap();
+        let batch = rows.batch(&[0, 1]).unwrap();
+        assert_eq!((rows.len(), batch.counted()), (2, 2));
+        assert_eq!(batch.inputs, [10, 11, 12, 13, 0, 1, 2, 0]);
+        assert_eq!(batch.targets, [-100, 12, -100, -100, -100, 2, -100, -100]);
+        let error = Rows::pack(&shards, &places(&shards)[2..], 4).unwrap_err();
+        assert!(error.to_string().contains("no target"), "{error}");
+    }
+
+    #[test]
+    fn parts_are_by_document() {
+        let folder = Scratch::new("rows-split");
+        let documents: Vec<Document> = (0..200).map(|i| document(i..i + 3)).collect();
+        let shards = [shard(&folder, &documents)];
+        let all = places(&shards);
+        let [train, valid] = split(&shards, &all, 0.2).unwrap();
+        assert_eq!(train.len() + valid.len(), 200);
+        assert!((20..=60).contains(&valid.len()), "{}", valid.len());
+        assert!(valid.iter().all(|place| !train.contains(place)));
+        // Fewer documents: where they are, they stay.
+        let [_, fewer] = split(&shards, &all[..100], 0.2).unwrap();
+        assert!(fewer.iter().all(|place| valid.contains(place)));
+        for share in [1e-9, 1.0 - 1e-9] {
+            let [train, valid] = split(&shards, &all[..2], share).unwrap();
+            assert_eq!((train.len(), valid.len()), (1, 1));
+        }
+        assert!(split(&shards, &all[..1], 0.5).is_err());
+        assert!(split(&shards, &all, 1.0).is_err());
+    }
+}

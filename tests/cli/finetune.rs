@@ -1,0 +1,261 @@
+//! Training of models in Hugging Face folders.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::support::*;
+
+/// The folder `name` of the golden checkpoints, which are outside of the repository.
+fn golden(test: &str, name: &str) -> Option<String> {
+    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .map(|folder| folder.join("shared/golden/hf").join(name))
+        .find(|path| path.exists());
+    if found.is_none() {
+        println!("SKIPPED: finetune::{test}: no folder shared/golden/hf/{name}");
+    }
+    found.map(|path| path.to_str().unwrap().to_owned())
+}
+
+/// Thirty texts and prompts that follow a pattern, one a line.
+fn lines(folder: &Path) -> String {
+    let path = folder.join("lines.jsonl");
+    let line = |i: usize| {
+        let words = ["the quick", " brown fox", " jumps over", " the lazy dog"];
+        let words: String = (0..5 + i % 4).map(|j| words[(i + j * j) % 4]).collect();
+        match i % 3 {
+            0 => format!(r#"{{"prompt": "{words}", "completion": " again and again"}}"#),
+            _ => format!(r#"{{"text": "{words}"}}"#),
+        }
+    };
+    let lines: Vec<String> = (0..30).map(line).collect();
+    fs::write(&path, lines.join("\n")).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+/// Six steps of small rows.
+const RUN: &str = "--device flex --steps 6 --batch 2 --context 32 --lr 3e-3 --warmup 1 --valid-share \
+                   0.2 --log-every 2 --eval-every 3 --checkpoint-every 4";
+
+/// The arguments of a run with `more`, into `out`.
+fn arguments<'a>(data: &'a str, out: &'a Path, more: &'a str) -> Vec<&'a str> {
+    let own = ["--data", data, "--out", out.to_str().unwrap()];
+    let words = RUN.split_whitespace().chain(more.split_whitespace());
+    own.into_iter().chain(words).collect()
+}
+
+/// Perplexities before and after.
+fn perplexities(text: &str) -> [f64; 2] {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("validation perplexity "))
+        .expect(text);
+    let fields: Vec<&str> = line.split(' ').collect();
+    [fields[0], fields[2]].map(|figure| figure.parse().expect(line))
+}
+
+/// The only checkpoint of a run.
+fn saved(out: &Path) -> PathBuf {
+    let entries = fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
+    let names = entries.map(|entry| entry.file_name().into_string().unwrap());
+    let found: Vec<String> = names
+        .filter(|name| name.starts_with("checkpoint-"))
+        .collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    out.join(&found[0])
+}
+
+#[test]
+fn a_model_is_finetuned_and_resumed() {
+    let test = "a_model_is_finetuned_and_resumed";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let data = lines(&folder("finetune-data"));
+    let (whole, parts) = (folder("finetune-whole"), folder("finetune-parts"));
+    let finetune = |arguments: &[&str]| nvfp4("finetune", arguments);
+    let said = succeeds(finetune(
+        &[&[&*model], &arguments(&data, &whole, "")[..]].concat(),
+    ));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+
+    let stopped = arguments(&data, &parts, "--stop-at 3");
+    let said = succeeds(finetune(&[&[&*model], &stopped[..]].concat()));
+    assert!(said.contains("finetune --resume"), "{said}");
+    assert!(!parts.join("model").exists());
+    let resumed = succeeds(finetune(&["--resume", parts.to_str().unwrap()]));
+    assert_eq!(perplexities(&resumed), [before, after]);
+    for file in ["model.bpk", "optimizer.bpk"] {
+        let [left, right] = [&whole, &parts].map(|out| fs::read(saved(out).join(file)).unwrap());
+        assert!(left == right, "{file} differs");
+    }
+    let [left, right] =
+        [&whole, &parts].map(|out| fs::read(out.join("model/model.safetensors")).unwrap());
+    assert!(left == right, "the models differ");
+
+    // What is written, the other commands read.
+    let trained = whole.join("model");
+    let trained = trained.to_str().unwrap();
+    assert_eq!(json(&whole.join("model/config.json"))["dtype"], "bfloat16");
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    let text = succeeds(nvfp4("generate", &[&[trained], &generated[..]].concat()));
+    assert!(text.starts_with("the quick"), "{text}");
+
+    // A resumed run has its own settings.
+    fails(
+        finetune(&["--resume", parts.to_str().unwrap(), "--steps", "9"]),
+        &["--resume", "--steps"],
+    );
+    // A folder holds one run, and a run that cannot start does not make it one.
+    fails(
+        finetune(&[&[&*model], &arguments(&data, &whole, "")[..]].concat()),
+        &["already holds a run", "--resume"],
+    );
+    let other = folder("finetune-refused").join("out");
+    for (more, names) in [
+        ("--warmup 6", ["warmup is 6", "steps"]),
+        ("--recipe no-such", ["no-such", "recipe"]),
+        ("--temperature 2", ["temperature", "--distill"]),
+        ("--valid-share 1.5", ["valid-share is 1.5", "0 and 1"]),
+        ("--context 9999", ["context is 9999", "positions"]),
+    ] {
+        let run = arguments(&data, &other, more);
+        // Flags of a kind given twice are refused by name, too.
+        let run: Vec<&str> = match more.split(' ').next() {
+            Some(flag) if RUN.contains(flag) => {
+                let at = run.iter().position(|word| *word == flag).unwrap();
+                [&run[..at], &run[at + 2..]].concat()
+            }
+            _ => run,
+        };
+        fails(finetune(&[&[&*model], &run[..]].concat()), &names);
+        assert!(!other.join("finetune.json").exists(), "{more}");
+    }
+}
+
+/// QAT and distillation, and an export that the other commands read.
+#[test]
+fn models_are_trained_for_serving() {
+    let test = "models_are_trained_for_serving";
+    let Some(model) = golden(test, "qwen3-tiny") else {
+        return;
+    };
+    let data = lines(&folder("finetune-qat-data"));
+    let out = folder("finetune-qat");
+    let more =
+        "--qat w4a4 --distill --temperature 1.5 --export compressed-tensors --save-dtype f32";
+    let said = succeeds(nvfp4(
+        "finetune",
+        &[&[&*model], &arguments(&data, &out, more)[..]].concat(),
+    ));
+    assert!(said.contains("compressed-tensors w4a4 written"), "{said}");
+    let quantized = out.join("nvfp4");
+    let inspected = succeeds(nvfp4("inspect", &[quantized.to_str().unwrap()]));
+    assert!(inspected.contains("w4a4"), "{inspected}");
+    assert!(!inspected.contains("problem"), "{inspected}");
+    assert_eq!(json(&out.join("model/config.json"))["dtype"], "float32");
+    assert_eq!(json(&out.join("finetune.json"))["recipe_name"], "qat_w4a4");
+}
+
+/// Adapters of a quantized folder, and the model with them merged.
+#[test]
+fn adapters_are_trained_and_merged() {
+    let test = "adapters_are_trained_and_merged";
+    let Some(model) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let data = lines(&folder("finetune-lora-data"));
+    let quantized = folder("finetune-lora-quantized").join("out");
+    let quantized = quantized.to_str().unwrap();
+    succeeds(nvfp4("quantize", &[&model, "--out", quantized]));
+    let tokenizer = Path::new(quantized).join("tokenizer.json");
+    assert!(tokenizer.exists());
+    let out = folder("finetune-lora");
+    let more = "--lora 4 --lora-targets (q|v)_proj$ --recipe bf16 --activation f32";
+    let run = arguments(&data, &out, more);
+    let said = succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+    let adapter = json(&out.join("adapter/adapter_config.json"));
+    assert_eq!(
+        (&adapter["r"], &adapter["lora_alpha"]),
+        (&4.into(), &8.0.into())
+    );
+    assert!(out.join("adapter/adapter_model.safetensors").exists());
+    assert!(!out.join("model").exists());
+
+    let merged = folder("finetune-lora-merged");
+    let more = format!("{more} --merge");
+    let run = arguments(&data, &merged, &more);
+    succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    let model = merged.join("model");
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    succeeds(nvfp4(
+        "generate",
+        &[&[model.to_str().unwrap()], &generated[..]].concat(),
+    ));
+}
+
+#[test]
+fn tokens_are_written_once_and_a_model_begins_with_nothing() {
+    let test = "tokens_are_written_once_and_a_model_begins_with_nothing";
+    let Some(model) = golden(test, "qwen3-tiny") else {
+        return;
+    };
+    let own = folder("pretrain");
+    let data = lines(&own);
+    let tokens = own.join("all.tokens");
+    let tokens = tokens.to_str().unwrap();
+    let said = succeeds(nvfp4(
+        "tokenize",
+        &[&model, "--data", &data, "--out", tokens],
+    ));
+    assert!(said.contains("30 documents"), "{said}");
+    fails(
+        nvfp4("tokenize", &[&model, "--data", &data, "--out", tokens]),
+        &["all.tokens", "new file"],
+    );
+    let (out, config) = (own.join("out"), format!("{model}/config.json"));
+    let start = ["--config", &config, "--tokenizer", &model];
+    let run = arguments(tokens, &out, "--recipe bf16 --activation f32");
+    let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
+    let [before, after] = perplexities(&said);
+    // The untrained model finds all 288 tokens about as likely.
+    assert!((100.0..800.0).contains(&before) && after < before, "{said}");
+
+    // With a tokenizer of its own.
+    let own_tokens = own.join("own-tokens");
+    let start = ["--config", &config, "--train-tokenizer"];
+    let run = arguments(&data, &own_tokens, "--recipe bf16 --activation f32");
+    let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+    let trained = own_tokens.join("model");
+    assert_eq!(json(&trained.join("config.json"))["eos_token_id"], 0);
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    succeeds(nvfp4(
+        "generate",
+        &[&[trained.to_str().unwrap()], &generated[..]].concat(),
+    ));
+
+    // Tokens that are cut short, and those of another tokenizer.
+    let bytes = fs::read(tokens).unwrap();
+    fs::write(tokens, &bytes[..bytes.len() - 3]).unwrap();
+    let other = own.join("other");
+    let run = arguments(tokens, &other, "");
+    fails(
+        nvfp4("finetune", &[&[&*model], &run[..]].concat()),
+        &["all.tokens", "truncated"],
+    );
+    fs::write(tokens, &bytes).unwrap();
+    let Some(llama) = golden(test, "llama3-tiny") else {
+        return;
+    };
+    let third = own.join("third");
+    let run = arguments(tokens, &third, "");
+    fails(
+        nvfp4("finetune", &[&[&*llama], &run[..]].concat()),
+        &["all.tokens", "another tokenizer"],
+    );
+}
