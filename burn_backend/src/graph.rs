@@ -123,9 +123,7 @@ impl GraphSteps {
         }
         let device = self.device.as_dispatch().clone();
         Dispatch::graph_start_capture(&device).map_err(|error| failed("capture", error))?;
-        self.share_zeros(true);
         let launched = self.launch(step);
-        self.share_zeros(false);
         let graph =
             Dispatch::graph_stop_capture(&device).map_err(|error| failed("capture", error))?;
         launched?;
@@ -134,12 +132,6 @@ impl GraphSteps {
             .map_err(|error| failed("replay", error))?;
         self.graph = Some(graph);
         Ok(TakenBy::Capture)
-    }
-
-    /// Words of amax values are cleared at once from here on, or each by a launch again.
-    fn share_zeros(&mut self, begins: bool) {
-        let offset = self.offset.clone().into_dispatch();
-        self.offset = Tensor::from_dispatch(Dispatch::nvfp4_share_zeros(offset, begins));
     }
 
     /// Takes a step kernel by kernel, whatever was captured: to look at what it does.

@@ -47,7 +47,7 @@ mod tile_memory;
 #[allow(missing_docs)]
 mod tiles;
 
-pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes, share_zeros};
+pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes};
 pub use dequantize::dequantize;
 pub use describe::describe;
 pub use ms_eden::{

@@ -57,12 +57,6 @@ impl GraphOps for CubeBackend {
         offset
     }
 
-    fn nvfp4_share_zeros(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
-        let offset = into_contiguous(offset);
-        quantize::share_zeros(&offset.client, begins);
-        offset
-    }
-
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
         let client = &offset.client;
         let usage = settle(client).usage();

@@ -23,8 +23,4 @@ impl GraphOps for Flex {
     fn nvfp4_make_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
         unreachable!("{NO_GRAPHS}")
     }
-
-    fn nvfp4_share_zeros(_offset: IntTensor<Self>, _begins: bool) -> IntTensor<Self> {
-        unreachable!("{NO_GRAPHS}")
-    }
 }

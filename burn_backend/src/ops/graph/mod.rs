@@ -41,11 +41,6 @@ pub trait GraphOps: Backend {
     /// pieces.
     #[fusion(meta = meta::make_room)]
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
-
-    /// `offset`. Between a call that `begins` in a capture on its device and one that does not, the
-    /// words of amax values are cleared all at once.
-    #[fusion(meta = meta::share_zeros)]
-    fn nvfp4_share_zeros(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -61,10 +56,6 @@ mod meta {
     }
 
     pub(super) fn make_room(offset: &TensorSpec) -> TensorSpec {
-        offset.clone()
-    }
-
-    pub(super) fn share_zeros(offset: &TensorSpec, _begins: &bool) -> TensorSpec {
         offset.clone()
     }
 
@@ -88,9 +79,5 @@ impl<B: GraphOps, C: CheckpointStrategy> GraphOps for Autodiff<B, C> {
 
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
         B::nvfp4_make_room(offset)
-    }
-
-    fn nvfp4_share_zeros(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
-        B::nvfp4_share_zeros(offset, begins)
     }
 }

@@ -12,7 +12,6 @@ use super::{
         AMAX_UNROLL, AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel,
         zero_kernel,
     },
-    shared_zeros::take,
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,
@@ -139,7 +138,8 @@ fn find(
     let cols_len = request
         .cols
         .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let [rows, cols] = zeroed(client, [rows_len, cols_len]);
+    let [rows, cols] = [rows_len, cols_len].map(|count| allocate(client, count * 4));
+    zero(client, [(&rows, rows_len), (&cols, cols_len)]);
     let found = Amaxes {
         rows: request.rows.map(|_| rows),
         cols: request.cols.map(|_| cols),
@@ -239,22 +239,13 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
 /// `count` words of zeros, which kernels raise to an amax. A kernel and not a copy from the host,
 /// so that a graph can capture it.
 pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
-    let [out, _] = zeroed(client, [count, 0]);
+    let out = allocate(client, count * 4);
+    zero(client, [(&out, count), (&out, 0)]);
     out
 }
 
-/// The same twice.
-fn zeroed(client: &Client, counts: [usize; 2]) -> [Handle; 2] {
-    if let [Some(first), Some(second)] = counts.map(|count| take(client, count)) {
-        return [first, second];
-    }
-    let [first, second] = counts.map(|count| allocate(client, count * 4));
-    zero(client, [(&first, counts[0]), (&second, counts[1])]);
-    [first, second]
-}
-
 /// Clears the first words of two buffers, as many as stand beside them, in one launch.
-pub(super) fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
+fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
     let Some(some) = buffers.iter().find(|(_, words)| *words > 0) else {
         return;
     };

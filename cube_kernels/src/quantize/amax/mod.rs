@@ -3,8 +3,6 @@
 
 mod kernel;
 mod launch;
-mod shared_zeros;
 
 pub use kernel::*;
 pub use launch::*;
-pub use shared_zeros::share_zeros;
