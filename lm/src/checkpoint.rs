@@ -80,7 +80,7 @@ pub struct Timing {
     pub seconds: f64,
 }
 
-/// The state of a run that checkpoints are of. It has a field `format`, of value [`FORMAT`].
+/// The state of a run that checkpoints are of. It has a field `format`, of value `FORMAT`.
 pub trait RunState: Serialize + serde::de::DeserializeOwned {
     /// Steps done.
     fn step(&self) -> u64;

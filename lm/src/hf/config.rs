@@ -6,6 +6,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use burn_nvfp4::attention::MAX_HEAD;
+use burn_nvfp4::experts::MAX_EXPERTS;
 use serde_json::{Map, Value};
 
 use super::fields::Fields;
@@ -246,6 +248,10 @@ fn head_size(fields: &Fields, family: Family, d_model: usize, heads: usize) -> R
         }
     };
     ensure!(
+        head <= MAX_HEAD,
+        "the size of a head is {head}, but attention takes at most {MAX_HEAD}"
+    );
+    ensure!(
         head.is_multiple_of(2),
         "the size of a head is {head}, but must be even for rotary positions"
     );
@@ -390,6 +396,10 @@ fn feed_forwards(fields: &Fields, family: Family, count: usize) -> Result<Vec<Fe
         None => fields.positive("num_local_experts")?,
     };
     let top_k = fields.positive("num_experts_per_tok")?;
+    ensure!(
+        experts <= MAX_EXPERTS,
+        "the number of experts is {experts}, but a layer has at most {MAX_EXPERTS}"
+    );
     ensure!(
         top_k <= experts,
         "`num_experts_per_tok` is {top_k}, but there are {experts} experts"

@@ -42,6 +42,11 @@ pub fn is_quantized(folder: &Path) -> Result<bool> {
 /// config.json of `folder`, and how the model is quantized by it and hf_quant_config.json.
 fn read_configs(folder: &Path) -> Result<(Value, Option<QuantConfig>)> {
     let json: Value = read_json(&folder.join(CONFIG_FILE))?;
+    ensure!(
+        json.is_object(),
+        "{} holds no JSON object",
+        folder.join(CONFIG_FILE).display()
+    );
     let path = folder.join(HF_QUANT_CONFIG);
     let file = path.exists().then(|| read_json(&path)).transpose()?;
     let config = QuantConfig::read(&json, file.as_ref());
@@ -219,8 +224,34 @@ impl Checkpoint {
         for module in modules {
             self.read_layer(&config, module);
         }
-        if config.kv_cache_fp8 && self.kv_scales.is_empty() {
+        self.check_kv_scales(&names, config.kv_cache_fp8);
+    }
+
+    /// Every attention layer has both scales of its cache, or none has any.
+    fn check_kv_scales(&mut self, names: &[String], is_fp8: bool) {
+        if is_fp8 && self.kv_scales.is_empty() {
             self.problem("kv_cache_scheme", "FP8, but no attention layer has scales");
+            return;
+        }
+        if !is_fp8 && !self.kv_scales.is_empty() {
+            let what = "not FP8, but attention layers have scales, which would be ignored";
+            self.problem("kv_cache_scheme", what);
+            return;
+        }
+        let keys = names
+            .iter()
+            .filter_map(|name| name.split_once(".k_proj.").map(|(attention, _)| attention));
+        let attentions: BTreeSet<&str> = match is_fp8 {
+            true => keys.collect(),
+            false => BTreeSet::new(),
+        };
+        for attention in attentions {
+            let scales = self.kv_scales.get(attention).copied().unwrap_or_default();
+            for (scale, which) in scales.into_iter().zip(["keys", "values"]) {
+                if scale.is_none() {
+                    self.problem(attention, format!("there is no scale for its {which}"));
+                }
+            }
         }
     }
 

@@ -70,25 +70,52 @@ fn fnmatch(pattern: &str) -> String {
         match c {
             '*' => regex.push_str(".*"),
             '?' => regex.push('.'),
-            // A bracket that nothing closes is itself; one closes after at least one character.
-            '[' => match rest.char_indices().skip(1).find(|&(_, c)| c == ']') {
-                Some((end, _)) => {
-                    let (set, after) = (&rest[..end], &rest[end + 1..]);
-                    let (negation, set) = match set.strip_prefix('!') {
-                        Some(set) => ("^", set),
-                        None => ("", set),
-                    };
-                    let set = set.replace('\\', r"\\").replace('[', r"\[");
-                    regex.push_str(&format!("[{negation}{}]", set.replace('^', r"\^")));
-                    rest = after;
+            '[' => {
+                let (negation, inside) = match rest.strip_prefix('!') {
+                    Some(inside) => ("^", inside),
+                    None => ("", rest),
+                };
+                // A bracket that nothing closes is itself; one closes after at least one character.
+                match inside.char_indices().skip(1).find(|&(_, c)| c == ']') {
+                    Some((end, _)) => {
+                        regex.push_str(&character_class(negation, &inside[..end]));
+                        rest = &inside[end + 1..];
+                    }
+                    None => regex.push_str(r"\["),
                 }
-                None => regex.push_str(r"\["),
-            },
+            }
             c => regex.push_str(&regex::escape(&c.to_string())),
         }
     }
     regex.push('$');
     regex
+}
+
+/// The class of the characters and ranges of `set`. A range that ends before it begins is empty.
+fn character_class(negation: &str, set: &str) -> String {
+    let set: Vec<char> = set.chars().collect();
+    let code = |c: char| format!(r"\x{{{:x}}}", u32::from(c));
+    let mut class = String::new();
+    let mut at = 0;
+    while at < set.len() {
+        match set[at..] {
+            [first, '-', last, ..] => {
+                if first <= last {
+                    class += &format!("{}-{}", code(first), code(last));
+                }
+                at += 3;
+            }
+            _ => {
+                class += &code(set[at]);
+                at += 1;
+            }
+        }
+    }
+    match (class.is_empty(), negation) {
+        (false, _) => format!("[{negation}{class}]"),
+        (true, "") => r"[^\s\S]".into(),
+        (true, _) => ".".into(),
+    }
 }
 
 #[cfg(test)]
@@ -142,5 +169,22 @@ mod tests {
         assert!(!matches(mo, "model.layers.?.mlp", "model.layers.00.mlp"));
         assert!(!matches(mo, "", "model.layers.0"));
         assert!(Exclusion::new(mo, "a[").is_ok());
+    }
+
+    /// As Python's `fnmatch` reads sets: what the `regex` crate takes for an operation on sets is a
+    /// character, and no pattern is an error.
+    #[test]
+    fn sets_are_those_of_python() {
+        let mo = Dialect::ModelOpt;
+        assert!(matches(mo, "x[]]", "x]"));
+        assert!(matches(mo, "x[!]a]", "xb") && !matches(mo, "x[!]a]", "x]"));
+        assert!(!matches(mo, "x[!]a]", "xa"));
+        assert!(matches(mo, "x[!]", "x[!]"), "nothing closes it");
+        assert!(!matches(mo, "x[z-a]", "xz"), "an empty range");
+        assert!(matches(mo, "x[!z-a]", "xz"));
+        assert!(matches(mo, "x[a&&b]", "xa") && matches(mo, "x[a&&b]", "x&"));
+        assert!(matches(mo, "x[b-d]", "xc") && !matches(mo, "x[b-d]", "xe"));
+        assert!(matches(mo, "x[b-]", "x-") && matches(mo, "x[-b]", "x-"));
+        assert!(matches(mo, r"x[\d]", r"x\") && !matches(mo, r"x[\d]", "x1"));
     }
 }

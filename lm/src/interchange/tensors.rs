@@ -52,7 +52,8 @@ pub(super) fn read_info(
         codes.dtype,
         codes.shape
     );
-    let (n, k) = (codes.shape[0], 2 * codes.shape[1]);
+    // A tensor without rows may have any number of columns.
+    let (n, k) = (codes.shape[0], codes.shape[1].saturating_mul(2));
     ensure!(
         k.is_multiple_of(BLOCK) && n > 0 && k > 0,
         "{codes} has {n} rows of {k} codes, but blocks need a multiple of {BLOCK}"

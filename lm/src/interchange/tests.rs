@@ -330,6 +330,33 @@ fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
     let zero = (Dtype::F32, vec![], vec![0; 4]);
     model.tensors.insert(name.clone(), zero);
     model.refused("kv-zero", &[&name, "positive"]);
+    let scale = |value: f32| (Dtype::F32, vec![], value.to_le_bytes().to_vec());
+    model.tensors.insert(name.clone(), scale(0.1));
+    model.refused("kv-half", &[ATTENTION, "no scale for its values"]);
+    let values = name.replace("k_proj.k_scale", "v_proj.v_scale");
+    model.tensors.insert(values, scale(0.1));
+    model.open("kv-whole").unwrap();
+    model.config.kv_cache_fp8 = false;
+    model.refused("kv-unsaid", &["kv_cache_scheme", "would be ignored"]);
+}
+
+/// What a header may say of a tensor without elements, and a configuration that is no object.
+#[test]
+fn lying_sizes_and_kinds_are_refused() {
+    let mut model = Model::new(Dialect::ModelOpt, Scheme::W4a4);
+    let name = format!("{ATTENTION}.o_proj.weight");
+    let empty = (Dtype::U8, vec![0, 1 << 63], Vec::new());
+    model.tensors.insert(name.clone(), empty);
+    model.refused("no-rows", &[&name, "0 rows"]);
+
+    let scratch = Scratch::new("no-object");
+    Model::new(Dialect::ModelOpt, Scheme::W4a4).write(&scratch);
+    fs::write(scratch.join("config.json"), "[]").unwrap();
+    let error = Checkpoint::open(&scratch).unwrap_err().to_string();
+    assert!(
+        error.contains("config.json") && error.contains("no JSON object"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -161,6 +161,12 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
             "must be a multiple of `num_attention_heads` (6)",
         ),
         (json!({"head_dim": 15}), "must be even"),
+        (json!({"head_dim": 2_147_483_646u32}), "takes at most 256"),
+        (
+            json!({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": 2_147_483_647u32, "num_experts_per_tok": 2}),
+            "at most 512",
+        ),
         (
             json!({"num_hidden_layers": 1u64 << 40}),
             "`num_hidden_layers`",
