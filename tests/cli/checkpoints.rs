@@ -5,18 +5,6 @@ use std::path::{Path, PathBuf};
 
 use crate::support::*;
 
-/// The folder `name` of the golden checkpoints, which are outside of the repository.
-fn golden(test: &str, name: &str) -> Option<String> {
-    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .ancestors()
-        .map(|folder| folder.join("shared/golden/hf").join(name))
-        .find(|path| path.exists());
-    if found.is_none() {
-        println!("SKIPPED: checkpoints::{test}: no folder shared/golden/hf/{name}");
-    }
-    found.map(|path| path.to_str().unwrap().to_owned())
-}
-
 /// A folder that does not exist yet, in one for this test.
 fn absent(test: &str) -> PathBuf {
     folder(test).join("out")
@@ -25,7 +13,11 @@ fn absent(test: &str) -> PathBuf {
 #[test]
 fn inspect_lists_layers_exclusions_and_problems() {
     let name = "llama3-tiny-ct-nvfp4-kvfp8";
-    let Some(model) = golden("inspect_lists_layers_exclusions_and_problems", name) else {
+    let Some(model) = golden(
+        "checkpoints",
+        "inspect_lists_layers_exclusions_and_problems",
+        name,
+    ) else {
         return;
     };
     let text = succeeds(nvfp4("inspect", &[&model]));
@@ -85,7 +77,11 @@ fn inspect_lists_layers_exclusions_and_problems() {
 #[test]
 fn convert_says_how_many_global_scales_moved() {
     let name = "llama3-tiny-modelopt-nvfp4";
-    let Some(model) = golden("convert_says_how_many_global_scales_moved", name) else {
+    let Some(model) = golden(
+        "checkpoints",
+        "convert_says_how_many_global_scales_moved",
+        name,
+    ) else {
         return;
     };
     let out = absent("convert");
@@ -115,7 +111,7 @@ fn convert_says_how_many_global_scales_moved() {
 #[test]
 fn quantize_writes_a_folder_that_inspect_finds_valid() {
     let test = "quantize_writes_a_folder_that_inspect_finds_valid";
-    let Some(model) = golden(test, "qwen3moe-tiny") else {
+    let Some(model) = golden("checkpoints", test, "qwen3moe-tiny") else {
         return;
     };
     let out = absent("quantize");
@@ -175,7 +171,7 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
 #[test]
 fn quantize_calibrates_on_a_text() {
     let test = "quantize_calibrates_on_a_text";
-    let Some(model) = golden(test, "llama3-tiny") else {
+    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
         return;
     };
     let file = folder("quantize-calibration").join("text.txt");
@@ -223,7 +219,7 @@ fn quantize_calibrates_on_a_text() {
 #[test]
 fn generate_continues_a_prompt() {
     let test = "generate_continues_a_prompt";
-    let Some(model) = golden(test, "llama3-tiny") else {
+    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
         return;
     };
     let options = [
@@ -267,7 +263,7 @@ fn generate_continues_a_prompt() {
 #[test]
 fn eval_reads_texts_and_questions() {
     let test = "eval_reads_texts_and_questions";
-    let Some(model) = golden(test, "llama3-tiny") else {
+    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
         return;
     };
     let files = folder("eval");

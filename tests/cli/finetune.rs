@@ -5,18 +5,6 @@ use std::path::{Path, PathBuf};
 
 use crate::support::*;
 
-/// The folder `name` of the golden checkpoints, which are outside of the repository.
-fn golden(test: &str, name: &str) -> Option<String> {
-    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .ancestors()
-        .map(|folder| folder.join("shared/golden/hf").join(name))
-        .find(|path| path.exists());
-    if found.is_none() {
-        println!("SKIPPED: finetune::{test}: no folder shared/golden/hf/{name}");
-    }
-    found.map(|path| path.to_str().unwrap().to_owned())
-}
-
 /// Thirty texts and prompts that follow a pattern, one a line.
 fn lines(folder: &Path) -> String {
     let path = folder.join("lines.jsonl");
@@ -68,7 +56,7 @@ fn saved(out: &Path) -> PathBuf {
 #[test]
 fn a_model_is_finetuned_and_resumed() {
     let test = "a_model_is_finetuned_and_resumed";
-    let Some(model) = golden(test, "llama3-tiny") else {
+    let Some(model) = golden("finetune", test, "llama3-tiny") else {
         return;
     };
     let data = lines(&folder("finetune-data"));
@@ -138,7 +126,7 @@ fn a_model_is_finetuned_and_resumed() {
 #[test]
 fn models_are_trained_for_serving() {
     let test = "models_are_trained_for_serving";
-    let Some(model) = golden(test, "qwen3-tiny") else {
+    let Some(model) = golden("finetune", test, "qwen3-tiny") else {
         return;
     };
     let data = lines(&folder("finetune-qat-data"));
@@ -162,7 +150,7 @@ fn models_are_trained_for_serving() {
 #[test]
 fn adapters_are_trained_and_merged() {
     let test = "adapters_are_trained_and_merged";
-    let Some(model) = golden(test, "llama3-tiny") else {
+    let Some(model) = golden("finetune", test, "llama3-tiny") else {
         return;
     };
     let data = lines(&folder("finetune-lora-data"));
@@ -200,7 +188,7 @@ fn adapters_are_trained_and_merged() {
 #[test]
 fn tokens_are_written_once_and_a_model_begins_with_nothing() {
     let test = "tokens_are_written_once_and_a_model_begins_with_nothing";
-    let Some(model) = golden(test, "qwen3-tiny") else {
+    let Some(model) = golden("finetune", test, "qwen3-tiny") else {
         return;
     };
     let own = folder("pretrain");
@@ -249,7 +237,7 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
         &["all.tokens", "truncated"],
     );
     fs::write(tokens, &bytes).unwrap();
-    let Some(llama) = golden(test, "llama3-tiny") else {
+    let Some(llama) = golden("finetune", test, "llama3-tiny") else {
         return;
     };
     let third = own.join("third");

@@ -147,3 +147,16 @@ pub(crate) fn checkpoint(folder: &Path) -> PathBuf {
     assert_eq!(found.len(), 1, "{found:?}");
     found[0].clone()
 }
+
+/// The folder `name` of the golden checkpoints, which are outside of the repository, or nothing,
+/// after saying so, for `test` of `module`.
+pub(crate) fn golden(module: &str, test: &str, name: &str) -> Option<String> {
+    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .map(|folder| folder.join("shared/golden/hf").join(name))
+        .find(|path| path.exists());
+    if found.is_none() {
+        println!("SKIPPED: {module}::{test}: no folder shared/golden/hf/{name}");
+    }
+    found.map(|path| path.to_str().unwrap().to_owned())
+}

@@ -5,7 +5,6 @@
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
     autodiff::{
-        NodeId,
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
@@ -16,6 +15,7 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
 use super::feed_forward;
+use super::gradients::register;
 use super::layers::Activation;
 use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::{QuantSource, cast};
@@ -24,19 +24,6 @@ use super::{
     Operand, QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
     UnpermuteGradients, float_dtype,
 };
-
-/// Registers the gradients that were found with the nodes that are tracked.
-pub(super) fn register<B: Backend, const N: usize>(
-    nodes: [Option<NodeId>; N],
-    found: [Option<FloatTensor<B>>; N],
-    grads: &mut Gradients,
-) {
-    for (node, grad) in nodes.into_iter().zip(found) {
-        if let Some((node, grad)) = node.zip(grad) {
-            grads.register::<B>(node, grad);
-        }
-    }
-}
 
 /// The backward of a linear layer without a bias: parents `[x, w]`.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 
-use super::autodiff::register;
+use super::gradients::register;
 use super::layers::Activation;
 use super::linear::{self, Fprop, LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::QuantSource;

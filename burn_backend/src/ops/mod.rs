@@ -36,6 +36,7 @@ mod dequantize;
 pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
+mod gradients;
 pub mod graph;
 pub mod inference;
 pub mod layers;
@@ -84,7 +85,8 @@ pub use tensors::{
 ///
 /// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Only
 /// [`nvfp4_linear`](Self::nvfp4_linear), [`nvfp4_feed_forward`](Self::nvfp4_feed_forward),
-/// [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
+/// [`nvfp4_moe_permute`](Self::nvfp4_moe_permute) and
+/// [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute) are differentiable; under `Autodiff` the
 /// results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),

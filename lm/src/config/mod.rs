@@ -7,6 +7,7 @@ mod choices;
 mod model;
 mod presets;
 mod run;
+mod schedule;
 #[cfg(test)]
 mod tests;
 
@@ -15,3 +16,4 @@ pub use choices::{
 };
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
+pub(crate) use schedule::{Schedule, check_counts};

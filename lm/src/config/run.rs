@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::choices::{Activation, Decoration, HealingOption, OptimizerName, Preset, RecipeName};
 use super::model::ModelConfig;
+use super::schedule::{Schedule, check_counts};
 
 /// Share of a block's load-balancing loss in the training loss.
 pub const BALANCE_SHARE: f64 = 0.01;
@@ -168,33 +169,22 @@ impl RunConfig {
     /// Names the value that is wrong, what it is, and what it may be.
     pub fn check(&self) -> Result<()> {
         self.model.check()?;
-        for (name, value) in [
+        check_counts(&[
             ("steps", self.steps),
             ("eval-every", self.eval_every),
             ("eval-batches", self.eval_batches as u64),
             ("log-every", self.log_every),
             ("checkpoint-every", self.checkpoint_every),
             ("batch", self.batch as u64),
-        ] {
-            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        ])?;
+        Schedule {
+            steps: self.steps,
+            warmup: self.warmup,
+            lr: self.lr,
+            grad_clip: self.grad_clip,
+            weight_decay: self.weight_decay,
         }
-        ensure!(
-            self.warmup < self.steps,
-            "warmup is {}, but it must be less than steps ({})",
-            self.warmup,
-            self.steps
-        );
-        for (name, value) in [("lr", self.lr), ("grad-clip", self.grad_clip)] {
-            ensure!(
-                value.is_finite() && value > 0.0,
-                "{name} is {value}, but it must be a positive number"
-            );
-        }
-        ensure!(
-            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
-            "weight-decay is {}, but it must be zero or a positive number",
-            self.weight_decay
-        );
+        .check()?;
         ensure!(
             self.recompute <= self.model.layers,
             "recompute is {}, but it must be at most the number of blocks ({})",

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn_nvfp4::Nvfp4Recipe;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Activation, RecipeName};
+use crate::config::{Activation, RecipeName, Schedule, check_counts};
 use crate::decoder::LoraConfig;
 
 /// The file with the configuration, in the folder of a run.
@@ -84,7 +84,7 @@ impl FinetuneConfig {
     /// # Errors
     /// Names the value that is wrong, what it is, and what it may be.
     pub fn check(&self) -> Result<()> {
-        for (name, value) in [
+        check_counts(&[
             ("steps", self.steps),
             ("batch", self.batch as u64),
             ("accumulate", self.accumulate as u64),
@@ -93,26 +93,15 @@ impl FinetuneConfig {
             ("eval-rows", self.eval_rows as u64),
             ("log-every", self.log_every),
             ("checkpoint-every", self.checkpoint_every),
-        ] {
-            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        ])?;
+        Schedule {
+            steps: self.steps,
+            warmup: self.warmup,
+            lr: self.lr,
+            grad_clip: self.grad_clip,
+            weight_decay: self.weight_decay,
         }
-        ensure!(
-            self.warmup < self.steps,
-            "warmup is {}, but it must be less than steps ({})",
-            self.warmup,
-            self.steps
-        );
-        for (name, value) in [("lr", self.lr), ("grad-clip", self.grad_clip)] {
-            ensure!(
-                value.is_finite() && value > 0.0,
-                "{name} is {value}, but it must be a positive number"
-            );
-        }
-        ensure!(
-            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
-            "weight-decay is {}, but it must be zero or a positive number",
-            self.weight_decay
-        );
+        .check()?;
         ensure!(
             self.valid_share > 0.0 && self.valid_share < 1.0,
             "valid-share is {}, but must be between 0 and 1",
