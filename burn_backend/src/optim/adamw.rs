@@ -116,6 +116,25 @@ pub struct AdamW {
     amax: BTreeMap<u64, Tensor<1>>,
 }
 
+impl AdamWConfig {
+    /// An optimizer that has taken no step.
+    ///
+    /// # Errors
+    /// When a setting is outside of its range.
+    pub fn try_init(self) -> Result<AdamW, Nvfp4Error> {
+        self.check()?;
+        Ok(AdamW::new(self))
+    }
+
+    /// [`try_init`](Self::try_init) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn init(self) -> AdamW {
+        crate::functions::or_panic("AdamW", self.try_init())
+    }
+}
+
 impl AdamW {
     pub(super) fn new(config: AdamWConfig) -> Self {
         Self {

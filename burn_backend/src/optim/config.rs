@@ -1,13 +1,9 @@
 //! Settings of AdamW, and what they may be.
 
-use burn_core::module::{Module, ParamGroup, ParamId};
+use burn_core::module::{ParamGroup, ParamId};
 use burn_core::tensor::FloatDType;
-use burn_optim::ModuleOptimizer;
 use nvfp4_kernels::reference::AdamWParams;
 use nvfp4_kernels::{Nvfp4Error, RandomStream};
-
-use super::adamw::AdamW;
-use super::module_optimizer;
 
 /// Tells the random bits of moments from those of layers with the same seed.
 const SEED: u64 = 0x41_6461_6d57;
@@ -32,7 +28,7 @@ impl MomentType {
     }
 }
 
-/// Settings of [`AdamW`].
+/// Settings of [`AdamW`](super::AdamW).
 #[derive(Debug, Clone)]
 pub struct AdamWConfig {
     /// Decay of the first moment, in `[0, 1)`.
@@ -53,7 +49,7 @@ pub struct AdamWConfig {
     pub moments: MomentType,
     /// Seed of the random bits that round moments.
     pub seed: u64,
-    /// Whether each step also gives [the amax of each new parameter](AdamW::amax).
+    /// Whether each step also gives [the amax of each new parameter](super::AdamW::amax).
     pub amax: bool,
 }
 
@@ -74,62 +70,6 @@ impl Default for AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// An optimizer that has taken no step.
-    ///
-    /// # Errors
-    /// When a setting is outside of its range.
-    pub fn try_init(self) -> Result<AdamW, Nvfp4Error> {
-        self.check()?;
-        Ok(AdamW::new(self))
-    }
-
-    /// [`try_init`](Self::try_init) that panics with its error.
-    ///
-    /// # Panics
-    /// As there.
-    pub fn init(self) -> AdamW {
-        crate::functions::or_panic("AdamW", self.try_init())
-    }
-
-    /// The same optimizer as Burn's learner takes it, for the parameters of `model`: one launch a
-    /// parameter, with the bits of [`AdamW`]. Parameters that `model` has not, by their ids, are
-    /// updated too, decayed by their axes alone.
-    ///
-    /// Parameters are copied before they are updated, so that records that are not written yet,
-    /// which Burn reads lazily, keep their weights.
-    ///
-    /// Burn shows such an optimizer one gradient at a time, so gradients are not clipped to a
-    /// global norm by it: [`grad_clip`](Self::grad_clip) must be `None`, and
-    /// [`clip_grad_norm`](super::clip_grad_norm) scales gradients before they are handed over. Nor
-    /// is there an [`amax`](Self::amax).
-    ///
-    /// # Errors
-    /// When a setting is outside of its range, or one of those two is set.
-    pub fn try_module_optimizer<M: Module>(
-        &self,
-        model: &M,
-    ) -> Result<ModuleOptimizer, Nvfp4Error> {
-        self.check()?;
-        if let Some(norm) = self.grad_clip {
-            let expected = "None: a ModuleOptimizer sees one gradient at a time; \
-                            optim::clip_grad_norm clips all of them";
-            return Err(Nvfp4Error::value("grad_clip", format!("{norm}"), expected));
-        }
-        if self.amax {
-            let expected = "false: a ModuleOptimizer gives nothing but parameters back";
-            return Err(Nvfp4Error::value("amax", "true", expected));
-        }
-        Ok(module_optimizer::build(self, model))
-    }
-
-    /// [`try_module_optimizer`](Self::try_module_optimizer) that panics with its error.
-    ///
-    /// # Panics
-    /// As there.
-    pub fn module_optimizer<M: Module>(&self, model: &M) -> ModuleOptimizer {
-        crate::functions::or_panic("AdamW", self.try_module_optimizer(model))
-    }
-
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         let betas = [("beta_1", self.beta_1), ("beta_2", self.beta_2)];
         for (name, beta) in betas {

@@ -6,6 +6,7 @@ use burn_core::backend::Dispatch;
 use burn_core::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
 use burn_core::tensor::{Device, Int, Tensor, TensorData};
 use burn_optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
+use nvfp4_kernels::Nvfp4Error;
 
 use super::adamw::ParameterMoments;
 use super::config::{AdamWConfig, learning_rate};
@@ -15,9 +16,50 @@ use crate::ops::MaybeTensor;
 use crate::ops::optimizer::{AdamWBatch, AdamWOptions, GradientBatch, OptimizerOps};
 use crate::validate;
 
+impl AdamWConfig {
+    /// The same optimizer as Burn's learner takes it, for the parameters of `model`: one launch a
+    /// parameter, with the bits of [`AdamW`](super::AdamW). Parameters that `model` has not, by their ids, are
+    /// updated too, decayed by their axes alone.
+    ///
+    /// Parameters are copied before they are updated, so that records that are not written yet,
+    /// which Burn reads lazily, keep their weights.
+    ///
+    /// Burn shows such an optimizer one gradient at a time, so gradients are not clipped to a
+    /// global norm by it: [`grad_clip`](Self::grad_clip) must be `None`, and
+    /// [`clip_grad_norm`](super::clip_grad_norm) scales gradients before they are handed over. Nor
+    /// is there an [`amax`](Self::amax).
+    ///
+    /// # Errors
+    /// When a setting is outside of its range, or one of those two is set.
+    pub fn try_module_optimizer<M: Module>(
+        &self,
+        model: &M,
+    ) -> Result<ModuleOptimizer, Nvfp4Error> {
+        self.check()?;
+        if let Some(norm) = self.grad_clip {
+            let expected = "None: a ModuleOptimizer sees one gradient at a time; \
+                            optim::clip_grad_norm clips all of them";
+            return Err(Nvfp4Error::value("grad_clip", format!("{norm}"), expected));
+        }
+        if self.amax {
+            let expected = "false: a ModuleOptimizer gives nothing but parameters back";
+            return Err(Nvfp4Error::value("amax", "true", expected));
+        }
+        Ok(build(self, model))
+    }
+
+    /// [`try_module_optimizer`](Self::try_module_optimizer) that panics with its error.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn module_optimizer<M: Module>(&self, model: &M) -> ModuleOptimizer {
+        or_panic("AdamW", self.try_module_optimizer(model))
+    }
+}
+
 /// An optimizer in which each parameter of `model` is a group of its own: Burn tells an `Optimizer`
 /// neither id nor path, on which decay and random bits depend.
-pub(super) fn build<M: Module>(config: &AdamWConfig, model: &M) -> ModuleOptimizer {
+fn build<M: Module>(config: &AdamWConfig, model: &M) -> ModuleOptimizer {
     let schedule = Arc::default();
     let fallback = OneParameter {
         config: config.clone(),

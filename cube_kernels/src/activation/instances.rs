@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::kernel::{GeluPlan, SwiGluPlan, gelu_kernel, swiglu_elements_kernel};
 use crate::{
     reference::Gelu,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     reference::attention::{lanes, padded},
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

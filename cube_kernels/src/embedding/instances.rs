@@ -8,7 +8,7 @@ use super::kernels::{
 };
 use crate::{
     cube::row_blocks::RowPlan,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

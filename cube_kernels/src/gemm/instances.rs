@@ -18,42 +18,12 @@ use crate::{
     cube::ptx::Major,
     gemm::{
         epilogue::OutputAmax,
+        specialization::GemmInstance,
         tiles::{SM90_BOX, SM90_TILE_M},
     },
-    registry::{Architectures, DummyDevice, Expected, Instance, instance},
+    registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
-
-/// What a GEMM kernel, or one that prepares its operands, was specialized for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GemmInstance {
-    /// The bf16 kernel of Hopper.
-    Sm90Bf16(Sm90Plan, EpilogueKind),
-    /// The bf16 kernel of Hopper that shares tiles out along the contraction.
-    Sm90StreamK(StreamKPlan),
-    /// The W4A16 kernel of Hopper.
-    Sm90W4a16(W4a16Plan),
-    /// The NVFP4 kernel of consumer Blackwell.
-    Sm120Nvfp4(Sm120Plan),
-    /// The kernel of small M.
-    SmallM(SmallMShape),
-    /// The kernel with portable matrix instructions.
-    Cmma(CmmaPlan, AddressType),
-    /// The kernel with a thread for each output element.
-    Scalar(ScalarPlan),
-    /// `a` in the order of the W4A16 kernel, rows in groups or not.
-    Arrange {
-        /// Whether they are.
-        grouped: bool,
-    },
-    /// Packed elements to bf16.
-    Dequantize,
-    /// The transposition of bf16.
-    Transpose {
-        /// Elements that are read and written at a time.
-        vector: usize,
-    },
-}
 
 /// Of the matrices. Nothing is launched: lengths of buffers do not matter.
 const ROWS: usize = 256;

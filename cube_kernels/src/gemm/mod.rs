@@ -30,17 +30,18 @@ mod output;
 mod problem;
 #[allow(missing_docs)]
 mod scheduler;
+pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
 
 pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
-#[doc(hidden)]
-pub use instances::GemmInstance;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use problem::{Device, GemmShape, Plan, Problem, Refusal};
 pub use scheduler::GroupedDim;
+#[doc(hidden)]
+pub use specialization::GemmInstance;
 
 use crate::{
     Nvfp4Error,

@@ -1,14 +1,13 @@
 //! Stream-K: how the tiles of the last wave are shared out along the contraction.
 
 use super::{
-    kernels::sm90_bf16::TILE_K,
     problem::GemmShape,
-    tiles::{SM90_TILE_M, Sm90Tile},
+    tiles::{SM90_TILE_K, SM90_TILE_M, Sm90Tile},
 };
 
-/// Stages of [`TILE_K`] in a contraction.
+/// Stages of [`SM90_TILE_K`] in a contraction.
 pub(crate) fn stages_of(k: usize) -> usize {
-    k.div_ceil(TILE_K)
+    k.div_ceil(SM90_TILE_K)
 }
 
 /// Tiles of an output.
@@ -16,7 +15,7 @@ pub(crate) fn tiles_of(shape: GemmShape, tile: Sm90Tile) -> usize {
     shape.m.div_ceil(SM90_TILE_M) * shape.n.div_ceil(tile.n())
 }
 
-/// How the tiles of a GEMM are shared out among CTAs. All depths are in stages of [`TILE_K`].
+/// How the tiles of a GEMM are shared out among CTAs. All depths are in stages of [`SM90_TILE_K`].
 ///
 /// A grid has `slices * shared + helpers` CTAs. Each computes its share of the first `whole` tiles.
 /// Then `slices` CTAs compute `slice` stages each of a shared tile, which leaves `rest` stages of

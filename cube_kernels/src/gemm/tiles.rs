@@ -5,6 +5,9 @@
 pub const SM90_TILE_M: usize = 128;
 /// Rows of a tile in one TMA box of an MN-major operand: the 128 bytes that the swizzle spans.
 pub(crate) const SM90_BOX: usize = 64;
+/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
+pub(crate) const SM90_TILE_K: usize = 64;
+
 /// The shape of a tile and of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Sm90Tile {

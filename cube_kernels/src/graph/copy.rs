@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::{buffer, grid};
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Copies `words` words of 4 bytes from `from` to `out`, after the kernels that were queued before.

@@ -10,7 +10,7 @@ mod words;
 pub use copy::copy_words;
 pub use words::set_words;
 
-use crate::registry::{DummyDevice, Instance};
+use crate::registry::instance::{DummyDevice, Instance};
 
 /// For the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {

@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::buffer;
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Writes `words` to the first four words of `out`, after the kernels that were queued before: the

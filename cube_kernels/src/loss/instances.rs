@@ -8,7 +8,7 @@ use super::kernels::{
 };
 use crate::{
     embedding::instances::row_plans,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

@@ -8,7 +8,7 @@ use super::kernels::{
     move_groups_kernel, rescale_kernel, segment_sum_kernel, zero_padding_rows_kernel,
 };
 use crate::{
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

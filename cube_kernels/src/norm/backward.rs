@@ -3,10 +3,10 @@
 use cubecl::prelude::*;
 
 use super::{
-    plan::NormPlan,
+    plan::{BLOCK, NormPlan, PLANES},
     row::{
-        At, BLOCK, PLANES, Place, RowSum, block_at, load_factors, load_raw, pack_raw, place,
-        store_factors, store_raw, unpack_raw,
+        At, Place, RowSum, block_at, load_factors, load_raw, pack_raw, place, store_factors,
+        store_raw, unpack_raw,
     },
 };
 use crate::{

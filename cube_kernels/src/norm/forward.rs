@@ -3,10 +3,10 @@
 use cubecl::prelude::*;
 
 use super::{
-    plan::NormPlan,
+    plan::{BLOCK, NormPlan},
     row::{
-        At, BLOCK, Place, RowSum, block_at, is_inside, load_factors, load_raw, pack_raw, place,
-        store_raw, unpack_raw,
+        At, Place, RowSum, block_at, is_inside, load_factors, load_raw, pack_raw, place, store_raw,
+        unpack_raw,
     },
 };
 use crate::{

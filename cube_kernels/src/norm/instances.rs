@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     reference::{Norm, norm_part_lanes},
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

@@ -2,7 +2,6 @@
 
 use cubecl::{ir::ElemType, prelude::*};
 
-use super::row::{BLOCK, PLANES};
 use crate::{
     capabilities::{conversion_of, is_cpu},
     cube::codec::Conversion,
@@ -10,6 +9,11 @@ use crate::{
     reference::{GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_planes},
     tensor::{FloatKind, Matrix},
 };
+
+/// Elements of a block.
+pub(crate) const BLOCK: usize = 16;
+/// Planes of a cube, where a row has no more.
+pub(crate) const PLANES: usize = 8;
 
 /// The forward of a norm or its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::plan::NormPlan;
+use super::plan::{BLOCK, NormPlan};
 use crate::{
     cube::{
         codec::{load, store},
@@ -11,11 +11,6 @@ use crate::{
     },
     gemm::arguments::thread_in_cta,
 };
-
-/// Elements of a block.
-pub(crate) const BLOCK: usize = 16;
-/// Planes of a cube, where a row has no more.
-pub(crate) const PLANES: usize = 8;
 
 /// A block of a row.
 #[derive(CubeType, Clone, Copy)]

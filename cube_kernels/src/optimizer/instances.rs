@@ -8,7 +8,7 @@ use super::{
     norm::{GradientSlotLaunch, SquarePlan, clip_factor_kernel, square_sums_kernel},
 };
 use crate::{
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

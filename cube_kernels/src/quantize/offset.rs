@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::buffer;
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at

@@ -13,7 +13,7 @@ use crate::{
     },
     memory::{allocate, download},
     reference::Question,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 /// Whether the device rounds stochastically by an instruction of its own.

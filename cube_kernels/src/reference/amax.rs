@@ -4,8 +4,8 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::load_rows,
     hadamard::{MAX_GROUP, transform_lanes},
+    load::load_rows,
     scaling::magnitudes,
     simd::{self, Isa, Task},
 };

@@ -1,38 +1,13 @@
-//! Loading blocks from a matrix, 16 at a time, and turning them into codes.
+//! Loading blocks along the rows of a matrix, 16 at a time, and turning blocks into codes.
 
 use super::{
     Element,
     hadamard::transform_lanes,
     philox,
     rounding::{nearest_code, stochastic_code},
-    simd::{Isa, Lanes, Tile, lanes},
+    simd::{Lanes, Tile, lanes},
 };
 use crate::{BLOCK, Hadamard, Rounding};
-
-/// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
-/// the matrix. The rows below, which are read next but one line of each only, are fetched ahead.
-#[inline(always)]
-pub(super) fn load_rows<T: Element, I: Isa>(
-    isa: I,
-    x: &[T],
-    (rows, cols): (usize, usize),
-    (row0, col0): (usize, usize),
-    tile: &mut [[f32; BLOCK]],
-) {
-    let (height, width) = (tile.len(), BLOCK.min(cols - col0));
-    for (r, row) in tile.iter_mut().enumerate() {
-        *row = [0f32; BLOCK];
-        if row0 + r < rows {
-            let at = (row0 + r) * cols + col0;
-            for (value, source) in row.iter_mut().zip(&x[at..][..width]) {
-                *value = source.to_f32();
-            }
-            if let Some(below) = x.get(at + height * cols) {
-                isa.prefetch(below);
-            }
-        }
-    }
-}
 
 /// Fills `rows` with 16 blocks of the rowwise tensor, transformed: those from `first` on, counted
 /// over the whole copy with `blocks` in each of its rows; zeros beyond it.

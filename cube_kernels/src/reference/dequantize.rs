@@ -7,10 +7,7 @@ use rayon::prelude::*;
 use crate::{
     BLOCK, QuantizedTensor, ScaleLayout, Usage,
     format::{e2m1, e4m3, swizzle},
-    reference::{
-        gemm::transpose,
-        simd::{self, Isa, Task},
-    },
+    reference::simd::{self, Isa, Task},
 };
 
 /// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source:
@@ -112,4 +109,26 @@ impl Task for Decode<'_> {
             }
         }
     }
+}
+
+/// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
+pub(super) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    const TILE: usize = 32;
+    let mut out = vec![0f32; rows * cols];
+    out.par_chunks_mut((TILE * rows).max(1))
+        .enumerate()
+        .for_each(|(chunk, out)| {
+            let col0 = chunk * TILE;
+            for row0 in (0..rows).step_by(TILE) {
+                for row in row0..rows.min(row0 + TILE) {
+                    for (c, &value) in x[row * cols + col0..][..TILE.min(cols - col0)]
+                        .iter()
+                        .enumerate()
+                    {
+                        out[c * rows + row] = value;
+                    }
+                }
+            }
+        });
+    out
 }

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::{
     decode_blocks,
-    dequantize::{compact_scales, decode_rows},
+    dequantize::{compact_scales, decode_rows, transpose},
     panels::panels,
     scaling::SCALE_RANGE,
 };
@@ -132,26 +132,4 @@ fn check(
         ));
     }
     Ok((a.outer(), b.outer(), a.blocks() * BLOCK))
-}
-
-/// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
-pub(super) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
-    const TILE: usize = 32;
-    let mut out = vec![0f32; rows * cols];
-    out.par_chunks_mut((TILE * rows).max(1))
-        .enumerate()
-        .for_each(|(chunk, out)| {
-            let col0 = chunk * TILE;
-            for row0 in (0..rows).step_by(TILE) {
-                for row in row0..rows.min(row0 + TILE) {
-                    for (c, &value) in x[row * cols + col0..][..TILE.min(cols - col0)]
-                        .iter()
-                        .enumerate()
-                    {
-                        out[c * rows + row] = value;
-                    }
-                }
-            }
-        });
-    out
 }

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::load_rows,
+    load::load_rows,
     simd::{Baseline, Isa},
 };
 use crate::{BLOCK, Hadamard, HadamardSize};

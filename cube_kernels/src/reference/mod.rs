@@ -20,6 +20,7 @@ mod embedding;
 mod gelu;
 mod gemm;
 mod hadamard;
+mod load;
 mod loss;
 mod ms_eden;
 mod mx;

@@ -6,8 +6,9 @@ use rayon::prelude::*;
 
 use super::{
     Element,
-    block::{encode_tile, load_blocks, load_rows},
+    block::{encode_tile, load_blocks},
     hadamard::{MAX_GROUP, transform_lanes},
+    load::load_rows,
     scaling::Scaler,
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };

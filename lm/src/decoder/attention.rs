@@ -7,10 +7,8 @@ use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_attention_qkv};
 use burn_nvfp4::nn::RmsNorm;
 
-use super::cache::{Chunk, KvCache};
+use super::call::Call;
 use super::names::Site;
-use super::observe::Observer;
-use super::packed_rows::PackedRows;
 use super::positions::{Places, Tables, rotate};
 use super::projection::Projection;
 
@@ -33,17 +31,6 @@ pub struct Attention {
     pub(super) head: usize,
     #[module(skip)]
     pub(super) window: Option<usize>,
-}
-
-/// What all layers of a call share.
-pub(super) struct Call<'a> {
-    pub tables: Tables,
-    /// Where documents lie that share rows; without it, a row is one.
-    pub rows: Option<&'a PackedRows>,
-    /// Where keys and values are kept; without it, sequences start at position 0.
-    pub cache: Option<(&'a mut KvCache, Chunk)>,
-    /// Sees what linear layers read.
-    pub observer: Option<&'a mut dyn Observer>,
 }
 
 impl Attention {

@@ -7,7 +7,7 @@ use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::functions::try_swiglu;
 use burn_nvfp4::nn::{Routing, most_probable};
 
-use super::attention::Call;
+use super::call::Call;
 use super::names::Site;
 use super::projection::{Experts, Projection};
 use crate::model::cast;

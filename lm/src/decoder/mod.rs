@@ -3,7 +3,7 @@
 //! - [`Decoder`]: the model, without a cache and with one.
 //! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
 //!   is which parameter.
-//! - [`lora`]: low-rank adapters beside frozen projections.
+//! - [`lora`]: low-rank adapters beside frozen projections; [`Decoder::into_lora`] adds them.
 //! - [`projection`]: the linear layers, in one of the forms that a weight may have.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
@@ -13,8 +13,10 @@
 //! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
 //! one global scale when they are quantized, which every engine that serves NVFP4 needs.
 
+mod adapters;
 pub mod attention;
 pub mod cache;
+mod call;
 pub mod feed_forward;
 pub mod generate;
 pub mod load;
@@ -41,7 +43,8 @@ use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm};
 
 use crate::hf::DecoderConfig;
 use crate::model::cast;
-use attention::{Attention, Call};
+use attention::Attention;
+use call::Call;
 use feed_forward::FeedForward;
 use observe::Observer;
 use positions::Positions;
@@ -142,6 +145,19 @@ impl Decoder {
             observer: None,
         };
         self.run(tokens, call)
+    }
+
+    /// [`features`](Self::features) of `tokens`, with every input of a linear layer shown to
+    /// `observer`.
+    ///
+    /// # Errors
+    /// As [`features`](Self::features), and those of the observer.
+    pub fn observed(
+        &self,
+        tokens: Tensor<2, Int>,
+        observer: &mut dyn Observer,
+    ) -> Result<Tensor<3>> {
+        self.without_cache(tokens, Some(observer))
     }
 
     /// [`features`](Self::features), with what linear layers read shown to `observer`.

@@ -192,12 +192,6 @@ impl DecoderConfig {
         fields.refuse_unknown()?;
         Ok(config)
     }
-
-    /// The fields of `config.json`, as transformers 4 has them and transformers 5 reads them.
-    /// `dtype` is that of the tensors, such as `bfloat16`.
-    pub fn to_json(&self, dtype: &str) -> Map<String, Value> {
-        super::config_json::to_json(self, dtype)
-    }
 }
 
 /// Fails for the `config.json` of a model whose weights are quantized.

@@ -5,58 +5,63 @@ use serde_json::{Map, Value, json};
 use super::config::{DecoderConfig, Family, FeedForwardConfig};
 use super::rope::RopeScaling;
 
-/// The fields of `config.json`. A model of this crate's own layout that no architecture has (layers
-/// of different windows in a Mixtral, say) cannot come from reading, and is not checked for.
-pub(super) fn to_json(config: &DecoderConfig, dtype: &str) -> Map<String, Value> {
-    let family = config.family;
-    let mut json = Map::new();
-    let mut set = |field: &str, value: Value| {
-        json.insert(field.to_owned(), value);
-    };
-    set("architectures", json!([family.architecture()]));
-    set("model_type", json!(family.model_type()));
-    set("torch_dtype", json!(dtype));
-    set("vocab_size", json!(config.vocab));
-    set("hidden_size", json!(config.d_model));
-    set("num_hidden_layers", json!(config.layers.len()));
-    set("num_attention_heads", json!(config.heads));
-    set("num_key_value_heads", json!(config.kv_heads));
-    set("head_dim", json!(config.head));
-    set("hidden_act", json!("silu"));
-    set("rms_norm_eps", json!(config.epsilon));
-    set("max_position_embeddings", json!(config.max_positions));
-    set("rope_theta", json!(config.rope.theta));
-    set("rope_scaling", rope_scaling(&config.rope.scaling));
-    set("tie_word_embeddings", json!(config.tied));
-    set("bos_token_id", json!(config.bos));
-    set("eos_token_id", tokens(&config.eos));
-    set("pad_token_id", json!(config.pad));
-    set("use_cache", json!(true));
-    if !matches!(family, Family::Mistral | Family::Mixtral) {
-        set("attention_bias", json!(config.attention_bias));
-    }
-    if family == Family::Llama {
-        set("mlp_bias", json!(config.mlp_bias));
-    } else {
-        let window = config.layers.iter().find_map(|layer| layer.window);
-        set("sliding_window", json!(window));
-        if family.has_qk_norm() {
-            set("use_sliding_window", json!(window.is_some()));
+impl DecoderConfig {
+    /// The fields of `config.json`, as transformers 4 has them and transformers 5 reads them.
+    /// `dtype` is that of the tensors, such as `bfloat16`.
+    ///
+    /// A model of this crate's own layout that no architecture has (layers of different windows in
+    /// a Mixtral, say) cannot come from reading, and is not checked for.
+    pub fn to_json(&self, dtype: &str) -> Map<String, Value> {
+        let family = self.family;
+        let mut json = Map::new();
+        let mut set = |field: &str, value: Value| {
+            json.insert(field.to_owned(), value);
+        };
+        set("architectures", json!([family.architecture()]));
+        set("model_type", json!(family.model_type()));
+        set("torch_dtype", json!(dtype));
+        set("vocab_size", json!(self.vocab));
+        set("hidden_size", json!(self.d_model));
+        set("num_hidden_layers", json!(self.layers.len()));
+        set("num_attention_heads", json!(self.heads));
+        set("num_key_value_heads", json!(self.kv_heads));
+        set("head_dim", json!(self.head));
+        set("hidden_act", json!("silu"));
+        set("rms_norm_eps", json!(self.epsilon));
+        set("max_position_embeddings", json!(self.max_positions));
+        set("rope_theta", json!(self.rope.theta));
+        set("rope_scaling", rope_scaling(&self.rope.scaling));
+        set("tie_word_embeddings", json!(self.tied));
+        set("bos_token_id", json!(self.bos));
+        set("eos_token_id", tokens(&self.eos));
+        set("pad_token_id", json!(self.pad));
+        set("use_cache", json!(true));
+        if !matches!(family, Family::Mistral | Family::Mixtral) {
+            set("attention_bias", json!(self.attention_bias));
         }
+        if family == Family::Llama {
+            set("mlp_bias", json!(self.mlp_bias));
+        } else {
+            let window = self.layers.iter().find_map(|layer| layer.window);
+            set("sliding_window", json!(window));
+            if family.has_qk_norm() {
+                set("use_sliding_window", json!(window.is_some()));
+            }
+        }
+        if family == Family::Qwen3 {
+            let full = self.layers.iter().take_while(|l| l.window.is_none());
+            set("max_window_layers", json!(full.count()));
+            let kinds = self.layers.iter().map(|layer| match layer.window {
+                None => "full_attention",
+                Some(_) => "sliding_attention",
+            });
+            set("layer_types", kinds.collect());
+        }
+        for (field, value) in feed_forward(self) {
+            json.insert(field.to_owned(), value);
+        }
+        json
     }
-    if family == Family::Qwen3 {
-        let full = config.layers.iter().take_while(|l| l.window.is_none());
-        set("max_window_layers", json!(full.count()));
-        let kinds = config.layers.iter().map(|layer| match layer.window {
-            None => "full_attention",
-            Some(_) => "sliding_attention",
-        });
-        set("layer_types", kinds.collect());
-    }
-    for (field, value) in feed_forward(config) {
-        json.insert(field.to_owned(), value);
-    }
-    json
 }
 
 /// The fields of the feed-forwards.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     attention::AttentionParams,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

@@ -3,9 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::backward::{
-    BackwardProblem, Blocks, Memory, Rows, STAGES, Sm90BackwardPlan, Tile, empty, full,
+use super::backward_problem::{
+    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Tile, empty, full,
 };
+use super::forward::STAGES;
 use crate::{
     attention::mma::{
         dkdv::{mask_weights, score_gradients, slopes_of, weigh},

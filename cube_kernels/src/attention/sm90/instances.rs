@@ -5,12 +5,13 @@ use half::bf16;
 
 use super::{
     super::{AttentionParams, mma::problem::MmaPlan},
-    backward::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan, sm90_backward_kernel},
+    backward::sm90_backward_kernel,
+    backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
     forward::{ScheduleLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
 };
 use crate::{
     attention::mma::{gradient::GradientViewLaunch, problem::ProblemLaunch},
-    registry::{Architectures, DummyDevice, Expected, Instance, instance},
+    registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

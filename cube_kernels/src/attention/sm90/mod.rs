@@ -2,6 +2,7 @@
 //! in registers, a producer warpgroup and consumer warpgroups.
 
 pub mod backward;
+pub mod backward_problem;
 pub mod forward;
 mod gradients;
 pub(crate) mod instances;
@@ -10,7 +11,8 @@ use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 
 use self::{
-    backward::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan, sm90_backward_kernel},
+    backward::sm90_backward_kernel,
+    backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
     forward::{Sm90Plan, sm90_forward_kernel},
 };
 use super::{

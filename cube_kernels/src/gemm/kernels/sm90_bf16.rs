@@ -37,14 +37,12 @@ use crate::{
             misfit, sms,
         },
         scheduler::{GroupedDim, place},
-        tiles::{SM90_BOX, SM90_TILE_M, Sm90Tile},
+        tiles::{SM90_BOX, SM90_TILE_K, SM90_TILE_M, Sm90Tile},
     },
     memory::address_type,
     moe::groups::extent,
 };
 
-/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
-pub const TILE_K: usize = 64;
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 
@@ -256,7 +254,7 @@ pub(super) fn fill_stage(
     mbarrier_wait_parity(empty + stage * 8u32, parity);
     mbarrier_arrive_expect_tx(
         full + stage * 8u32,
-        comptime!(((SM90_TILE_M + tile.n()) * TILE_K * 2) as u32),
+        comptime!(((SM90_TILE_M + tile.n()) * SM90_TILE_K * 2) as u32),
     );
     let s = stage as usize;
     let ready = &barriers[s];
@@ -394,7 +392,7 @@ fn produce(
                 let source = StageSource {
                     row,
                     column,
-                    depth: from + step * comptime!(TILE_K as u32),
+                    depth: from + step * comptime!(SM90_TILE_K as u32),
                     used,
                 };
                 fill_stage(
@@ -562,11 +560,11 @@ pub(super) fn major(operand: &Materialized) -> Major {
 /// rows of an operand that is MN-major. Its memory holds so many elements.
 pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> TensorMapArg<Tiled> {
     // A map may not be empty; with no contraction, none of it is read.
-    let depth = if k == 0 { TILE_K } else { k };
+    let depth = if k == 0 { SM90_TILE_K } else { k };
     let (shape, tile_size) = if operand.is_mn_major() {
-        ([depth, operand.rows], [TILE_K, SM90_BOX])
+        ([depth, operand.rows], [SM90_TILE_K, SM90_BOX])
     } else {
-        ([operand.rows, depth], [rows, TILE_K])
+        ([operand.rows, depth], [rows, SM90_TILE_K])
     };
     // SAFETY: the caller checked that the memory holds so many elements.
     let tensor = unsafe {

@@ -14,8 +14,8 @@ use cubecl::{
 use half::bf16;
 
 use super::sm90_bf16::{
-    A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, TILE_K, UNITS, b_stage,
-    check_sm90, fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
+    A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
+    fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };
 use crate::{
     Nvfp4Error,
@@ -34,7 +34,7 @@ use crate::{
         },
         scheduler::{GroupedDim, Place, place},
         stream_k::{StreamK, stages_of, tiles_of},
-        tiles::{SM90_TILE_M, Sm90Tile},
+        tiles::{SM90_TILE_K, SM90_TILE_M, Sm90Tile},
     },
     memory::{address_type, allocate},
     quantize::amax::zeros,
@@ -397,7 +397,7 @@ fn produce(
             let source = StageSource {
                 row: at.row,
                 column: at.column,
-                depth: step * comptime!(TILE_K as u32),
+                depth: step * comptime!(SM90_TILE_K as u32),
                 used,
             };
             fill_stage(

@@ -8,7 +8,7 @@ use super::{
     },
     BLOCKS, COLS, ELEMENTS, ROWS,
 };
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);

@@ -15,7 +15,7 @@ use super::kernels::{
     PrologueInputsArgs, ShapeLaunch, SourcePlan,
 };
 use crate::{
-    registry::{DummyDevice, Instance},
+    registry::instance::{DummyDevice, Instance},
     tensor::FloatKind,
 };
 

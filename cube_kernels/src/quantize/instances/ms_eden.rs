@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     cube::{hadamard::SignsLaunch, philox::RandomLaunch},
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 

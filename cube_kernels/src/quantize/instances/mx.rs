@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     format::block::ElementFormat,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {

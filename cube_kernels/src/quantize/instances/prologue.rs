@@ -4,7 +4,7 @@ use super::{
     super::kernels::{prologue_kernel, rms_norm_rstd_kernel},
     COLS, ELEMENTS, ROWS, prologue_inputs,
 };
-use crate::registry::{DummyDevice, Expected, Instance, instance};
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     cube::{block::BlockPlan, hadamard::SignsLaunch, philox::RandomLaunch},
     policy::{BlockScaling, ErrorNorm, HadamardSize},
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 /// Whether there are conversions to E2M1, to nearest and stochastic.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     moe::kernels::GroupRowsLaunch,
-    registry::{DummyDevice, Expected, Instance, instance},
+    registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {

@@ -1,9 +1,4 @@
-//! Instances of every kernel, made without a launch: what the tests compile to machine code on a
-//! machine without a GPU.
-//!
-//! Each module that has kernels makes their instances, in functions `instances(&DummyDevice) ->
-//! Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A test compares the
-//! kernels that it finds here with all that the crate defines.
+//! One instance of a kernel, and the device that it is specialized for.
 
 use std::sync::Arc;
 
@@ -16,7 +11,7 @@ use cubecl::{
     server::Handle,
 };
 
-use crate::{cube::codec::Conversion, gemm::instances::GemmInstance};
+use crate::{cube::codec::Conversion, gemm::specialization::GemmInstance};
 
 /// A device that kernels are specialized for, and that nothing is launched on.
 pub struct DummyDevice {
@@ -206,27 +201,7 @@ macro_rules! instance {
                 $($argument),*
             )
         };
-        $crate::registry::Instance::new(stringify!($kernel), $variant, $expected, kernel)
+        $crate::registry::instance::Instance::new(stringify!($kernel), $variant, $expected, kernel)
     }};
 }
 pub(crate) use instance;
-
-/// All instances that `device` uses.
-pub fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let modules = [
-        crate::activation::instances::instances,
-        crate::attention::instances::instances,
-        crate::embedding::instances::instances,
-        crate::gemm::instances::instances,
-        crate::graph::instances,
-        crate::loss::instances::instances,
-        crate::moe::instances::instances,
-        crate::norm::instances::instances,
-        crate::optimizer::instances::instances,
-        crate::quantize::instances::instances,
-    ];
-    modules
-        .iter()
-        .flat_map(|instances| instances(device))
-        .collect()
-}

@@ -1,0 +1,29 @@
+//! Loading 16 columns of a matrix, which is how blocks down its columns are read.
+
+use super::{Element, simd::Isa};
+use crate::BLOCK;
+
+/// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
+/// the matrix. The rows below, which are read next but one line of each only, are fetched ahead.
+#[inline(always)]
+pub(super) fn load_rows<T: Element, I: Isa>(
+    isa: I,
+    x: &[T],
+    (rows, cols): (usize, usize),
+    (row0, col0): (usize, usize),
+    tile: &mut [[f32; BLOCK]],
+) {
+    let (height, width) = (tile.len(), BLOCK.min(cols - col0));
+    for (r, row) in tile.iter_mut().enumerate() {
+        *row = [0f32; BLOCK];
+        if row0 + r < rows {
+            let at = (row0 + r) * cols + col0;
+            for (value, source) in row.iter_mut().zip(&x[at..][..width]) {
+                *value = source.to_f32();
+            }
+            if let Some(below) = x.get(at + height * cols) {
+                isa.prefetch(below);
+            }
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Instances of every kernel, made without a launch: what the tests compile to machine code on a
+//! machine without a GPU.
+//!
+//! Each module that has kernels makes their instances, in functions `instances(&DummyDevice) ->
+//! Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A test compares the
+//! kernels that it finds here with all that the crate defines.
+
+pub(crate) mod instance;
+
+pub use instance::{Architectures, DummyDevice, Expected, Instance};
+
+/// All instances that `device` uses.
+pub fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let modules = [
+        crate::activation::instances::instances,
+        crate::attention::instances::instances,
+        crate::embedding::instances::instances,
+        crate::gemm::instances::instances,
+        crate::graph::instances,
+        crate::loss::instances::instances,
+        crate::moe::instances::instances,
+        crate::norm::instances::instances,
+        crate::optimizer::instances::instances,
+        crate::quantize::instances::instances,
+    ];
+    modules
+        .iter()
+        .flat_map(|instances| instances(device))
+        .collect()
+}

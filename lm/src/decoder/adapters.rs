@@ -1,0 +1,195 @@
+//! A decoder with LoRA adapters: where they are, their first values, and the folder that PEFT loads.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Tensor, TensorData};
+use regex::Regex;
+use serde_json::json;
+
+use super::feed_forward::FeedForward;
+use super::lora::{Adapter, LoraConfig, LoraProjection};
+use super::names::{self, Part};
+use super::projection::Projection;
+use super::{Decoder, DecoderLayer};
+use crate::checkpoint::write_json;
+use crate::hf::{Dtype, FeedForwardConfig, NewFolder, TensorWriter, WHOLE_FILE};
+use crate::random::normal;
+
+/// The file of an adapter's tensors.
+const TENSORS: &str = "adapter_model.safetensors";
+/// The file that says what the adapter is.
+const CONFIG: &str = "adapter_config.json";
+
+impl Decoder {
+    /// The model with frozen parameters and adapters, which depend on `seed` and their names. It has
+    /// been made for [training](Self::into_training).
+    ///
+    /// # Errors
+    /// When the configuration is wrong, its targets match no module or one that cannot have an
+    /// adapter, or the model was not made for training.
+    pub fn into_lora(self, config: &LoraConfig, seed: u64) -> Result<Self> {
+        let targets = config.check()?;
+        self.refuse_experts(&targets)?;
+        let own = self.config.clone();
+        let mut model = self.no_grad();
+        let mut count = 0;
+        for (index, layer) in model.layers.iter_mut().enumerate() {
+            for (projection, parts) in projections(layer, &own, index) {
+                let adapters = adapters(projection, &parts, &targets, (config.rank, seed))?;
+                count += adapters.len();
+                if adapters.is_empty() {
+                    continue;
+                }
+                let Projection::Nvfp4(base) = projection.clone() else {
+                    bail!("adapters are beside projections that were made for training");
+                };
+                let scale = config.scale();
+                *projection = Projection::Lora(LoraProjection {
+                    base,
+                    adapters,
+                    scale,
+                });
+            }
+        }
+        ensure!(
+            count > 0,
+            "lora-targets is {:?}, which matches no projection such as {}self_attn.q_proj",
+            config.targets,
+            names::layer(0)
+        );
+        Ok(model.with_ids_of_paths())
+    }
+
+    /// Experts are one weight, which has no adapters.
+    fn refuse_experts(&self, targets: &Regex) -> Result<()> {
+        for (index, layer) in self.config.layers.iter().enumerate() {
+            let FeedForwardConfig::Moe { experts, .. } = layer.feed_forward else {
+                continue;
+            };
+            let moe = names::moe(self.config.family);
+            for expert in 0..experts {
+                for part in names::gate_up_down(self.config.family) {
+                    let name = format!("{}{moe}.experts.{expert}.{part}", names::layer(index));
+                    ensure!(
+                        !targets.is_match(&name),
+                        "lora-targets matches {name}, but experts cannot have adapters"
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// All adapters.
+    fn adapters(&self) -> Vec<&Adapter> {
+        let mut found = Vec::new();
+        for layer in &self.layers {
+            let attention = [&layer.attention.qkv, &layer.attention.out];
+            let dense = match &layer.feed_forward {
+                FeedForward::Dense(dense) => vec![&dense.gate_up, &dense.down],
+                FeedForward::Moe(_) => vec![],
+            };
+            for projection in attention.into_iter().chain(dense) {
+                if let Projection::Lora(lora) = projection {
+                    found.extend(&lora.adapters);
+                }
+            }
+        }
+        found
+    }
+
+    /// Writes the adapters to the new folder `out`, as PEFT loads them for the model `base`.
+    ///
+    /// # Errors
+    /// When there is none, the folder has files, or the disk refuses.
+    pub fn save_adapter(&self, out: &Path, config: &LoraConfig, base: &Path) -> Result<()> {
+        let adapters = self.adapters();
+        ensure!(!adapters.is_empty(), "the model has no adapter");
+        let new = NewFolder::create(out)?;
+        let names: Vec<&str> = adapters.iter().map(|adapter| &*adapter.name).collect();
+        let json = json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": config.rank,
+            "lora_alpha": config.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "inference_mode": true,
+            "target_modules": names,
+        });
+        write_json(&new.path().join(CONFIG), &json)?;
+        let mut writer = TensorWriter::create(new.path(), u64::MAX)?;
+        for adapter in adapters {
+            for (part, weight) in [("lora_A", &adapter.a), ("lora_B", &adapter.b)] {
+                let name = format!("base_model.model.{}.{part}.weight", adapter.name);
+                let weight = weight.val().transpose();
+                let shape = weight.dims();
+                let data = weight.into_data().convert_dtype(DType::F32);
+                writer.add(&name, Dtype::F32, &shape, data.as_bytes())?;
+            }
+        }
+        writer.finish()?;
+        let written = new.path().join(WHOLE_FILE);
+        fs::rename(&written, new.path().join(TENSORS))
+            .with_context(|| written.display().to_string())?;
+        new.finish()
+    }
+}
+
+/// The projections of layer `index`, with the modules that each consists of.
+fn projections<'a>(
+    layer: &'a mut DecoderLayer,
+    config: &crate::hf::DecoderConfig,
+    index: usize,
+) -> Vec<(&'a mut Projection, Vec<Part>)> {
+    let attention = &mut layer.attention;
+    let mut all = vec![
+        (&mut attention.qkv, names::qkv(config, index)),
+        (&mut attention.out, names::out(config, index)),
+    ];
+    if let FeedForward::Dense(dense) = &mut layer.feed_forward {
+        let hidden = dense.gate_up.dense().0.dims()[1] / 2;
+        all.push((&mut dense.gate_up, names::gate_up(hidden, index)));
+        all.push((&mut dense.down, names::down(config, index)));
+    }
+    all
+}
+
+/// New adapters of the modules `parts` of `projection` that are targets.
+fn adapters(
+    projection: &Projection,
+    parts: &[Part],
+    targets: &Regex,
+    (rank, seed): (usize, u64),
+) -> Result<Vec<Adapter>> {
+    let (weight, _) = projection.dense();
+    let ([d_in, _], device) = (weight.dims(), weight.device());
+    let mut first = 0;
+    let mut found = Vec::new();
+    for Part { name, outputs } in parts {
+        if targets.is_match(name) {
+            ensure!(
+                rank <= d_in.min(*outputs),
+                "lora is {rank}, but {name} is [{outputs}, {d_in}]: the rank must be at most its \
+                 smaller side"
+            );
+            // The deviation of PEFT's uniform initial values.
+            let values = normal(seed, name, d_in * rank, (3.0 * d_in as f64).powf(-0.5));
+            let a = Tensor::from_data(TensorData::new(values, [d_in, rank]), (&device, DType::F32));
+            let b = Tensor::zeros([rank, *outputs], (&device, DType::F32));
+            found.push(Adapter {
+                a: Param::from_tensor(a.require_grad()),
+                b: Param::from_tensor(b.require_grad()),
+                name: name.clone(),
+                first,
+            });
+        }
+        first += outputs;
+    }
+    Ok(found)
+}

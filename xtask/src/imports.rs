@@ -1,0 +1,358 @@
+//! Circles of imports between the files of a crate: there must be none.
+//!
+//! A file imports another when it names an item that is defined there, in a `use` or in a path,
+//! whatever the re-exports between the two. What a module offers again (`pub use`) is no import, and
+//! neither is `mod`. Methods are not seen, nor is what is compiled for tests alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use proc_macro2::{TokenStream, TokenTree};
+use syn::visit::{self, Visit};
+use syn::{Attribute, Item, ItemMod, ItemUse, UseTree, Visibility};
+
+use crate::workspace;
+
+/// Looks at all crates of the workspace.
+pub fn run() -> Result<()> {
+    let mut circles = 0;
+    for folder in workspace::members()? {
+        for root in ["src/lib.rs", "src/main.rs"] {
+            let root = folder.join(root);
+            if root.exists() {
+                let found = circles_of(&root)?;
+                circles += found.len();
+                found.iter().for_each(|circle| println!("{circle}"));
+            }
+        }
+    }
+    ensure!(
+        circles == 0,
+        "{circles} circles of imports between files: move what two files share to a third"
+    );
+    println!("no circles of imports between files");
+    Ok(())
+}
+
+/// The circles of a crate, each with its files and what they take from each other.
+fn circles_of(root: &Path) -> Result<Vec<String>> {
+    let source = root.parent().context("a file is in a folder")?;
+    let mut tree = Tree::default();
+    tree.read(root, source, Vec::new())?;
+    let imports = tree.imports();
+    let mut graph: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+    for (from, to) in imports.keys() {
+        graph.entry(*from).or_default().insert(*to);
+    }
+    let name = |file: usize| tree.files[file].strip_prefix(workspace::root());
+    let mut all = Vec::new();
+    for circle in connected(&graph, tree.files.len()) {
+        let mut text = format!("a circle of {} files:", circle.len());
+        for ((from, to), names) in &imports {
+            if circle.contains(from) && circle.contains(to) {
+                let names: Vec<&str> = names.iter().map(|name| &**name).collect();
+                let (from, to) = (name(*from)?.display(), name(*to)?.display());
+                text += &format!("\n  {from} -> {to}: {}", names.join(", "));
+            }
+        }
+        all.push(text);
+    }
+    Ok(all)
+}
+
+/// Sets of more than one node that all reach each other.
+fn connected(graph: &BTreeMap<usize, BTreeSet<usize>>, nodes: usize) -> Vec<BTreeSet<usize>> {
+    let reach: Vec<BTreeSet<usize>> = (0..nodes)
+        .map(|node| {
+            let (mut seen, mut open) = (BTreeSet::new(), vec![node]);
+            while let Some(node) = open.pop() {
+                for next in graph.get(&node).into_iter().flatten() {
+                    if seen.insert(*next) {
+                        open.push(*next);
+                    }
+                }
+            }
+            seen
+        })
+        .collect();
+    let mut all = BTreeSet::new();
+    for node in 0..nodes {
+        let both = |other: &usize| reach[*other].contains(&node);
+        let circle: BTreeSet<usize> = reach[node].iter().copied().filter(both).collect();
+        if circle.len() > 1 {
+            all.insert(circle);
+        }
+    }
+    all.into_iter().collect()
+}
+
+/// A name that a module has from elsewhere.
+struct Import {
+    /// As it is written, from the module on.
+    path: Vec<String>,
+    /// Whether others can take it from here.
+    is_offered: bool,
+}
+
+/// A module: what is defined in it, and what it imports.
+#[derive(Default)]
+struct Module {
+    file: usize,
+    children: BTreeSet<String>,
+    items: BTreeSet<String>,
+    imports: BTreeMap<String, Import>,
+    globs: Vec<Vec<String>>,
+    /// Paths in code.
+    paths: BTreeSet<Vec<String>>,
+}
+
+/// The modules of a crate, by their paths.
+#[derive(Default)]
+struct Tree {
+    files: Vec<PathBuf>,
+    modules: BTreeMap<Vec<String>, Module>,
+}
+
+/// What is compiled for tests alone.
+fn is_test(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        attribute.path().is_ident("cfg")
+            && matches!(&attribute.meta, syn::Meta::List(list)
+                if list.tokens.to_string().split(|c: char| !c.is_alphanumeric())
+                    .any(|word| word == "test"))
+    })
+}
+
+impl Tree {
+    /// Reads the module `path`, whose file is `file` and whose children are in `folder`.
+    fn read(&mut self, file: &Path, folder: &Path, path: Vec<String>) -> Result<()> {
+        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        let parsed = syn::parse_file(&text).with_context(|| file.display().to_string())?;
+        self.files.push(file.to_owned());
+        self.fill(self.files.len() - 1, &parsed.items, folder, path)
+    }
+
+    fn fill(
+        &mut self,
+        file: usize,
+        items: &[Item],
+        folder: &Path,
+        path: Vec<String>,
+    ) -> Result<()> {
+        let mut module = Module {
+            file,
+            ..Module::default()
+        };
+        for item in items {
+            if let Item::Mod(child) = item {
+                self.child(file, child, folder, &path, &mut module)?;
+            } else {
+                module.visit_item(item);
+            }
+        }
+        self.modules.insert(path, module);
+        Ok(())
+    }
+
+    fn child(
+        &mut self,
+        file: usize,
+        child: &ItemMod,
+        folder: &Path,
+        path: &[String],
+        module: &mut Module,
+    ) -> Result<()> {
+        if is_test(&child.attrs) {
+            return Ok(());
+        }
+        let name = child.ident.to_string();
+        let mut path = path.to_vec();
+        path.push(name.clone());
+        let folder = folder.join(&name);
+        module.children.insert(name.clone());
+        if let Some((_, items)) = &child.content {
+            return self.fill(file, items, &folder, path);
+        }
+        let (alone, inside) = (folder.with_extension("rs"), folder.join("mod.rs"));
+        match (alone.exists(), inside.exists()) {
+            (true, _) => self.read(&alone, &folder, path),
+            (false, true) => self.read(&inside, &folder, path),
+            _ => bail!("no file of module {name}: {}", alone.display()),
+        }
+    }
+
+    /// Who takes what from whom, without the names that a file takes from itself.
+    fn imports(&self) -> BTreeMap<(usize, usize), BTreeSet<String>> {
+        let mut all: BTreeMap<(usize, usize), BTreeSet<String>> = BTreeMap::new();
+        for (at, module) in &self.modules {
+            let own = module.imports.values().filter(|import| !import.is_offered);
+            let own = own.map(|import| &import.path);
+            for path in own.chain(&module.paths) {
+                let Some((file, name)) = self.find(at, path, 0) else {
+                    continue;
+                };
+                if file != module.file {
+                    all.entry((module.file, file)).or_default().insert(name);
+                }
+            }
+        }
+        all
+    }
+
+    /// The file that defines what the module `at` calls `path`, and its name there; nothing for
+    /// modules and for what is not of this crate.
+    fn find(&self, at: &[String], path: &[String], depth: usize) -> Option<(usize, String)> {
+        // Re-exports of each other, which the compiler refuses unless they are globs.
+        if depth > 16 {
+            return None;
+        }
+        let mut at = at.to_vec();
+        let mut rest = path;
+        let mut is_first = true;
+        while let [first, others @ ..] = rest {
+            let module = self.modules.get(&at)?;
+            match first.as_str() {
+                "crate" => at.clear(),
+                "self" => {}
+                "super" => at.truncate(at.len().checked_sub(1)?),
+                name if module.items.contains(name) => return Some((module.file, name.to_owned())),
+                name if module.children.contains(name) => at.push(name.to_owned()),
+                name => {
+                    if let Some(import) = module.imports.get(name) {
+                        // `use rayon;`, or a name of this crate that shadows no module.
+                        if import.path.len() == 1 && import.path[0] == name {
+                            return None;
+                        }
+                        let path: Vec<String> = import.path.iter().chain(others).cloned().collect();
+                        return self.find(&at, &path, depth + 1);
+                    }
+                    let glob = module.globs.iter().find_map(|glob| {
+                        let path: Vec<String> = glob.iter().chain(rest).cloned().collect();
+                        self.find(&at, &path, depth + 1)
+                    });
+                    // What a derive or a macro makes is not seen, but named in full elsewhere.
+                    return match is_first || depth > 0 && glob.is_some() {
+                        true => glob,
+                        false => glob.or_else(|| Some((module.file, name.to_owned()))),
+                    };
+                }
+            }
+            is_first = false;
+            rest = others;
+        }
+        None
+    }
+}
+
+impl Module {
+    fn add_use(&mut self, tree: &UseTree, mut prefix: Vec<String>, is_offered: bool) {
+        match tree {
+            UseTree::Path(path) => {
+                prefix.push(path.ident.to_string());
+                self.add_use(&path.tree, prefix, is_offered);
+            }
+            UseTree::Group(group) => {
+                for tree in &group.items {
+                    self.add_use(tree, prefix.clone(), is_offered);
+                }
+            }
+            UseTree::Glob(_) => self.globs.push(prefix),
+            UseTree::Name(name) if name.ident == "self" => {
+                let last = prefix.last().cloned().unwrap_or_default();
+                self.import(last, prefix, is_offered);
+            }
+            UseTree::Name(name) => {
+                let name = name.ident.to_string();
+                prefix.push(name.clone());
+                self.import(name, prefix, is_offered);
+            }
+            UseTree::Rename(rename) => {
+                prefix.push(rename.ident.to_string());
+                let mut name = rename.rename.to_string();
+                if name == "_" {
+                    name = prefix.join("::");
+                }
+                self.import(name, prefix, is_offered);
+            }
+        }
+    }
+
+    fn import(&mut self, name: String, path: Vec<String>, is_offered: bool) {
+        self.imports.insert(name, Import { path, is_offered });
+    }
+
+    /// The paths in the tokens of a macro.
+    fn add_tokens(&mut self, tokens: TokenStream) {
+        let mut path: Vec<String> = Vec::new();
+        let mut colons = 0;
+        for token in tokens {
+            match token {
+                TokenTree::Ident(ident) => {
+                    if colons != 2 {
+                        self.paths.extend((!path.is_empty()).then(|| path.clone()));
+                        path.clear();
+                    }
+                    path.push(ident.to_string());
+                    colons = 0;
+                }
+                TokenTree::Punct(punct) if punct.as_char() == ':' => colons += 1,
+                other => {
+                    self.paths.extend((!path.is_empty()).then(|| path.clone()));
+                    path.clear();
+                    colons = 0;
+                    if let TokenTree::Group(group) = other {
+                        self.add_tokens(group.stream());
+                    }
+                }
+            }
+        }
+        self.paths.extend((!path.is_empty()).then_some(path));
+    }
+}
+
+impl<'a> Visit<'a> for Module {
+    fn visit_item(&mut self, item: &'a Item) {
+        let (attributes, name) = match item {
+            Item::Const(item) => (&item.attrs, Some(&item.ident)),
+            Item::Enum(item) => (&item.attrs, Some(&item.ident)),
+            Item::Fn(item) => (&item.attrs, Some(&item.sig.ident)),
+            Item::Impl(item) => (&item.attrs, None),
+            Item::Macro(item) => (&item.attrs, item.ident.as_ref()),
+            Item::Static(item) => (&item.attrs, Some(&item.ident)),
+            Item::Struct(item) => (&item.attrs, Some(&item.ident)),
+            Item::Trait(item) => (&item.attrs, Some(&item.ident)),
+            Item::Type(item) => (&item.attrs, Some(&item.ident)),
+            Item::Union(item) => (&item.attrs, Some(&item.ident)),
+            _ => return visit::visit_item(self, item),
+        };
+        if !is_test(attributes) {
+            self.items.extend(name.map(ToString::to_string));
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'a ItemUse) {
+        if !is_test(&item.attrs) {
+            let is_offered = !matches!(item.vis, Visibility::Inherited);
+            self.add_use(&item.tree, Vec::new(), is_offered);
+        }
+    }
+
+    fn visit_path(&mut self, path: &'a syn::Path) {
+        if path.leading_colon.is_none() {
+            let names = path.segments.iter().map(|part| part.ident.to_string());
+            self.paths.insert(names.collect());
+        }
+        visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, call: &'a syn::Macro) {
+        self.add_tokens(call.tokens.clone());
+        visit::visit_macro(self, call);
+    }
+
+    /// Attributes name helpers of derives, and documents.
+    fn visit_attribute(&mut self, _attribute: &'a Attribute) {}
+}
