@@ -9,8 +9,8 @@ use burn_core::tensor::{DType, FloatDType, Int, Tensor};
 use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Storage, Usage};
 
 use crate::ops::{
-    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4Ops, Operand, QuantParams,
-    QuantUsages, QuantizedData, QuantizedMatrix, RowGroups,
+    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand,
+    QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, RowGroups,
 };
 use crate::validate;
 

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
-use crate::{book, packages, results, setup, tools, unified};
+use crate::{book, imports, packages, results, setup, tools, unified};
 
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {
@@ -34,6 +34,7 @@ pub fn run() -> Result<ExitCode> {
     };
 
     stage("format", &mut || cargo(&["fmt", "--all", "--check"]));
+    stage("circles of imports", &mut imports::run);
     stage("set-up", &mut || setup::run(&setup::Args::default()));
     // Of its own, so that the time of the tests is theirs.
     stage("test build", &mut || {

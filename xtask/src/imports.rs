@@ -18,9 +18,9 @@ use crate::workspace;
 /// Looks at all crates of the workspace.
 pub fn run() -> Result<()> {
     let mut circles = 0;
-    for folder in workspace::members()? {
+    for member in workspace::members()? {
         for root in ["src/lib.rs", "src/main.rs"] {
-            let root = folder.join(root);
+            let root = member.folder.join(root);
             if root.exists() {
                 let found = circles_of(&root)?;
                 circles += found.len();
@@ -46,14 +46,18 @@ fn circles_of(root: &Path) -> Result<Vec<String>> {
     for (from, to) in imports.keys() {
         graph.entry(*from).or_default().insert(*to);
     }
-    let name = |file: usize| tree.files[file].strip_prefix(workspace::root());
+    let root = workspace::root();
+    let name = |file: usize| {
+        let path = &tree.files[file];
+        path.strip_prefix(&root).unwrap_or(path).display()
+    };
     let mut all = Vec::new();
     for circle in connected(&graph, tree.files.len()) {
         let mut text = format!("a circle of {} files:", circle.len());
         for ((from, to), names) in &imports {
             if circle.contains(from) && circle.contains(to) {
                 let names: Vec<&str> = names.iter().map(|name| &**name).collect();
-                let (from, to) = (name(*from)?.display(), name(*to)?.display());
+                let (from, to) = (name(*from), name(*to));
                 text += &format!("\n  {from} -> {to}: {}", names.join(", "));
             }
         }
@@ -217,8 +221,13 @@ impl Tree {
                 "crate" => at.clear(),
                 "self" => {}
                 "super" => at.truncate(at.len().checked_sub(1)?),
+                // A function may have the name of a module, which has something behind it.
+                name if module.children.contains(name)
+                    && !(others.is_empty() && module.items.contains(name)) =>
+                {
+                    at.push(name.to_owned());
+                }
                 name if module.items.contains(name) => return Some((module.file, name.to_owned())),
-                name if module.children.contains(name) => at.push(name.to_owned()),
                 name => {
                     if let Some(import) = module.imports.get(name) {
                         // `use rayon;`, or a name of this crate that shadows no module.
@@ -355,4 +364,74 @@ impl<'a> Visit<'a> for Module {
 
     /// Attributes name helpers of derives, and documents.
     fn visit_attribute(&mut self, _attribute: &'a Attribute) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The circles of a crate of these files.
+    fn circles(name: &str, files: &[(&str, &str)]) -> Vec<String> {
+        let folder = workspace::target_folder()
+            .unwrap()
+            .join("imports")
+            .join(name);
+        let _ = fs::remove_dir_all(&folder);
+        for (file, text) in files {
+            let path = folder.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        circles_of(&folder.join("lib.rs")).unwrap()
+    }
+
+    #[test]
+    fn a_circle_is_found_behind_re_exports() {
+        let found = circles(
+            "circle",
+            &[
+                ("lib.rs", "mod a;\nmod b;\npub use b::inner::Thing;"),
+                (
+                    "a.rs",
+                    "use crate::Thing;\npub fn make() -> Thing { Thing }",
+                ),
+                ("b/mod.rs", "pub mod inner;"),
+                (
+                    "b/inner.rs",
+                    "pub struct Thing;\nfn again() { drop(vec![super::super::a::make()]) }",
+                ),
+            ],
+        );
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(
+            found[0].contains("a.rs -> ") && found[0].contains(": Thing"),
+            "{found:?}"
+        );
+        assert!(
+            found[0].contains("inner.rs -> ") && found[0].contains(": make"),
+            "{found:?}"
+        );
+    }
+
+    #[test]
+    fn parents_tests_and_re_exports_are_no_circle() {
+        let found = circles(
+            "none",
+            &[
+                (
+                    "lib.rs",
+                    "mod a;\nmod b;\npub use a::first;\npub struct Root;",
+                ),
+                (
+                    "a.rs",
+                    "use crate::Root;\nuse crate::b::second;\npub fn first(_: Root) { second() }",
+                ),
+                (
+                    "b.rs",
+                    "pub fn second() {}\n#[cfg(test)]\nmod tests { use crate::a::first; }",
+                ),
+            ],
+        );
+        assert_eq!(found, Vec::<String>::new());
+    }
 }

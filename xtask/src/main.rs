@@ -10,6 +10,7 @@
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
+//! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
@@ -17,6 +18,7 @@
 mod book;
 mod ci;
 mod counts;
+mod imports;
 mod machine_code;
 mod packages;
 mod results;
@@ -60,6 +62,8 @@ enum Command {
     MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
+    /// Check that no files of a crate import each other in a circle
+    Imports,
     /// Build the book into the target folder and check the links of all documents
     Book,
     /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
@@ -78,6 +82,7 @@ fn main() -> ExitCode {
         Command::Package => packages::run().map(done),
         Command::MachineCode(args) => machine_code::run(&args),
         Command::Licenses => ci::licences().map(done),
+        Command::Imports => imports::run().map(done),
         Command::Book => book::run().map(done),
         Command::Results(args) => results::run(&args).map(done),
         Command::Ci => ci::run(),

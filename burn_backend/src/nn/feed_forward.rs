@@ -11,11 +11,11 @@ use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::{PartIds, parts, side_by_side};
+use super::parts::{LinearPart, PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
-use crate::ops::{FeedForwardSpec, LinearContext, LinearParams, LinearSpec, Nvfp4Ops, RowGroups};
+use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
@@ -172,21 +172,6 @@ impl Nvfp4SwiGlu {
             linear_outer,
         };
         (swiglu, self.down.into_linear())
-    }
-}
-
-/// A linear layer as a part of a feed-forward, with one weight or one for each group of rows.
-pub(super) struct LinearPart<const W: usize, const B: usize> {
-    pub weight: Tensor<W>,
-    pub bias: Option<Tensor<B>>,
-    pub spec: (LinearSpec, LinearContext),
-}
-
-impl<const W: usize, const B: usize> LinearPart<W, B> {
-    /// Whether the output for the input `x` has a gradient.
-    pub fn tracks(&self, x: &Tensor<2>) -> bool {
-        let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
-        x.is_tracked() || self.weight.is_tracked() || bias
     }
 }
 

@@ -8,8 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::feed_forward::LinearPart;
-use super::parts::{PartIds, apart};
+use super::parts::{LinearPart, PartIds, apart};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,

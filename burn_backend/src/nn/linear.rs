@@ -8,7 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::feed_forward::LinearPart;
+use super::parts::LinearPart;
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
 use crate::parallel::warn_of_distributed_weight;

@@ -4,6 +4,8 @@ use burn_core::module::{Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_nn::Linear;
 
+use crate::ops::{LinearContext, LinearSpec};
+
 /// The ids of the parameters of a layer that is part of another.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PartIds {
@@ -19,6 +21,21 @@ impl PartIds {
             bias: linear.bias.as_ref().map(|bias| bias.id),
         };
         linears.iter().map(ids).collect()
+    }
+}
+
+/// A linear layer as a part of a feed-forward, with one weight or one for each group of rows.
+pub(super) struct LinearPart<const W: usize, const B: usize> {
+    pub weight: Tensor<W>,
+    pub bias: Option<Tensor<B>>,
+    pub spec: (LinearSpec, LinearContext),
+}
+
+impl<const W: usize, const B: usize> LinearPart<W, B> {
+    /// Whether the output for the input `x` has a gradient.
+    pub fn tracks(&self, x: &Tensor<2>) -> bool {
+        let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
+        x.is_tracked() || self.weight.is_tracked() || bias
     }
 }
 

@@ -4,12 +4,12 @@ use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape, Slice};
 use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
 
-use super::Nvfp4Ops;
-use super::operands::cast;
+use super::Nvfp4KernelOps;
+use super::dtype::cast;
 use super::tensors::{MaybeTensor, QuantizedData, QuantizedMatrix, RowGroups};
 
 /// `source`, with one amax for each group of rows, as a tensor with one for each row.
-pub(super) fn with_amax_per_row<B: Nvfp4Ops>(
+pub(super) fn with_amax_per_row<B: Nvfp4KernelOps>(
     source: QuantizedMatrix<B>,
     groups: &RowGroups<B>,
 ) -> QuantizedMatrix<B> {

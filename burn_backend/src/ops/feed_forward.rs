@@ -20,7 +20,7 @@ use super::layers::Activation;
 use super::linear::{self, Fprop, LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::QuantSource;
 use super::{
-    LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops, RowGroups, float_dtype,
+    LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4KernelOps, RowGroups, float_dtype,
 };
 
 /// How a feed-forward is computed.
@@ -38,7 +38,7 @@ pub struct FeedForwardSpec {
 }
 
 /// The output of a feed-forward whose gradients are not required.
-pub(super) fn infer<B: Nvfp4Ops>(
+pub(super) fn infer<B: Nvfp4KernelOps>(
     x: FloatTensor<B>,
     input: LinearParams<B>,
     output: LinearParams<B>,
@@ -77,7 +77,7 @@ struct SavedFeedForward<B: Backend> {
 #[derive(Debug)]
 struct FeedForward;
 
-impl<B: Nvfp4Ops> Backward<B, 5> for FeedForward {
+impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
     type State = SavedFeedForward<B>;
 
     fn backward(
@@ -137,7 +137,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
 }
 
 /// A feed-forward whose operation autodiff tracks; `groups` are those of the inner backend.
-pub(super) fn track<B: Nvfp4Ops, C: CheckpointStrategy>(
+pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     input: LinearParams<Autodiff<B, C>>,
     output: LinearParams<Autodiff<B, C>>,

@@ -9,13 +9,12 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{BlockShape, Storage, Usage};
 
 use super::context::Slot;
-use super::operands::{
-    PairSpec, QuantSource, cast, quantize, quantize_pair, requantize, storage_of,
-};
+use super::dtype::cast;
+use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize, storage_of};
 use super::probe::OperandSource;
 use super::{
-    BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops,
-    Operand, OperandSpec, RowGroups, float_dtype,
+    BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
+    Nvfp4KernelOps, Operand, OperandSpec, RowGroups, float_dtype,
 };
 
 /// Gradients of `x`, `w` and the bias, as far as they are required.
@@ -53,7 +52,7 @@ pub(crate) struct SavedForBackward<B: Backend> {
     groups: RowGroups<B>,
 }
 
-impl<B: Nvfp4Ops> SavedForBackward<B> {
+impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
@@ -155,7 +154,7 @@ pub(super) struct Fprop<B: Backend> {
     dtype: FloatDType,
 }
 
-impl<B: Nvfp4Ops> Fprop<B> {
+impl<B: Nvfp4KernelOps> Fprop<B> {
     /// The output.
     pub(super) fn run(self) -> FloatTensor<B> {
         B::nvfp4_gemm(self.x, self.w, self.bias, self.groups, self.dtype)
@@ -163,7 +162,7 @@ impl<B: Nvfp4Ops> Fprop<B> {
 }
 
 /// The output of a layer whose gradients are not required.
-pub(super) fn infer<B: Nvfp4Ops>(
+pub(super) fn infer<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     params: LinearParams<B>,
     groups: &RowGroups<B>,
@@ -185,7 +184,7 @@ pub(super) fn infer<B: Nvfp4Ops>(
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
 }
 
-impl<B: Nvfp4Ops> LinearRequest<B> {
+impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// The output, and the operands of `x` and `w` for the backward.
     pub(crate) fn forward(self) -> (FloatTensor<B>, SavedForBackward<B>) {
         let (fprop, saved) = self.quantize(false);
@@ -416,7 +415,7 @@ impl<B: Backend> RowGroups<B> {
 ///
 /// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up
 /// to 256 times as many sums.
-fn bias_grad<B: Nvfp4Ops>(dy: FloatTensor<B>, groups: &RowGroups<B>) -> FloatTensor<B> {
+fn bias_grad<B: Nvfp4KernelOps>(dy: FloatTensor<B>, groups: &RowGroups<B>) -> FloatTensor<B> {
     if let Some(offsets) = groups.offsets() {
         return B::nvfp4_segment_sum(dy, offsets.clone());
     }

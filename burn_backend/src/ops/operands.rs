@@ -9,16 +9,17 @@ use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
 
+use super::dtype::cast;
 use super::spec::{OperandSpec, QuantParams};
 use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
-use super::{Nvfp4Ops, float_dtype};
+use super::{Nvfp4KernelOps, float_dtype};
 
 /// What is quantized.
 #[derive(Clone, Debug)]
 pub(crate) enum QuantSource<B: Backend> {
     /// A matrix, or a stack of weights.
     Matrix(FloatTensor<B>),
-    /// What [`nvfp4_quantize_activation`](Nvfp4Ops::nvfp4_quantize_activation) quantizes.
+    /// What [`nvfp4_quantize_activation`](Nvfp4KernelOps::nvfp4_quantize_activation) quantizes.
     Activation {
         /// Which activation.
         activation: Activation,
@@ -29,7 +30,7 @@ pub(crate) enum QuantSource<B: Backend> {
     },
 }
 
-impl<B: Nvfp4Ops> QuantSource<B> {
+impl<B: Nvfp4KernelOps> QuantSource<B> {
     /// Rows and columns; of a stack, those of the last matrix.
     pub(super) fn shape(&self) -> (usize, usize) {
         let last_two = |x: &FloatTensor<B>| {
@@ -126,7 +127,7 @@ fn dequantizes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
 
 /// The operand of `x` by `spec`, contracted along `usage`. In 1x16 blocks it has this `storage`.
 /// Without quantization it has the type `dtype`, that of the activations.
-pub(super) fn quantize<B: Nvfp4Ops>(
+pub(super) fn quantize<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
@@ -172,7 +173,7 @@ pub(super) struct PairSpec<'a> {
 }
 
 /// The rowwise and the columnwise operand of `x`, from one read of it where one kernel makes both.
-pub(super) fn quantize_pair<B: Nvfp4Ops>(
+pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &PairSpec<'_>,
@@ -237,7 +238,7 @@ fn is_one_kernel<B: Backend>(groups: &RowGroups<B>, row: &QuantParams, col: &Qua
 
 /// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, `groups`
 /// being those of the matrix that `forward` was quantized from.
-pub(super) fn requantize<B: Nvfp4Ops>(
+pub(super) fn requantize<B: Nvfp4KernelOps>(
     forward: Operand<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
@@ -298,13 +299,4 @@ fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
 pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTensor<B> {
     let [rows, cols] = [w.shape()[0], w.shape()[1]];
     B::float_reshape(w, Shape::new([count, rows / count, cols]))
-}
-
-/// `tensor` as `dtype`; no operation when it is already.
-pub(super) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    if float_dtype(tensor.dtype()) == dtype {
-        tensor
-    } else {
-        B::float_cast(tensor, dtype)
-    }
 }

@@ -8,7 +8,7 @@ use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_kernels::{Format, Layout, Usage};
 
-use super::{MaybeTensor, Nvfp4Ops, Operand, OperandSpec, QuantizedData};
+use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};
 
 /// Elements of an operand that a sample reads, about; at least one row of each matrix.
 const SAMPLE_ELEMENTS: usize = 1 << 18;
@@ -91,7 +91,7 @@ impl Probe {
 
     /// Records a sample of `operand`, quantized from `source` as `spec` says: stored rows that are
     /// evenly spaced, so that every expert has its share of them.
-    pub(crate) fn record<B: Nvfp4Ops>(
+    pub(crate) fn record<B: Nvfp4KernelOps>(
         &self,
         source: OperandSource<'_, B>,
         operand: &Operand<B>,

@@ -6,11 +6,11 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, Shape, Slice};
 
+use super::dtype::cast;
 use super::float_dtype;
-use super::operands::cast;
 use super::tensors::{MaybeTensor, UnpermuteGradients};
 
-/// See [`nvfp4_sum_rows`](super::Nvfp4Ops::nvfp4_sum_rows).
+/// See [`nvfp4_sum_rows`](super::Nvfp4KernelOps::nvfp4_sum_rows).
 pub(super) fn sum<B: Backend>(
     x: FloatTensor<B>,
     weights: MaybeTensor<B>,
@@ -35,7 +35,7 @@ pub(super) fn sum<B: Backend>(
     cast::<B>(sum, dtype)
 }
 
-/// See [`nvfp4_moe_unpermute_backward`](super::Nvfp4Ops::nvfp4_moe_unpermute_backward).
+/// See [`nvfp4_moe_unpermute_backward`](super::Nvfp4KernelOps::nvfp4_moe_unpermute_backward).
 pub(super) fn unpermute_backward<B: Backend>(
     dout: FloatTensor<B>,
     y: FloatTensor<B>,

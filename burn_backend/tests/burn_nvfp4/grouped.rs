@@ -6,8 +6,8 @@ use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    AmaxGranularity, LinearSpec, Nvfp4Ops, OperandSpec, QuantParams, QuantUsages, QuantizedMatrix,
-    RowGroups,
+    AmaxGranularity, LinearSpec, Nvfp4KernelOps, OperandSpec, QuantParams, QuantUsages,
+    QuantizedMatrix, RowGroups,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};

@@ -17,6 +17,7 @@ mod block;
 mod dequantize;
 mod element;
 mod embedding;
+mod exponential;
 mod gelu;
 mod gemm;
 mod hadamard;
@@ -37,15 +38,16 @@ pub mod philox;
 pub use crate::format::{padding, swizzle};
 
 pub use activation::{
-    Activation, SUM_LANES, activation, activation_backward, exp_of_negative, rms_norm,
-    rms_norm_rstd, sigmoid, swiglu, swiglu_backward,
+    Activation, SUM_LANES, activation, activation_backward, rms_norm, rms_norm_rstd, swiglu,
+    swiglu_backward,
 };
-#[cfg(feature = "cube")]
-pub(crate) use activation::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use embedding::{EMBEDDING_RUN, embedding, embedding_gradient};
+#[cfg(feature = "cube")]
+pub(crate) use exponential::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
+pub use exponential::{exp_of_negative, sigmoid};
 #[cfg(feature = "cube")]
 pub(crate) use gelu::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,

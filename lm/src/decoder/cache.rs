@@ -1,11 +1,11 @@
 //! Keys and values of the tokens that a model has seen.
 
 use anyhow::{Result, ensure};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::attention::Sequences;
 
-use super::Decoder;
 use super::positions::Places;
+use crate::hf::DecoderConfig;
 
 /// The keys and values of a batch of sequences, for all layers of a model. Sequences have lengths
 /// of their own, and room for `capacity` tokens each.
@@ -40,11 +40,12 @@ pub(super) struct Chunk {
 }
 
 impl KvCache {
-    /// Room for `batch` sequences of `capacity` tokens, in the type of the model's activations.
-    ///
-    /// # Errors
-    /// When one of both is zero.
-    pub fn new(model: &Decoder, batch: usize, capacity: usize) -> Result<Self> {
+    /// Room for `batch` sequences of `capacity` tokens of the model of `config`, in `dtype`.
+    pub(super) fn new(
+        config: &DecoderConfig,
+        [batch, capacity]: [usize; 2],
+        (device, dtype): (&Device, FloatDType),
+    ) -> Result<Self> {
         ensure!(
             batch > 0,
             "the batch of the cache is 0, but must be positive"
@@ -53,10 +54,8 @@ impl KvCache {
             capacity > 0,
             "the capacity of the cache is 0, but must be positive"
         );
-        let config = model.config();
-        let device = model.device();
         let shape = [batch, capacity, config.kv_heads, config.head];
-        let options = (&device, DType::from(model.dtype()));
+        let options = (device, DType::from(dtype));
         let layer = || LayerCache {
             k: Tensor::zeros(shape, options),
             v: Tensor::zeros(shape, options),
@@ -65,7 +64,7 @@ impl KvCache {
             layers: config.layers.iter().map(|_| Some(layer())).collect(),
             lengths: vec![0; batch],
             capacity,
-            device,
+            device: device.clone(),
         })
     }
 

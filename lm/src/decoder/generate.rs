@@ -54,7 +54,7 @@ impl Decoder {
         self.check_prompts(prompts)?;
         ensure!(generation.chunk > 0, "`chunk` is 0, but must be positive");
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let mut cache = KvCache::new(self, prompts.len(), longest + generation.most)?;
+        let mut cache = self.cache(prompts.len(), longest + generation.most)?;
         let samplers = prompts.iter().enumerate();
         let samplers = samplers.map(|(i, p)| Sampler::new(&generation.sampling, i as u64, p));
         let mut samplers = samplers.collect::<Result<Vec<Sampler>>>()?;

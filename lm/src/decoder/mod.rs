@@ -117,6 +117,19 @@ impl Decoder {
         self.embedding.weight.lazy_device()
     }
 
+    /// An empty cache: room for `batch` sequences of `capacity` tokens, in the type of the
+    /// activations.
+    ///
+    /// # Errors
+    /// When one of both is zero.
+    pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache> {
+        KvCache::new(
+            &self.config,
+            [batch, capacity],
+            (&self.device(), self.dtype),
+        )
+    }
+
     /// What the head reads, `[batch, time, d_model]` in the type of the activations: the final norm
     /// of `tokens` (`[batch, time]`), whose sequences start at position 0.
     ///

@@ -74,7 +74,7 @@ fn matches_transformers(folder: &Path) {
     }
 
     // In chunks of 5 with a cache, of which the last has 2 tokens in a row of 5.
-    let mut cache = KvCache::new(&model, 2, 40).unwrap();
+    let mut cache = model.cache(2, 40).unwrap();
     let mut found = vec![Vec::new(); 2];
     for first in (0..32).step_by(5) {
         let count = 5.min(32 - first);
@@ -314,7 +314,7 @@ fn rare_parts_load_save_and_run() {
         let ids: Vec<i64> = (0..20).map(|i| (i * 37 + 5) % 48).collect();
         let all = values(model.forward(tokens(&ids, 1)).unwrap());
         assert!(all.iter().all(|logit| logit.is_finite()), "{name}");
-        let mut cache = KvCache::new(&model, 1, 20).unwrap();
+        let mut cache = model.cache(1, 20).unwrap();
         let mut found = Vec::new();
         for chunk in ids.chunks(6) {
             let counts = [chunk.len()];
@@ -371,7 +371,7 @@ fn a_window_is_the_same_with_and_without_a_cache() {
     // The first four tokens see what they see without a window.
     assert!(distance(&all[..4 * vocab], &without[..4 * vocab]) < 1e-6);
     assert!(distance(&all[4 * vocab..5 * vocab], &without[4 * vocab..5 * vocab]) > 1e-3);
-    let mut cache = KvCache::new(&model, 1, 24).unwrap();
+    let mut cache = model.cache(1, 24).unwrap();
     let mut found = Vec::new();
     for chunk in ids.chunks(1) {
         let logits = model

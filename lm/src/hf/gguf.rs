@@ -116,20 +116,22 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         "`general.architecture` is `{architecture}`, but must be `llama`"
     );
     let count = |key: &str| -> Result<usize> {
-        let value = optional_count(file, key)?;
+        let value = file.optional_count(key)?;
         let value = value.with_context(|| format!("`{key}` is absent"))?;
         ensure!(value > 0, "`{key}` is 0, but must be positive");
         Ok(value)
     };
     let heads = count("llama.attention.head_count")?;
-    let kv_heads = optional_count(file, "llama.attention.head_count_kv")?.unwrap_or(heads);
+    let kv_heads = file
+        .optional_count("llama.attention.head_count_kv")?
+        .unwrap_or(heads);
     let d_model = count("llama.embedding_length")?;
-    let head = match optional_count(file, "llama.attention.key_length")? {
+    let head = match file.optional_count("llama.attention.key_length")? {
         Some(head) => head,
         None => d_model / heads,
     };
     for key in ["llama.attention.value_length", "llama.rope.dimension_count"] {
-        if let Some(other) = optional_count(file, key)? {
+        if let Some(other) = file.optional_count(key)? {
             ensure!(
                 other == head,
                 "`{key}` is {other}, but must be {head}, the size of a head"
@@ -141,7 +143,8 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         "{heads} heads of {head} with {kv_heads} of keys and values are not possible"
     );
     ensure!(
-        optional_count(file, "llama.expert_count")?.is_none_or(|experts| experts == 0),
+        file.optional_count("llama.expert_count")?
+            .is_none_or(|experts| experts == 0),
         "`llama.expert_count` is not 0: models with experts are not imported"
     );
     let layers = count("llama.block_count")?;
@@ -161,7 +164,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
     };
     let epsilon = file.number("llama.attention.layer_norm_rms_epsilon")?;
     let token = |key: &str| -> Result<Option<u32>> {
-        Ok(optional_count(file, key)?.map(|token| token as u32))
+        Ok(file.optional_count(key)?.map(|token| token as u32))
     };
     Ok(DecoderConfig {
         family: Family::Llama,
@@ -202,14 +205,6 @@ fn rope(file: &GgufFile) -> Result<Rope> {
         ),
     };
     Ok(Rope { theta, scaling })
-}
-
-fn optional_count(file: &GgufFile, key: &str) -> Result<Option<usize>> {
-    match file.value(key) {
-        None => Ok(None),
-        Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => Ok(Some(*n as usize)),
-        Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
-    }
 }
 
 /// The name in the file of the tensor `name` of transformers.

@@ -26,6 +26,7 @@ pub mod compressed_tensors;
 pub mod config;
 pub mod convert;
 pub mod exclude;
+mod leaves;
 pub mod modelopt;
 pub mod names;
 pub mod packed;
@@ -39,6 +40,7 @@ use crate::hf::{TensorFolder, TensorWriter};
 pub use checkpoint::{Checkpoint, Problem};
 pub use config::QuantConfig;
 pub use convert::{Conversion, convert};
+pub use leaves::Leaves;
 pub use packed::{Arithmetic, GlobalScale, PackedWeight};
 
 /// Whose conventions a checkpoint follows.
@@ -148,26 +150,6 @@ impl Scheme {
             Self::W4a16 => "w4a16",
             Self::W4a4 => "w4a4",
         }
-    }
-}
-
-/// Names of the tensors of a quantized linear layer.
-#[derive(Debug, Clone, Copy)]
-pub struct Leaves {
-    /// The codes.
-    pub codes: &'static str,
-    /// The block scales.
-    pub scales: &'static str,
-    /// The global scale of the weight.
-    pub global: &'static str,
-    /// The global scale of the input.
-    pub input: &'static str,
-}
-
-impl Leaves {
-    /// All four.
-    pub const fn all(self) -> [&'static str; 4] {
-        [self.codes, self.scales, self.global, self.input]
     }
 }
 

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::staging::Staging;
+use super::staging::{self, Staging};
 use super::wheels::{self, Download, Requirements};
 
 /// Names another folder of the same layout.
@@ -113,7 +113,7 @@ fn install(folder: &Path) -> Result<Option<String>> {
         for file in files {
             let (from, to) = (tree.join(part).join(file), root.join(part).join(file));
             fs::rename(&from, &to).with_context(|| format!("{}", from.display()))?;
-            super::make_executable(&to)?;
+            staging::make_executable(&to)?;
         }
     }
     fs::rename(tree.join("include"), root.join("include")).context("include")?;

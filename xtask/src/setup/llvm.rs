@@ -23,7 +23,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::staging::Staging;
+use super::staging::{self, Staging};
 use super::wheels::{self, Download, Requirements};
 
 /// Folder and sentinel of `tracel-llvm-bundler` 23.1.0-4, the version in Cargo.lock.
@@ -256,7 +256,7 @@ fn run(command: &mut Command) -> Result<()> {
 
 fn executable(path: &PathBuf, contents: &str) -> Result<()> {
     fs::write(path, contents)?;
-    super::make_executable(path)
+    staging::make_executable(path)
 }
 
 #[cfg(unix)]

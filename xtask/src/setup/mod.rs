@@ -5,9 +5,6 @@ mod llvm;
 pub mod staging;
 pub mod wheels;
 
-use std::fs;
-use std::path::Path;
-
 use anyhow::Result;
 
 /// Options of `cargo xtask setup`.
@@ -30,20 +27,5 @@ pub fn run(args: &Args) -> Result<()> {
     if !args.no_cuda_tools {
         cuda_tools::ensure()?;
     }
-    Ok(())
-}
-
-/// Lets everybody run a file; unpacking a wheel does not keep modes.
-#[cfg(unix)]
-pub fn make_executable(path: &Path) -> Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    Ok(fs::set_permissions(
-        path,
-        fs::Permissions::from_mode(0o755),
-    )?)
-}
-
-#[cfg(not(unix))]
-pub fn make_executable(_path: &Path) -> Result<()> {
     Ok(())
 }

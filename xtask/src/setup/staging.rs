@@ -73,6 +73,21 @@ impl Drop for Staging {
     }
 }
 
+/// Lets everybody run a file; unpacking a wheel does not keep modes.
+#[cfg(unix)]
+pub fn make_executable(path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    Ok(fs::set_permissions(
+        path,
+        fs::Permissions::from_mode(0o755),
+    )?)
+}
+
+#[cfg(not(unix))]
+pub fn make_executable(_path: &Path) -> Result<()> {
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

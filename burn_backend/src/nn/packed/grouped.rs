@@ -11,7 +11,7 @@ use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;
 use crate::functions::{into_bias, or_panic};
 use crate::nn::Nvfp4GroupedLinear;
-use crate::ops::{GemmGroups, Nvfp4Ops, QuantUsages, RowGroups, float_dtype};
+use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, float_dtype};
 use crate::validate;
 
 /// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for inference:

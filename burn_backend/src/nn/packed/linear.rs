@@ -10,7 +10,7 @@ use nvfp4_kernels::{Nvfp4Error, Storage, Usage};
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::functions::{into_bias, or_panic};
 use crate::nn::{Nvfp4Linear, rows};
-use crate::ops::{GemmGroups, Nvfp4Ops, QuantUsages, RowGroups, float_dtype};
+use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, float_dtype};
 use crate::validate;
 
 /// A linear layer `y = x Wᵀ + b` for inference, whose weight is stored in NVFP4.

@@ -17,7 +17,9 @@ use burn_core::tensor::{DType, Tensor};
 use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Storage, Usage};
 
 use crate::ops::inference::InferenceOps;
-use crate::ops::{LinearSpec, Nvfp4Ops, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups};
+use crate::ops::{
+    LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups,
+};
 use crate::validate;
 
 /// What a layer of packed weights does with its input.

@@ -15,7 +15,7 @@ use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
     AttentionSpec,
 };
-use crate::ops::{float_dtype, operands::cast};
+use crate::ops::dtype::{cast, float_dtype};
 
 /// What the backward keeps.
 #[derive(Clone, Debug)]

@@ -13,15 +13,17 @@ use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
-use super::Nvfp4Ops;
 use super::layers::Activation;
 use super::spec::QuantParams;
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
     UnpermuteGradients,
 };
+use super::{Nvfp4KernelOps, Nvfp4Ops};
 
-impl Nvfp4Ops for CubeBackend {
+impl Nvfp4Ops for CubeBackend {}
+
+impl Nvfp4KernelOps for CubeBackend {
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
         groups: RowGroups<Self>,

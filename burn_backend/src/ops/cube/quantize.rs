@@ -24,7 +24,7 @@ use super::tensors::{
     Source, device_groups, float_kind, launched, like_quantized, result, to_burn, to_device,
 };
 
-/// See [`nvfp4_quantize`](super::super::Nvfp4Ops::nvfp4_quantize).
+/// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(
     x: CubeTensor,
     groups: RowGroups<CubeBackend>,
@@ -80,7 +80,7 @@ fn pair_request(row: &QuantParams, col: &QuantParams) -> AmaxRequest {
     }
 }
 
-/// See [`nvfp4_quantize_activation`](super::super::Nvfp4Ops::nvfp4_quantize_activation).
+/// See [`nvfp4_quantize_activation`](super::super::Nvfp4KernelOps::nvfp4_quantize_activation).
 pub(super) fn quantize_activation(
     x: CubeTensor,
     grad: Option<CubeTensor>,
@@ -371,7 +371,7 @@ fn ms_eden(
     ))
 }
 
-/// See [`nvfp4_requantize`](super::super::Nvfp4Ops::nvfp4_requantize).
+/// See [`nvfp4_requantize`](super::super::Nvfp4KernelOps::nvfp4_requantize).
 pub(super) fn requantize(
     source: QuantizedMatrix<CubeBackend>,
     groups: RowGroups<CubeBackend>,
@@ -395,7 +395,7 @@ pub(super) fn requantize(
     to_burn(&like, made, count, layout)
 }
 
-/// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
+/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
 pub(super) fn dequantize(
     source: QuantizedMatrix<CubeBackend>,
     groups: &RowGroups<CubeBackend>,

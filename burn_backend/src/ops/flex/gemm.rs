@@ -230,7 +230,7 @@ fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
 mod tests {
     use nvfp4_kernels::{Nvfp4Params, Rounding, Storage};
 
-    use super::super::super::Nvfp4Ops;
+    use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
     use super::super::super::tensors::{QuantUsages, RowGroups};
     use super::super::tensors::upload;

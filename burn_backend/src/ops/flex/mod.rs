@@ -19,14 +19,16 @@ use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use nvfp4_kernels::{Storage, Usage};
 
-use super::Nvfp4Ops;
 use super::spec::QuantParams;
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };
+use super::{Nvfp4KernelOps, Nvfp4Ops};
 use tensors::ranges;
 
-impl Nvfp4Ops for Flex {
+impl Nvfp4Ops for Flex {}
+
+impl Nvfp4KernelOps for Flex {
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
         groups: RowGroups<Self>,

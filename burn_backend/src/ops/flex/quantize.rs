@@ -24,7 +24,7 @@ use super::tensors::{
     download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
 };
 
-/// See [`nvfp4_quantize`](super::super::Nvfp4Ops::nvfp4_quantize).
+/// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(
     x: FlexTensor,
     groups: &RowGroups<Flex>,
@@ -112,7 +112,7 @@ fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix
     }
 }
 
-/// See [`nvfp4_dequantize`](super::super::Nvfp4Ops::nvfp4_dequantize).
+/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
 pub(super) fn dequantize(
     source: QuantizedMatrix<Flex>,
     groups: &RowGroups<Flex>,

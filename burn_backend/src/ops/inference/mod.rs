@@ -15,7 +15,7 @@ use burn_core::backend::{
 };
 use nvfp4_kernels::{BlockScaling, Rounding};
 
-use super::autodiff::{constant, inner_groups};
+use super::kernels::{constant, inner_groups};
 use super::spec::QuantParams;
 use super::tensors::{QuantizedMatrix, RowGroups};
 

@@ -14,8 +14,8 @@ use burn_core::backend::{
 };
 use nvfp4_kernels::reference::Activation;
 
+use super::super::dtype::cast;
 use super::super::float_dtype;
-use super::super::operands::cast;
 
 /// Activations on the primitives of a backend.
 ///

@@ -18,7 +18,7 @@ use nvfp4_kernels::reference::Norm;
 
 #[cfg(feature = "cubecl-backend")]
 use super::super::MaybeTensorMetadata;
-use super::super::operands::cast;
+use super::super::dtype::cast;
 use super::super::{MaybeTensor, float_dtype};
 
 /// Which norm, and what is added to the mean square, or to the variance.

@@ -13,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 
-use super::super::operands::cast;
+use super::super::dtype::cast;
 use super::super::{MaybeTensor, float_dtype};
 use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
 

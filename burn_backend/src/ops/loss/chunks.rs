@@ -8,7 +8,7 @@ use burn_core::backend::{
 use burn_core::tensor::{FloatDType, Shape, Slice};
 use nvfp4_kernels::{CrossEntropy, Reduction, Usage};
 
-use super::super::operands::cast;
+use super::super::dtype::cast;
 use super::super::{GemmGroups, MaybeTensor, Operand, float_dtype};
 use super::{LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
 

@@ -7,7 +7,7 @@ use super::{
         AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
         amax_kernel, amax_tiles_kernel, zero_kernel,
     },
-    COLS, ELEMENTS, ROWS, prologue_inputs,
+    inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::{
     cube::hadamard::SignsLaunch,

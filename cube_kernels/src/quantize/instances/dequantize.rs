@@ -6,7 +6,7 @@ use super::{
         ShapeLaunch, SourcePlan, WordsPlan, dequantize_col_pairs_kernel, dequantize_cols_kernel,
         dequantize_rows_kernel,
     },
-    BLOCKS, COLS, ELEMENTS, ROWS,
+    inputs::{BLOCKS, COLS, ELEMENTS, ROWS},
 };
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 

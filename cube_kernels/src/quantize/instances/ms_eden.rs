@@ -8,7 +8,7 @@ use super::{
         EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel,
         ms_eden_kernel,
     },
-    BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape,
+    inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
 use crate::{
     cube::{hadamard::SignsLaunch, philox::RandomLaunch},

@@ -6,7 +6,7 @@ use super::{
         mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
         mx_requantize_across_kernel, mx_requantize_along_kernel,
     },
-    BLOCKS, COLS, ELEMENTS, ROWS, SOURCES, packed, shape,
+    inputs::{BLOCKS, COLS, ELEMENTS, ROWS, SOURCES, packed, shape},
 };
 use crate::{
     format::block::ElementFormat,

@@ -2,7 +2,7 @@
 
 use super::{
     super::kernels::{prologue_kernel, rms_norm_rstd_kernel},
-    COLS, ELEMENTS, ROWS, prologue_inputs,
+    inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 

@@ -9,7 +9,7 @@ use super::{
         ShapeLaunch, TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel,
         quantize_per_token_kernel, quantize_row_kernel, quantize_tiles_kernel,
     },
-    BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs,
+    inputs::{BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::{
     cube::{block::BlockPlan, hadamard::SignsLaunch, philox::RandomLaunch},

@@ -7,7 +7,7 @@ use super::{
         BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
         unswizzle_block_groups_kernel, unswizzle_kernel,
     },
-    BLOCKS, COLS, ROWS,
+    inputs::{BLOCKS, COLS, ROWS},
 };
 use crate::{
     moe::kernels::GroupRowsLaunch,

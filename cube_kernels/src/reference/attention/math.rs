@@ -1,7 +1,7 @@
 //! Functions of one number that have the same bits on every device: IEEE operations one at a time,
 //! and fused multiply-adds where `mul_add` is written.
 
-use super::super::activation::exp_of_negative;
+use super::super::exponential::exp_of_negative;
 
 /// `tanh x = x (1 + x² p(x²))` where `|x| < 1/4`: Taylor's series, of which the next term is below
 /// 2⁻²⁶.

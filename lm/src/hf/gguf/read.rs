@@ -93,6 +93,20 @@ impl GgufFile {
         })
     }
 
+    /// The number `key` of the metadata, if there is one.
+    ///
+    /// # Errors
+    /// When it is no number, or one beyond 31 bits.
+    pub(super) fn optional_count(&self, key: &str) -> Result<Option<usize>> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => {
+                Ok(Some(*n as usize))
+            }
+            Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
+        }
+    }
+
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.tensors.keys().map(String::as_str)

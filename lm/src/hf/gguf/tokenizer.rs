@@ -127,7 +127,7 @@ fn begin(file: &GgufFile, tokens: &[String]) -> Result<Json> {
         return Ok(Json::Null);
     }
     let key = "tokenizer.ggml.bos_token_id";
-    let id = super::optional_count(file, key)?;
+    let id = file.optional_count(key)?;
     let token = id.and_then(|id| tokens.get(id));
     let token = token.with_context(|| {
         format!(

@@ -1,0 +1,293 @@
+//! The operations that have kernels.
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Autodiff, AutodiffBackend, Backend,
+    autodiff::checkpoint::strategy::CheckpointStrategy,
+    backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_core::tensor::FloatDType;
+use nvfp4_kernels::Usage;
+
+use super::layers::{Activation, ActivationOps};
+#[cfg(feature = "cubecl-backend")]
+use super::meta;
+use super::rows;
+use super::spec::QuantParams;
+use super::tensors::{
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups, UnpermuteGradients,
+};
+
+/// NVFP4 operations on the primitives of a backend, each of which backends compute by kernels of
+/// their own.
+///
+/// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Under `Autodiff` all results are
+/// constants: [`Nvfp4Ops`](super::Nvfp4Ops) has what is differentiable.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait Nvfp4KernelOps: ActivationOps {
+    /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
+    /// one kernel makes both.
+    ///
+    /// `cols` must be a multiple of 16 for a rowwise NVFP4 tensor; a columnwise one is padded with
+    /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`]
+    /// blocks are 1x16 or 1x32, and the storage is packed.
+    #[fusion(meta = meta::quantize)]
+    fn nvfp4_quantize(
+        x: FloatTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self>;
+
+    /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient by
+    /// `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes of
+    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
+    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward), bit for bit.
+    ///
+    /// Where amax values are wanted, GPUs find them in the pass that computes the activation.
+    #[fusion(meta = meta::quantize_activation)]
+    fn nvfp4_quantize_activation(
+        x: FloatTensor<Self>,
+        #[extension_type] grad: MaybeTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        activation: Activation,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let values = match grad.into_option() {
+            None => Self::nvfp4_activation(x, activation),
+            Some(grad) => Self::nvfp4_activation_backward(grad, x, activation),
+        };
+        Self::nvfp4_quantize(values, groups, usages)
+    }
+
+    /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
+    /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
+    /// first. With groups, which are those of `source`, `source` is rowwise.
+    #[fusion(meta = meta::requantize)]
+    fn nvfp4_requantize(
+        #[extension_type] source: QuantizedMatrix<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        usage: Usage,
+        params: QuantParams,
+        via: FloatDType,
+    ) -> QuantizedMatrix<Self>;
+
+    /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
+    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
+    /// undefined.
+    #[fusion(meta = meta::dequantize)]
+    fn nvfp4_dequantize(
+        #[extension_type] source: QuantizedMatrix<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
+    /// `dtype`. `alpha` is one operand's global scale times the other's.
+    ///
+    /// Two float operands have one type, and none is multiplied with a quantized one whose
+    /// contraction is padded.
+    #[fusion(meta = meta::gemm)]
+    fn nvfp4_gemm(
+        #[extension_type] a: Operand<Self>,
+        #[extension_type] b: Operand<Self>,
+        #[extension_type] bias: MaybeTensor<Self>,
+        #[extension_type] groups: GemmGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+
+    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of
+    /// no group.
+    #[fusion(meta = meta::broadcast_group_values)]
+    fn nvfp4_broadcast_group_values(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self>;
+
+    /// The sum of the rows of each group of `x` (`[tokens, cols]`), `f32[groups, cols]`.
+    #[fusion(meta = meta::segment_sum)]
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
+
+    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its
+    /// output (`[tokens, width]`), which has the type of `y`.
+    #[fusion(meta = meta::moe_unpermute_backward)]
+    fn nvfp4_moe_unpermute_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> UnpermuteGradients<Self> {
+        rows::unpermute_backward::<Self>(dout, y, weights, places, choices)
+    }
+
+    /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for
+    /// `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row
+    /// numbers, at least one column of them. In `f32`, in the order of `j`, rounded once to the
+    /// type of `x`.
+    #[fusion(meta = meta::sum_rows)]
+    fn nvfp4_sum_rows(
+        x: FloatTensor<Self>,
+        #[extension_type] weights: MaybeTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        rows::sum::<Self>(x, weights, places)
+    }
+}
+
+impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C> {
+    fn nvfp4_quantize(
+        x: FloatTensor<Self>,
+        groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        B::nvfp4_quantize(x.into_primitive(), inner_groups(groups), usages).map(constant)
+    }
+
+    fn nvfp4_quantize_activation(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        activation: Activation,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
+        let groups = inner_groups(groups);
+        B::nvfp4_quantize_activation(x, grad, groups, activation, usages).map(constant)
+    }
+
+    fn nvfp4_requantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        usage: Usage,
+        params: QuantParams,
+        via: FloatDType,
+    ) -> QuantizedMatrix<Self> {
+        let (source, groups) = (inner(source), inner_groups(groups));
+        constant(B::nvfp4_requantize(source, groups, usage, params, via))
+    }
+
+    fn nvfp4_dequantize(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let (source, groups) = (inner(source), inner_groups(groups));
+        Self::from_inner(B::nvfp4_dequantize(source, groups, dtype))
+    }
+
+    fn nvfp4_gemm(
+        a: Operand<Self>,
+        b: Operand<Self>,
+        bias: MaybeTensor<Self>,
+        groups: GemmGroups<Self>,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let (a, b) = (inner_operand(a), inner_operand(b));
+        let bias = bias.map(|bias| bias.into_primitive());
+        let groups = match groups {
+            GemmGroups::None => GemmGroups::None,
+            GemmGroups::M(offsets) => GemmGroups::M(offsets),
+            GemmGroups::K { offsets, tokens } => GemmGroups::K { offsets, tokens },
+        };
+        Self::from_inner(B::nvfp4_gemm(a, b, bias, groups, dtype))
+    }
+
+    fn nvfp4_broadcast_group_values(
+        values: FloatTensor<Self>,
+        offsets: IntTensor<Self>,
+        rows: usize,
+    ) -> FloatTensor<Self> {
+        let values = values.into_primitive();
+        Self::from_inner(B::nvfp4_broadcast_group_values(values, offsets, rows))
+    }
+
+    fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_segment_sum(x.into_primitive(), offsets))
+    }
+
+    fn nvfp4_moe_unpermute_backward(
+        dout: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        weights: FloatTensor<Self>,
+        places: IntTensor<Self>,
+        choices: IntTensor<Self>,
+    ) -> UnpermuteGradients<Self> {
+        let (dout, y) = (dout.into_primitive(), y.into_primitive());
+        let weights = weights.into_primitive();
+        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices);
+        UnpermuteGradients {
+            rows: Self::from_inner(found.rows),
+            weights: Self::from_inner(found.weights),
+        }
+    }
+
+    fn nvfp4_sum_rows(
+        x: FloatTensor<Self>,
+        weights: MaybeTensor<Self>,
+        places: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let weights = weights.map(|weights| weights.into_primitive());
+        Self::from_inner(B::nvfp4_sum_rows(x.into_primitive(), weights, places))
+    }
+}
+
+/// A quantized matrix as a constant of the autodiff backend.
+pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
+    quantized: QuantizedMatrix<B>,
+) -> QuantizedMatrix<Autodiff<B, C>> {
+    let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
+    QuantizedMatrix {
+        data: match quantized.data {
+            QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
+            QuantizedData::Bf16Unscaled(values) => QuantizedData::Bf16Unscaled(outer(values)),
+        },
+        amax: quantized.amax.map(outer),
+        layout: quantized.layout,
+    }
+}
+
+/// A quantized matrix of the inner backend.
+fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
+    quantized: QuantizedMatrix<Autodiff<B, C>>,
+) -> QuantizedMatrix<B> {
+    QuantizedMatrix {
+        data: match quantized.data {
+            QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
+            QuantizedData::Bf16Unscaled(values) => {
+                QuantizedData::Bf16Unscaled(values.into_primitive())
+            }
+        },
+        amax: quantized.amax.map(|amax| amax.into_primitive()),
+        layout: quantized.layout,
+    }
+}
+
+/// An operand of the inner backend.
+fn inner_operand<B: Nvfp4KernelOps, C: CheckpointStrategy>(
+    operand: Operand<Autodiff<B, C>>,
+) -> Operand<B> {
+    match operand {
+        Operand::Quantized(quantized) => Operand::Quantized(inner(quantized)),
+        Operand::Float(x, usage) => Operand::Float(x.into_primitive(), usage),
+    }
+}
+
+/// Groups of the inner backend.
+pub(super) fn inner_groups<B: Backend, C: CheckpointStrategy>(
+    groups: RowGroups<Autodiff<B, C>>,
+) -> RowGroups<B> {
+    match groups {
+        RowGroups::Whole => RowGroups::Whole,
+        RowGroups::Batch(count) => RowGroups::Batch(count),
+        RowGroups::Offsets(offsets) => RowGroups::Offsets(offsets),
+    }
+}
