@@ -1,4 +1,4 @@
-//! What the [backward](super::backward) is told, and where its shared memory lies.
+//! What the backward is told, and where its shared memory lies.
 
 use cubecl::prelude::*;
 

@@ -86,7 +86,7 @@ impl std::fmt::Display for CublasLtProblem {
 impl CublasLtProblem {
     /// Checks the rules that hold on every device: rows of `a`, `b` and the output are multiples of
     /// 16 bytes, matrices begin at multiples of 16 bytes, no dimension is 0 or above 2^31 - 1. What
-    /// else the library wants it says itself ([`supports`]).
+    /// else the library wants it says itself ([`supports`](super::supports)).
     ///
     /// # Errors
     /// Which names `k`, `n`, `m` or `alignment`.
