@@ -116,7 +116,7 @@ pub trait Nvfp4KernelOps: ActivationOps {
     #[fusion(meta = meta::segment_sum)]
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
-    /// The gradients of [`nvfp4_moe_unpermute`](Self::nvfp4_moe_unpermute), given that of its
+    /// The gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute), given that of its
     /// output (`[tokens, width]`), which has the type of `y`.
     #[fusion(meta = meta::moe_unpermute_backward)]
     fn nvfp4_moe_unpermute_backward(
