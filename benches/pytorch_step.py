@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What PyTorch takes for the same work, on the same GPU: training steps, attention, layers.
 
-Usage: pytorch_step.py [steps] [attention] [layers] [--json FILE]
+Usage: pytorch_step.py [steps] [attention] [layers] [moe] [--json FILE]
 
 Kept fair: `torch.compile`, the fastest backend of SDPA for each shape, fused AdamW, bf16 autocast
 over f32 master weights, gradients clipped to a norm of 1, bytes as tokens. Times are CUDA events
@@ -218,13 +218,59 @@ def layers():
     yield {"layer": "adamw", "both_ms": milliseconds, "gb_s": 28 * count / milliseconds / 1e6}
 
 
+def moe(tokens=16384, width=2048, hidden=1408, experts=16, top_k=2):
+    """Forward and backward of a mixture of SwiGLU experts: all of it, and the experts alone."""
+    bf16 = torch.bfloat16
+    device = {"device": "cuda"}
+    router = (torch.randn(width, experts, **device) * width**-0.5).requires_grad_(True)
+    gate_up = (torch.randn(experts, width, 2 * hidden, **device, dtype=bf16) * width**-0.5)
+    down = (torch.randn(experts, hidden, width, **device, dtype=bf16) * hidden**-0.5)
+    gate_up, down = gate_up.requires_grad_(True), down.requires_grad_(True)
+    x = torch.randn(tokens, width, **device, dtype=bf16).requires_grad_(True)
+
+    def experts_of(rows, ends):
+        gate, up = torch._grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
+
+    def whole(x):
+        scores = torch.softmax(x.float() @ router, dim=-1)
+        weights, chosen = scores.topk(top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        picked = F.one_hot(chosen.flatten(), experts).sum(0)
+        ends = picked.cumsum(0).to(torch.int32)
+        results = experts_of(x[order // top_k], ends)
+        weighted = results * weights.flatten()[order, None].to(bf16)
+        return torch.zeros_like(x).index_add(0, order // top_k, weighted)
+
+    even = torch.arange(1, experts + 1, **device, dtype=torch.int32) * (tokens * top_k // experts)
+    rows = torch.randn(tokens * top_k, width, **device, dtype=bf16).requires_grad_(True)
+    cases = {
+        "moe": (whole, (x,), (x, router, gate_up, down)),
+        "moe_experts": (lambda rows: experts_of(rows, even), (rows,), (rows, gate_up, down)),
+    }
+    for name, (function, inputs, leaves) in cases.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(function)
+        gradient = torch.randn_like(compiled(*inputs))
+
+        def both():
+            torch.autograd.grad(compiled(*inputs), leaves, gradient)
+
+        both()
+        with torch.no_grad():
+            compiled(*inputs)
+            forward = best(lambda: compiled(*inputs), 20)
+        yield {"layer": name, "forward_ms": forward, "both_ms": best(both, 20)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="*", default=["steps", "attention", "layers"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers}
+    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers, "moe": moe}
     unknown = [what for what in arguments.what if what not in kinds]
     if unknown:
         parser.error(f"{unknown}: expected any of {list(kinds)}")

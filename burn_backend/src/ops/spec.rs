@@ -128,7 +128,7 @@ impl QuantParams {
 
     /// Whether its values before the global scale can be stored as bf16, and its codes need not be.
     pub(super) fn has_bf16_storage(&self) -> bool {
-        self.block == BlockShape::Block1d && !self.is_made_from_codes()
+        self.block == BlockShape::Block1d && self.format.has_global_scale()
     }
 
     /// Whether one amax of the untransformed matrix serves it.

@@ -1,18 +1,24 @@
 //! MS-EDEN; see [`reference::ms_eden`](crate::reference::ms_eden), whose documentation numbers the
 //! steps.
 //!
-//! One cube works on a tile of 128 positions along the contraction (a group) by 32 lines, in `f32`
-//! in shared memory, in phases between barriers. Each phase is cut into 256 tasks of 16 values.
+//! The unit of work is a tile of 128 positions along the contraction (a group) by 32 lines. On CUDA
+//! one plane works on a tile: eight neighbouring units share a group, 16 values each, and transform
+//! it by shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between
+//! barriers; each phase is cut into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
 
 use crate::HadamardSize;
 
 use super::{
-    codec::{Conversion, decode_e4m3, encode_e4m3, magnitude_bits, nearest_codes, round_to_bf16},
-    hadamard::Signs,
+    codec::{
+        Conversion, decode_e4m3, encode_e4m3, magnitude_bits, nearest_codes, round_to_bf16,
+        sign_nibbles_of_pairs,
+    },
+    hadamard::{Signs, unpack_pairs},
     philox::{Random, block_words},
     ptx,
+    scale::scale_byte,
 };
 
 /// Lines of a tile.
@@ -55,15 +61,20 @@ impl EdenScale {
     }
 
     /// The scale byte of a block before its correction: step 4.
-    pub fn block_scale(&self, amax: f32) -> u32 {
+    pub fn block_scale(&self, amax: f32, #[comptime] conversion: Conversion) -> u32 {
         let scaled = amax * self.block;
-        let byte = encode_e4m3(select(scaled > f32::MAX, f32::MAX, scaled));
+        let byte = scale_byte(select(scaled > f32::MAX, f32::MAX, scaled), conversion);
         select(byte == 0u32, 0x38u32, byte)
     }
 
     /// `e` of step 4.
-    pub fn encode_multiplier(&self, scale: u32) -> f32 {
-        let multiplier = 1.0f32 / (decode_e4m3(scale) * self.decode);
+    pub fn encode_multiplier(&self, scale: u32, #[comptime] conversion: Conversion) -> f32 {
+        let product = decode_e4m3(scale) * self.decode;
+        let multiplier = if comptime!(conversion.has_ptx()) {
+            ptx::rcp_rn(product)
+        } else {
+            1.0f32 / product
+        };
         select(multiplier > f32::MAX, f32::MAX, multiplier)
     }
 }
@@ -82,22 +93,27 @@ pub fn slot(k: usize, line: usize, #[comptime] across: bool) -> usize {
 
 /// The signs of segment `segment` (16 elements), in the low bits.
 #[cube]
-fn segment_signs(signs: &Signs, segment: usize) -> u32 {
+pub fn segment_signs(signs: &Signs, segment: usize) -> u32 {
     let low = select(segment < 2usize, signs.word0, signs.word1);
     let high = select(segment < 6usize, signs.word2, signs.word3);
     let word = select(segment < 4usize, low, high);
     select(segment % 2usize == 1usize, word >> 16u32, word)
 }
 
-/// Signs, and distances 1 to 8: the first half of the transform, on one segment.
+/// The signs of a segment, whose `word` is that of [`segment_signs()`].
 #[cube]
-pub fn transform_segment(block: &mut Array<f32>, signs: &Signs, segment: usize) {
-    let word = segment_signs(signs, segment);
+pub fn flip_segment(block: &mut Array<f32>, word: u32) {
     #[unroll]
     for i in 0..16usize {
         let flip = (word << comptime!(31 - i as u32)) & 0x8000_0000u32;
         block[i] = f32::reinterpret(u32::reinterpret(block[i]) ^ flip);
     }
+}
+
+/// Signs, and distances 1 to 8: the first half of the transform, on one segment.
+#[cube]
+pub fn transform_segment(block: &mut Array<f32>, signs: &Signs, segment: usize) {
+    flip_segment(block, segment_signs(signs, segment));
     #[unroll]
     for stage in 0..4u32 {
         let distance = comptime!(1usize << stage);
@@ -161,14 +177,9 @@ pub fn store_segment(
 }
 
 /// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task
-/// is two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
-/// another NaN and the same of everything else.
+/// is two times eight values, 16 positions apart.
 #[cube]
-pub fn transform_between_segments(
-    tile: &mut [f32],
-    #[comptime] across: bool,
-    #[comptime] hardware: bool,
-) {
+pub fn transform_between_segments(tile: &mut [f32], #[comptime] across: bool) {
     let step = comptime!(if across { 16usize * 33 + 20 } else { 17 });
     let mut task = UNIT_POS as usize;
     while task < comptime!(TASKS) {
@@ -204,14 +215,8 @@ pub fn transform_between_segments(
                 let low = values[comptime!(pair * 2)] * comptime!(HadamardSize::H128.factor());
                 let high = values[comptime!(pair * 2 + 1)] * comptime!(HadamardSize::H128.factor());
                 let at = base + comptime!(pair * 2 * step);
-                if comptime!(hardware) {
-                    let word = ptx::cvt_rn_bf16x2(low, high);
-                    tile[at] = f32::reinterpret(word << 16u32);
-                    tile[at + step] = f32::reinterpret(word & 0xFFFF_0000u32);
-                } else {
-                    tile[at] = round_to_bf16(low);
-                    tile[at + step] = round_to_bf16(high);
-                }
+                tile[at] = round_to_bf16(low);
+                tile[at + step] = round_to_bf16(high);
             }
         }
         task += CUBE_DIM as usize;
@@ -240,28 +245,27 @@ pub struct EdenBlock {
     pub xq: f32,
 }
 
-/// `bits` shifted right by `places`, left where that is negative.
+/// The value of the code nearest to a magnitude of at most 6.
+///
+/// `1.5 · 2²²`, times the power of two below the magnitude where that is above 1, has the distance of
+/// two grid points as its last place: the sum rounds to the grid, ties to even codes.
 #[cube]
-fn select_shift(bits: u32, #[comptime] places: i32) -> u32 {
-    if comptime!(places >= 0) {
-        bits >> comptime!(places as u32)
-    } else {
-        bits << comptime!(-places as u32)
-    }
+fn nearest_value(magnitude: f32) -> f32 {
+    let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
+    let place = f32::reinterpret((binade | 0x0040_0000u32) + comptime!(22u32 << 23));
+    (magnitude + place) - place
+}
+
+/// The code of a magnitude on the grid, in bits 22 to 24: 2⁻¹²⁶ of it is an `f32` with the code's
+/// exponent and mantissa, the subnormal 0.5 included.
+#[cube]
+fn code_bits(value: f32) -> u32 {
+    u32::reinterpret(value * comptime!(f32::from_bits(0x0080_0000)))
 }
 
 /// Codes and sums of a block.
 #[cube]
-pub fn quantize_block(
-    block: &Array<f32>,
-    multiplier: f32,
-    #[comptime] conversion: Conversion,
-) -> EdenBlock {
-    let mut scaled = Array::<f32>::new(16usize);
-    #[unroll]
-    for i in 0..16usize {
-        scaled[i] = block[i] * multiplier;
-    }
+pub fn quantize_block(block: &Array<f32>, multiplier: f32) -> EdenBlock {
     let mut codes = Vector::<u32, Const<2>>::empty();
     let mut xx = 0.0f32;
     let mut xq = 0.0f32;
@@ -270,38 +274,64 @@ pub fn quantize_block(
         let mut word = 0u32;
         #[unroll]
         for i in 0..8usize {
-            let y = scaled[comptime!(half * 8 + i)];
+            let y = block[comptime!(half * 8 + i)] * multiplier;
             let bits = u32::reinterpret(y);
             let magnitude = bits & 0x7FFF_FFFFu32;
             // Saturates at 6, NaN too: the rest is on finite values.
-            let clamped = min(magnitude, 0x40C0_0000u32);
-            // Below 2 the grid is the multiples of 0.5, which is the last place of 1.5 · 2^22: the
-            // sum rounds to them, ties to even.
-            let low = (f32::reinterpret(clamped) + 6_291_456.0f32) - 6_291_456.0f32;
-            // From 2 on it is the values with one bit of mantissa: round the bits to even there.
-            let high = (clamped + 0x001F_FFFFu32 + ((clamped >> 22u32) & 1u32)) & 0xFFC0_0000u32;
-            let small = clamped < 0x4000_0000u32;
-            let q = select(small, low, f32::reinterpret(high));
-            if comptime!(!conversion.has_nearest()) {
-                // 2⁻¹²⁶ of the value has the code's bits, one place from an f32's; exact.
-                let code = u32::reinterpret(q * comptime!(f32::from_bits(0x0080_0000)));
-                let shift = comptime!(4 * i as u32);
-                word |= select_shift(code, comptime!(22 - shift as i32));
-                word |= (bits >> comptime!(28 - shift)) & comptime!(8u32 << shift);
-            }
+            let q = nearest_value(f32::reinterpret(min(magnitude, 0x40C0_0000u32)));
+            word |= (code_bits(q) >> 22u32) << comptime!(4 * i as u32);
+            word |= (bits >> comptime!(28 - 4 * i as u32)) & comptime!(8u32 << (4 * i));
             // Magnitudes give the same sums: both factors have one sign.
             let y = f32::reinterpret(magnitude);
             xx = fma(y, y, xx);
             xq = fma(y, q, xq);
         }
-        if comptime!(!conversion.has_nearest()) {
-            // A value is NaN where the multiplier is, and then all are: 6 without a sign.
-            codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
+        // A value is NaN where the multiplier is, and then all are: 6 without a sign.
+        codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
+    }
+    EdenBlock { codes, xx, xq }
+}
+
+/// [`quantize_block()`] of a block as eight bf16 pairs. Needs PTX.
+#[cube]
+pub fn quantize_pairs(
+    pairs: &Array<u32>,
+    multiplier: f32,
+    #[comptime] conversion: Conversion,
+) -> EdenBlock {
+    let mut block = Array::<f32>::new(16usize);
+    unpack_pairs(pairs, &mut block, 16usize);
+    #[unroll]
+    for i in 0..16usize {
+        block[i] *= multiplier;
+    }
+    let mut codes = Vector::<u32, Const<2>>::empty();
+    let mut xx = 0.0f32;
+    let mut xq = 0.0f32;
+    #[unroll]
+    for half in 0..2usize {
+        let mut bytes = Array::<u32>::new(4usize);
+        #[unroll]
+        for pair in 0..4usize {
+            let mut two = Array::<u32>::new(2usize);
+            #[unroll]
+            for odd in 0..2usize {
+                let y = block[comptime!(half * 8 + pair * 2 + odd)];
+                let q = nearest_value(ptx::min_abs(y, 6.0f32));
+                xx = fma(y, y, xx);
+                xq = fma(y.abs(), q, xq);
+                two[odd] = code_bits(q);
+            }
+            bytes[pair] = two[1] * 16u32 + two[0];
+        }
+        if comptime!(conversion.has_nearest()) {
+            codes.insert(half, nearest_codes(&block, comptime!(half * 8), conversion));
         } else {
-            codes.insert(
-                half,
-                nearest_codes(&scaled, comptime!(half * 8), conversion),
-            );
+            let low = (bytes[0] >> 22u32) | (bytes[1] >> 14u32);
+            let high = (bytes[2] >> 6u32) | (bytes[3] << 2u32);
+            let signs = sign_nibbles_of_pairs(pairs, comptime!(half * 4)) & 0x8888_8888u32;
+            let word = low | high | signs;
+            codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         }
     }
     EdenBlock { codes, xx, xq }

@@ -108,6 +108,13 @@ pub fn normalized_pairs(
     pairs
 }
 
+/// `value · 1/√size`, rounded to bf16. Needs PTX.
+#[cube]
+pub fn round_normalized(value: f32, #[comptime] size: HadamardSize) -> f32 {
+    let pair = ptx::cvt_rn_bf16x2(value * comptime!(size.factor()), 0.0f32);
+    f32::reinterpret(pair << 16u32)
+}
+
 /// `values · 1/√size`, rounded to bf16: the second half of a transform.
 #[cube]
 pub fn normalize(

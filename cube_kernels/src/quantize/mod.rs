@@ -51,7 +51,8 @@ pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes};
 pub use dequantize::dequantize;
 pub use describe::describe;
 pub use ms_eden::{
-    EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax, ms_eden_with,
+    EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax,
+    ms_eden_as,
 };
 pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
@@ -83,8 +84,9 @@ pub mod kernels {
             dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
         },
         ms_eden::{
-            EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-            EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, ms_eden_amax_kernel, ms_eden_kernel,
+            EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
+            EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs,
+            ms_eden_amax_kernel, ms_eden_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

@@ -10,9 +10,9 @@ use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
+    Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
     RandomStream, Rounding, ScaleLayout, Usage,
-    quantize::{self, EdenSource, QuantRequest},
+    quantize::{self, EdenForm, EdenSource, QuantRequest},
     reference::{self, EdenParams, EdenTarget, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
@@ -215,9 +215,22 @@ fn assert_eden<'a, T: Element>(
         .collect();
     assert_floats(&read_floats(client, &found.amax, count), &decoding, &what);
 
-    let layout = ScaleLayout::Swizzled128x4;
-    let (signs, random) = (&hadamard, STREAM);
-    let found = quantize::ms_eden_with(client, source, usage, &amax, signs, TARGET, random, layout);
+    let made = |form| {
+        let (signs, random) = (&hadamard, STREAM);
+        quantize::ms_eden_as(client, source, usage, &amax, signs, TARGET, random, form)
+    };
+    let found = made(EdenForm::Bf16Unscaled).unwrap();
+    let values = expected.iter().map(|packed| {
+        let mut values = vec![0.0; packed.codes().len() * 2];
+        reference::decode_blocks_into(packed.codes(), packed.scales(), &mut values);
+        let values: Vec<bf16> = values.into_iter().map(bf16::from_f32).collect();
+        bytemuck::cast_slice::<_, u8>(&values).to_vec()
+    });
+    let values: Vec<_> = values.collect();
+    let read = read_bytes(client, &found.codes, found.code_blocks() * BLOCK * 2);
+    case.assert_lie(&read, &values, usage, &format!("{what}: unscaled"));
+
+    let found = made(EdenForm::Packed(ScaleLayout::Swizzled128x4));
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return assert_refused(found, "layout");
     }

@@ -2,15 +2,17 @@
 //! (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device;
-use crate::support::device::{DeviceElement, assert_bytes, assert_packed, read_f32, upload};
+use crate::support::device::{
+    DeviceElement, assert_bytes, assert_floats, assert_packed, read_f32, read_matrix, upload,
+};
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, Hadamard, HadamardSize, RandomStream, Rounding, Usage,
+    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, Usage,
     gemm::Gemm,
-    quantize::{self, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
+    quantize::{self, EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
     reference::{self, EdenParams, EdenTarget, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
@@ -53,7 +55,32 @@ fn check<T: Element>(
         let found =
             quantize::ms_eden(client, source, usage, &found, &hadamard(), target, STREAM).unwrap();
         assert_packed(client, &found, &expected, &what);
+        let hadamard = &hadamard();
+        let amax = &quantize::ms_eden_amax(client, source, usage, hadamard).unwrap();
+        let form = EdenForm::Bf16Unscaled;
+        let found =
+            quantize::ms_eden_as(client, source, usage, amax, hadamard, target, STREAM, form);
+        assert_unscaled(client, &found.unwrap(), &expected, &what);
     }
+}
+
+/// The values of `found` are those of the codes and scales of `expected`, exactly.
+fn assert_unscaled(
+    client: &Client,
+    found: &DeviceQuantized,
+    expected: &QuantizedTensor,
+    what: &str,
+) {
+    let mut values = vec![0.0; expected.codes().len() * 2];
+    reference::decode_blocks_into(expected.codes(), expected.scales(), &mut values);
+    let values: Vec<bf16> = values.into_iter().map(bf16::from_f32).collect();
+    let matrix = found.values().expect("values");
+    let shape = (expected.outer(), expected.blocks() * BLOCK);
+    assert_eq!((matrix.rows, matrix.cols), shape, "{what}");
+    let read: Vec<bf16> = read_matrix(client, &matrix);
+    assert_floats(&read, &values, &format!("{what}, unscaled"));
+    let read = read_f32(client, &found.amax);
+    assert_floats(&[read], expected.amax().values(), &format!("{what}: amax"));
 }
 
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {

@@ -6,7 +6,8 @@ use cubecl::server::Handle;
 use nvfp4_kernels::activation::{activation, activation_backward, activation_with_amaxes};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{
-    self, AmaxRequest, Amaxes, EdenRandom, EdenSource, EdenTransform, QuantRequest, RedrawnSigns,
+    self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, QuantRequest,
+    RedrawnSigns,
 };
 use nvfp4_kernels::reference::{Activation, EdenTarget};
 use nvfp4_kernels::tensor::{
@@ -159,7 +160,11 @@ impl GroupedSource {
                 Groups::One => EdenSource::Matrix(matrix),
                 groups => EdenSource::Grouped(matrix, groups),
             };
-            let made = ms_eden(&self.x.tensor, source, usage, params);
+            let form = match storage {
+                Storage::Packed => EdenForm::Packed(ScaleLayout::Compact),
+                Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
+            };
+            let made = ms_eden(&self.x.tensor, source, usage, params, form);
             return self.made(made, params, usage, storage);
         }
         self.trace("quantize", usage_name(usage));
@@ -349,6 +354,7 @@ fn ms_eden(
     source: EdenSource<'_>,
     usage: Usage,
     params: &QuantParams,
+    form: EdenForm,
 ) -> DeviceQuantized {
     let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, &params.hadamard) else {
         unreachable!("parameters of MS-EDEN");
@@ -366,8 +372,8 @@ fn ms_eden(
     let client = &like.client;
     let amax = quantize::ms_eden_amax(client, source, usage, transform.clone());
     let (amax, target) = (launched(amax), EdenTarget::Backward);
-    launched(quantize::ms_eden(
-        client, source, usage, &amax, transform, target, random,
+    launched(quantize::ms_eden_as(
+        client, source, usage, &amax, transform, target, random, form,
     ))
 }
 
@@ -389,7 +395,8 @@ pub(super) fn requantize(
         launched(quantize::mx_requantize(client, &source, usage, format, via))
     } else {
         trace_op("ms_eden", usage_name(usage), rows, cols);
-        ms_eden(&like, EdenSource::Packed(&source), usage, params)
+        let form = EdenForm::Packed(ScaleLayout::Compact);
+        ms_eden(&like, EdenSource::Packed(&source), usage, params, form)
     };
     let layout = count.layout((rows, cols), usage, params, Storage::Packed);
     to_burn(&like, made, count, layout)

@@ -4,14 +4,16 @@ use cubecl::prelude::*;
 
 use super::{
     super::kernels::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPolicy, EdenScalesArgs,
-        EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, SourcePlan, ms_eden_amax_kernel,
-        ms_eden_kernel,
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
+        EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs,
+        SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
     },
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
 use crate::{
+    ScaleLayout,
     cube::{hadamard::SignsLaunch, philox::RandomLaunch},
+    quantize::EdenForm,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -22,23 +24,26 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
     let e2m1 = Expected {
         e2m1_rn: Some(device.has_nearest()),
+        e4m3: Some(device.conversion.has_e4m3()),
         ..Expected::NONE
     };
     let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
-    let out = |swizzled: bool| {
-        let scales = match swizzled {
-            true => EdenScalesArgs::Swizzled(b(BLOCKS)),
-            false => EdenScalesArgs::Compact(b(BLOCKS)),
+    let out = |form: EdenForm| {
+        let packed = |scales| EdenValuesArgs::Packed(EdenPackedLaunch::new(b(BLOCKS), scales));
+        let values = match form {
+            EdenForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
+            EdenForm::Packed(_) => packed(EdenScalesArgs::Swizzled(b(BLOCKS))),
+            EdenForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
         };
-        EdenOutLaunch::new(b(BLOCKS), scales, b(8))
+        EdenOutLaunch::new(values, b(8))
     };
-    let policy = |across, source, swizzled| EdenPolicy {
+    let policy = |across, source, form| EdenPolicy {
         across,
         source,
-        swizzled,
+        swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
         redrawn_signs: across,
-        cuda: true,
+        unscaled: form == EdenForm::Bf16Unscaled,
         conversion: device.conversion,
     };
     let both = [false, true]
@@ -47,8 +52,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for address in [AddressType::U32, AddressType::U64] {
         for (across, name, source) in both.clone() {
-            let swizzled = source.swizzled;
-            let policy = policy(across, source, swizzled);
+            let (form, others) = forms(source);
             let tag = format!("packed-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
@@ -61,38 +65,41 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy,
+                policy(across, source, form),
                 FloatKind::F32,
                 FloatKind::F32.storage_type()
             ));
-            all.push(instance!(
-                device,
-                ms_eden_kernel,
-                &tag,
-                e2m1,
-                address,
-                1,
-                EdenStoredArgs::Packed(packed(device)),
-                tiles(),
-                EdenInputsLaunch::new(b(8), 1.0, 1.0),
-                out(swizzled),
-                EdenDrawLaunch::new(b(2), random(), signs()),
-                policy,
-                FloatKind::F32,
-                FloatKind::F32.storage_type()
-            ));
+            for (suffix, form) in [("", form)].into_iter().chain(others) {
+                all.push(instance!(
+                    device,
+                    ms_eden_kernel,
+                    format!("{tag}{suffix}"),
+                    e2m1,
+                    address,
+                    1,
+                    EdenStoredArgs::Packed(packed(device)),
+                    tiles(),
+                    EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                    out(form),
+                    EdenDrawLaunch::new(b(2), random(), signs()),
+                    policy(across, source, form),
+                    FloatKind::F32,
+                    FloatKind::F32.storage_type()
+                ));
+            }
         }
     }
     for (dtype, address) in ELEMENTS {
         let (width, elem) = (16 / dtype.size(), dtype.storage_type());
         for (across, name, source) in both.clone() {
-            let swizzled = source.swizzled;
+            let (form, others) = forms(source);
             // A matrix has neither amax values nor scales.
             let source = SourcePlan {
                 grouping: source.grouping,
                 ..PLAIN
             };
-            let policy = policy(across, source, swizzled);
+            // As a plane loads columns.
+            let width = if across { 4 } else { width };
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
@@ -105,27 +112,40 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy,
+                policy(across, source, form),
                 dtype,
                 elem
             ));
-            all.push(instance!(
-                device,
-                ms_eden_kernel,
-                &tag,
-                e2m1,
-                address,
-                width,
-                EdenStoredArgs::Matrix(b(BLOCKS)),
-                tiles(),
-                EdenInputsLaunch::new(b(8), 1.0, 1.0),
-                out(swizzled),
-                EdenDrawLaunch::new(b(2), random(), signs()),
-                policy,
-                dtype,
-                elem
-            ));
+            for (suffix, form) in [("", form)].into_iter().chain(others) {
+                all.push(instance!(
+                    device,
+                    ms_eden_kernel,
+                    format!("{tag}{suffix}"),
+                    e2m1,
+                    address,
+                    width,
+                    EdenStoredArgs::Matrix(b(BLOCKS)),
+                    tiles(),
+                    EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                    out(form),
+                    EdenDrawLaunch::new(b(2), random(), signs()),
+                    policy(across, source, form),
+                    dtype,
+                    elem
+                ));
+            }
         }
     }
     all
+}
+
+/// How the result of a source is stored, and the other forms that it has, with their names.
+fn forms(source: SourcePlan) -> (EdenForm, Option<(&'static str, EdenForm)>) {
+    match source.swizzled {
+        true => (EdenForm::Packed(ScaleLayout::Swizzled128x4), None),
+        false => (
+            EdenForm::Packed(ScaleLayout::Compact),
+            Some(("-unscaled", EdenForm::Bf16Unscaled)),
+        ),
+    }
 }

@@ -9,17 +9,19 @@ use super::{
         plan::signs_launch,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
-    kernel::{
-        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenScalesArgs, EdenSignsLaunch,
-        EdenStoredArgs, ms_eden_amax_kernel, ms_eden_kernel,
+    arguments::{
+        EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenScalesArgs,
+        EdenSignsLaunch, EdenStoredArgs, EdenValuesArgs,
     },
+    kernel::{ms_eden_amax_kernel, ms_eden_kernel},
+    plane_tile::OWN,
     position::{EdenPolicy, EdenTilesLaunch},
 };
 use crate::{
-    BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Usage,
+    BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
     capabilities::Capabilities,
     cube::{eden::LINES, philox::RandomLaunch},
-    launch::{buffer, tile_grid, vector_size},
+    launch::{buffer, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
     reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
@@ -103,9 +105,18 @@ impl<'a> Stored<'a> {
 
     /// The elements that a kernel loads at once, and their type. A packed source has neither: those
     /// stand for all.
-    fn elements(&self) -> (usize, FloatKind) {
+    fn elements(&self, policy: &EdenPolicy) -> (usize, FloatKind) {
         match self {
-            Self::Matrix(matrix, _) => (vector_size(matrix.dtype, matrix.cols), matrix.dtype),
+            Self::Matrix(matrix, _) => {
+                let width = vector_size(matrix.dtype, matrix.cols);
+                // A unit has as many lines at a time.
+                let most = if policy.planes() && policy.across {
+                    OWN
+                } else {
+                    width
+                };
+                (width.min(most), matrix.dtype)
+            }
             Self::Packed(_) => (1, FloatKind::F32),
         }
     }
@@ -231,7 +242,7 @@ pub fn ms_eden_amax<'a>(
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
     let signs = transform.arg(&out);
-    let (width, kind) = geometry.source.elements();
+    let (width, kind) = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_amax_kernel::launch_unchecked(
@@ -283,19 +294,32 @@ pub fn ms_eden<'a>(
     target: EdenTarget,
     random: impl Into<EdenRandom>,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let layout = ScaleLayout::Compact;
-    ms_eden_with(
-        client, source, usage, amax, transform, target, random, layout,
-    )
+    let form = EdenForm::Packed(ScaleLayout::Compact);
+    ms_eden_as(client, source, usage, amax, transform, target, random, form)
 }
 
-/// [`ms_eden`] with scales in `layout`. In 128x4 tiles those of every group of rows begin anew, and
-/// rows that pad a tile are written, as zeros.
+/// What the result of MS-EDEN is stored as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EdenForm {
+    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows begin anew, and rows
+    /// that pad a tile are written, as zeros.
+    Packed(ScaleLayout),
+    /// Codes times scales, [`Storage::Bf16Unscaled`].
+    Bf16Unscaled,
+}
+
+impl EdenForm {
+    fn is_swizzled(self) -> bool {
+        self == Self::Packed(ScaleLayout::Swizzled128x4)
+    }
+}
+
+/// [`ms_eden`] as `form`.
 ///
 /// # Errors
 /// As [`ms_eden_amax`], and for scales in 128x4 tiles of tensors that are concatenated along the
 /// columns.
-pub fn ms_eden_with<'a>(
+pub fn ms_eden_as<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
     usage: Usage,
@@ -303,30 +327,42 @@ pub fn ms_eden_with<'a>(
     transform: impl Into<EdenTransform>,
     target: EdenTarget,
     random: impl Into<EdenRandom>,
-    layout: ScaleLayout,
+    form: EdenForm,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let (source, random, transform) = (source.into(), random.into(), transform.into());
-    let geometry = Geometry::new(client, source, usage, &transform, Some((&random, layout)))?;
+    let geometry = Geometry::new(client, source, usage, &transform, Some((&random, form)))?;
     let hadamard = &transform.hadamard;
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tile_count == 0 {
         // Empty matrices: their amax is 0, and so is the one to decode with.
-        return Ok(result(client, &source, usage, amax, hadamard, layout));
+        return Ok(result(client, &source, usage, amax, hadamard, form));
     }
     let out_amax = allocate(client, maxima * 4);
-    let out = result(client, &source, usage, &out_amax, hadamard, layout);
+    let out = result(client, &source, usage, &out_amax, hadamard, form);
     let blocks = out.code_blocks();
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let amax_arg = unsafe { buffer(amax, maxima) };
     let map = geometry.map(client, amax);
-    let codes = unsafe { buffer(&out.codes, blocks) };
     let words = out.scale_bytes() / 4;
-    let scales = match geometry.policy.swizzled {
-        true => EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) }),
-        false => EdenScalesArgs::Compact(unsafe { buffer(&out.scales, words / 2) }),
+    let values = match form {
+        EdenForm::Bf16Unscaled => {
+            EdenValuesArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
+        }
+        EdenForm::Packed(layout) => {
+            let scales = match layout {
+                ScaleLayout::Swizzled128x4 => {
+                    EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) })
+                }
+                ScaleLayout::Compact => {
+                    EdenScalesArgs::Compact(unsafe { buffer(&out.scales, words / 2) })
+                }
+            };
+            let codes = unsafe { buffer(&out.codes, blocks) };
+            EdenValuesArgs::Packed(EdenPackedLaunch::new(codes, scales))
+        }
     };
-    let target_memory = EdenOutLaunch::new(codes, scales, unsafe { buffer(&out.amax, maxima) });
+    let target_memory = EdenOutLaunch::new(values, unsafe { buffer(&out.amax, maxima) });
     let offset = match &random.offset {
         Some(offset) => unsafe { buffer(offset, 2) },
         // Not read.
@@ -344,7 +380,7 @@ pub fn ms_eden_with<'a>(
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
     let draw = EdenDrawLaunch::new(offset, stream, transform.arg(amax));
-    let (width, kind) = geometry.source.elements();
+    let (width, kind) = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_kernel::launch_unchecked(
@@ -373,7 +409,7 @@ fn result(
     usage: Usage,
     amax: &Handle,
     hadamard: &Hadamard,
-    scale_layout: ScaleLayout,
+    form: EdenForm,
 ) -> DeviceQuantized {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
@@ -387,17 +423,17 @@ fn result(
             ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
         }
     };
+    let (scale_layout, storage) = match form {
+        EdenForm::Packed(layout) => (layout, Storage::Packed),
+        EdenForm::Bf16Unscaled => (ScaleLayout::Compact, Storage::Bf16Unscaled),
+    };
     let layout = Layout {
         scale_layout,
+        storage,
         hadamard: Some(*hadamard),
         ..Layout::nvfp4(shape.0, shape.1, usage)
     };
     DeviceQuantized::empty(client, layout, groups, amax)
-}
-
-fn is_sm80(capabilities: &Capabilities) -> bool {
-    let capability = capabilities.compute_capability;
-    capability.is_some_and(|capability| capability >= 80)
 }
 
 /// The launch of either kernel.
@@ -419,7 +455,7 @@ impl<'a> Geometry<'a> {
         source: EdenSource<'a>,
         usage: Usage,
         transform: &EdenTransform,
-        quantize: Option<(&EdenRandom, ScaleLayout)>,
+        quantize: Option<(&EdenRandom, EdenForm)>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
             EdenSource::Packed(packed) => usage != packed.usage(),
@@ -428,7 +464,8 @@ impl<'a> Geometry<'a> {
         let source = Stored::new(source)?;
         transform.check()?;
         let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
-        let swizzled = quantize.is_some_and(|(_, layout)| layout == ScaleLayout::Swizzled128x4);
+        let swizzled = quantize.is_some_and(|(_, form)| form.is_swizzled());
+        let unscaled = quantize.is_some_and(|(_, form)| form == EdenForm::Bf16Unscaled);
         if let Some(offset) = offset {
             check_memory("random", offset, 8)?;
         }
@@ -456,8 +493,12 @@ impl<'a> Geometry<'a> {
             0 => 0,
             _ => tile_rows * tile_cols,
         };
-        let (count, dim) = tile_grid(client, tile_count);
-        let capabilities = Capabilities::of(client);
+        let conversion = Capabilities::of(client).conversion;
+        let tiles_of_cube = match conversion.has_ptx() {
+            true => units(client) / 32,
+            false => 1,
+        };
+        let (count, dim) = tile_grid(client, tile_count.div_ceil(tiles_of_cube));
         Ok(Self {
             source,
             policy: EdenPolicy {
@@ -466,8 +507,8 @@ impl<'a> Geometry<'a> {
                 swizzled,
                 device_offset: offset.is_some(),
                 redrawn_signs: transform.redrawn.is_some(),
-                cuda: is_sm80(&capabilities),
-                conversion: capabilities.conversion,
+                unscaled,
+                conversion,
             },
             map_rows,
             tile_rows,

@@ -5,10 +5,16 @@
 //! section 9), byte for byte. Two kernels: one finds the largest magnitude of the rotated values,
 //! the other rotates again and quantizes; nothing between them is in memory.
 
+mod arguments;
+mod cube_tile;
 mod kernel;
 mod launch;
+mod packed;
+mod plane_tile;
 mod position;
+mod result;
 
+pub use arguments::*;
 pub use kernel::*;
 pub use launch::*;
 pub use position::*;

@@ -21,8 +21,8 @@ pub struct EdenPolicy {
     pub device_offset: bool,
     /// The signs of the transform are drawn by the kernel.
     pub redrawn_signs: bool,
-    /// The device is a CUDA GPU of sm_80 or later: it rounds to bf16 itself.
-    pub cuda: bool,
+    /// The result is codes times scales in bf16.
+    pub unscaled: bool,
     /// Who converts to E2M1.
     pub conversion: Conversion,
 }
@@ -31,6 +31,16 @@ impl EdenPolicy {
     /// Whether there are no groups.
     pub(super) fn plain(self) -> bool {
         self.source.grouping == Grouping::One
+    }
+
+    /// Whether a plane works on a tile by itself.
+    pub(super) fn planes(self) -> bool {
+        self.conversion.has_ptx()
+    }
+
+    /// The most tiles that a cube works on at a time.
+    pub(super) fn tiles_of_cube(self) -> usize {
+        if self.planes() { 8 } else { 1 }
     }
 }
 
