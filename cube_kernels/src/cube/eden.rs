@@ -245,22 +245,32 @@ pub struct EdenBlock {
     pub xq: f32,
 }
 
-/// The value of the code nearest to a magnitude of at most 6.
-///
-/// `1.5 · 2²²`, times the power of two below the magnitude where that is above 1, has the distance of
-/// two grid points as its last place: the sum rounds to the grid, ties to even codes.
-#[cube]
-fn nearest_value(magnitude: f32) -> f32 {
-    let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
-    let place = f32::reinterpret((binade | 0x0040_0000u32) + comptime!(22u32 << 23));
-    (magnitude + place) - place
+/// The code nearest to a magnitude.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Nearest {
+    /// What it stands for.
+    value: f32,
+    /// A word whose lowest byte is the code.
+    code: u32,
 }
 
-/// The code of a magnitude on the grid, in bits 22 to 24: 2⁻¹²⁶ of it is an `f32` with the code's
-/// exponent and mantissa, the subnormal 0.5 included.
+/// The code nearest to a magnitude of at most 6.
+///
+/// `2²²`, times the power of two below the magnitude where that is above 1, has the distance of two
+/// grid points as its last place: the sum rounds to the grid, ties to even codes, and ends in the
+/// number of the grid point within its binade. Exponent and top bit of the mantissa are 298 and two
+/// more for each binade above 1, as many as codes; 214 grid points in the sum make that 512.
 #[cube]
-fn code_bits(value: f32) -> u32 {
-    u32::reinterpret(value * comptime!(f32::from_bits(0x0080_0000)))
+fn nearest(magnitude: f32) -> Nearest {
+    let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
+    let place = f32::reinterpret((binade | 214u32) + comptime!(22u32 << 23));
+    let sum = magnitude + place;
+    let bits = u32::reinterpret(sum);
+    Nearest {
+        value: sum - place,
+        code: bits + (bits >> 22u32),
+    }
 }
 
 /// Codes and sums of a block.
@@ -278,13 +288,13 @@ pub fn quantize_block(block: &Array<f32>, multiplier: f32) -> EdenBlock {
             let bits = u32::reinterpret(y);
             let magnitude = bits & 0x7FFF_FFFFu32;
             // Saturates at 6, NaN too: the rest is on finite values.
-            let q = nearest_value(f32::reinterpret(min(magnitude, 0x40C0_0000u32)));
-            word |= (code_bits(q) >> 22u32) << comptime!(4 * i as u32);
+            let found = nearest(f32::reinterpret(min(magnitude, 0x40C0_0000u32)));
+            word |= (found.code & 7u32) << comptime!(4 * i as u32);
             word |= (bits >> comptime!(28 - 4 * i as u32)) & comptime!(8u32 << (4 * i));
             // Magnitudes give the same sums: both factors have one sign.
             let y = f32::reinterpret(magnitude);
             xx = fma(y, y, xx);
-            xq = fma(y, q, xq);
+            xq = fma(y, found.value, xq);
         }
         // A value is NaN where the multiplier is, and then all are: 6 without a sign.
         codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
@@ -317,20 +327,20 @@ pub fn quantize_pairs(
             #[unroll]
             for odd in 0..2usize {
                 let y = block[comptime!(half * 8 + pair * 2 + odd)];
-                let q = nearest_value(ptx::min_abs(y, 6.0f32));
+                let found = nearest(ptx::min_abs(y, 6.0f32));
                 xx = fma(y, y, xx);
-                xq = fma(y.abs(), q, xq);
-                two[odd] = code_bits(q);
+                xq = fma(y.abs(), found.value, xq);
+                two[odd] = found.code;
             }
             bytes[pair] = two[1] * 16u32 + two[0];
         }
         if comptime!(conversion.has_nearest()) {
             codes.insert(half, nearest_codes(&block, comptime!(half * 8), conversion));
         } else {
-            let low = (bytes[0] >> 22u32) | (bytes[1] >> 14u32);
-            let high = (bytes[2] >> 6u32) | (bytes[3] << 2u32);
+            let low = ptx::prmt(bytes[0], bytes[1], 0x40u32);
+            let high = ptx::prmt(bytes[2], bytes[3], 0x40u32);
             let signs = sign_nibbles_of_pairs(pairs, comptime!(half * 4)) & 0x8888_8888u32;
-            let word = low | high | signs;
+            let word = ptx::prmt(low, high, 0x5410u32) | signs;
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         }
     }

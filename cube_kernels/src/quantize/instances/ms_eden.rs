@@ -56,6 +56,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             let tag = format!("packed-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
+                units 128,
                 ms_eden_amax_kernel,
                 &tag,
                 Expected::NONE,
@@ -72,6 +73,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,
+                    units 128,
                     ms_eden_kernel,
                     format!("{tag}{suffix}"),
                     e2m1,
@@ -99,10 +101,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ..PLAIN
             };
             // As a plane loads columns.
-            let width = if across { 4 } else { width };
+            let width = if across { 2 } else { width };
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
+                units 128,
                 ms_eden_amax_kernel,
                 &tag,
                 Expected::NONE,
@@ -119,6 +122,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,
+                    units 128,
                     ms_eden_kernel,
                     format!("{tag}{suffix}"),
                     e2m1,

@@ -15,7 +15,7 @@ use super::{
     },
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
-    position::{EdenPolicy, EdenTilesLaunch},
+    position::{EdenPolicy, EdenTilesLaunch, MOST_PLANES},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
@@ -494,11 +494,14 @@ impl<'a> Geometry<'a> {
             _ => tile_rows * tile_cols,
         };
         let conversion = Capabilities::of(client).conversion;
-        let tiles_of_cube = match conversion.has_ptx() {
-            true => units(client) / 32,
-            false => 1,
+        let (count, dim) = match conversion.has_ptx() {
+            true => {
+                let planes = (units(client) / 32).min(MOST_PLANES);
+                let (count, _) = tile_grid(client, tile_count.div_ceil(planes));
+                (count, CubeDim::new_1d(32 * planes as u32))
+            }
+            false => tile_grid(client, tile_count),
         };
-        let (count, dim) = tile_grid(client, tile_count.div_ceil(tiles_of_cube));
         Ok(Self {
             source,
             policy: EdenPolicy {

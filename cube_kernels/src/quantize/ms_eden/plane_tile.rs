@@ -1,5 +1,5 @@
 //! A tile of a plane, in registers. Eight neighbouring units share a line, 16 values each, and
-//! transform it by shuffles; a unit has four of 16 lines at a time.
+//! transform it by shuffles; a unit has two of eight lines at a time.
 
 use cubecl::prelude::*;
 
@@ -23,11 +23,11 @@ use crate::{
 };
 
 /// Lines that a unit has at a time.
-pub(super) const OWN: usize = 4;
+pub(super) const OWN: usize = 2;
 /// Lines that a plane has at a time.
-const LINES_AT_A_TIME: usize = 16;
+const LINES_AT_A_TIME: usize = 8;
 /// How often it takes lines of a tile.
-const TURNS: usize = 2;
+const TURNS: usize = 4;
 
 /// The part of a tile that a unit has at a time.
 #[derive(CubeType, Clone, Copy)]
@@ -59,7 +59,7 @@ const fn line_step(across: bool) -> usize {
 
 #[cube]
 impl<F: Numeric, N: Size> EdenStored<F, N> {
-    /// The 64 values of a part, line after line; zeros outside of the source.
+    /// The 32 values of a part, line after line; zeros outside of the source.
     fn load_part(
         &self,
         part: Part,
@@ -101,7 +101,7 @@ fn matrix_along<F: Numeric, N: Size>(
 ) -> Array<f32> {
     let width = N::value();
     let vectors = cols / width;
-    let mut values = Array::<f32>::new(64usize);
+    let mut values = Array::<f32>::new(32usize);
     #[unroll]
     for j in 0..OWN {
         let row = at.line0 + part.line + comptime!(j * line_step(false));
@@ -131,7 +131,7 @@ fn matrix_across<F: Numeric, N: Size>(
 ) -> Array<f32> {
     let width = N::value();
     let vectors = cols / width;
-    let mut values = Array::<f32>::new(64usize);
+    let mut values = Array::<f32>::new(32usize);
     #[unroll]
     for k in 0..16usize {
         let row = at.start + part.segment * 16usize + k;
@@ -159,7 +159,7 @@ fn packed_along(
     own: f32,
     #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
-    let mut values = Array::<f32>::new(64usize);
+    let mut values = Array::<f32>::new(32usize);
     let first = at.start + part.segment * 16usize;
     #[unroll]
     for j in 0..OWN {
@@ -183,10 +183,10 @@ fn packed_across(
     own: f32,
     #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
-    let mut values = Array::<f32>::new(64usize);
+    let mut values = Array::<f32>::new(32usize);
     let line = at.line0 + part.line;
     let block = line / 16usize;
-    // Four codes of the block.
+    // Two codes of the block.
     let half = (line % 16usize) / 8usize;
     let shift = u32::cast_from(line % 8usize) * 4u32;
     #[unroll]

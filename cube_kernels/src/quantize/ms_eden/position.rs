@@ -40,9 +40,12 @@ impl EdenPolicy {
 
     /// The most tiles that a cube works on at a time.
     pub(super) fn tiles_of_cube(self) -> usize {
-        if self.planes() { 8 } else { 1 }
+        if self.planes() { MOST_PLANES } else { 1 }
     }
 }
+
+/// Planes of a cube at most: small cubes fill the GPU evenly, since a plane has few tiles.
+pub(super) const MOST_PLANES: usize = 4;
 
 /// The tiles of a stored matrix and of its groups; `map` is what
 /// [`map_tiles()`](super::super::tile::map_tiles) wrote.
