@@ -209,7 +209,12 @@ impl RotaryTables {
         (self.cos, self.sin)
     }
 
-    fn check(&self, device: &Device, head: usize, longest: usize) -> Result<(), Nvfp4Error> {
+    pub(crate) fn check(
+        &self,
+        device: &Device,
+        head: usize,
+        longest: usize,
+    ) -> Result<(), Nvfp4Error> {
         validate::same_device(("q", device), ("rotary", &self.cos.device()))?;
         let [positions, half] = self.cos.dims();
         if 2 * half != head || positions < longest {

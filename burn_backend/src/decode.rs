@@ -397,6 +397,40 @@ impl NextTokens {
         })
     }
 
+    /// From now on `tokens` come next, and a step adds `counts`: written where they are, so that a
+    /// captured graph takes its next step with them.
+    ///
+    /// # Errors
+    /// When there are not as many as sequences.
+    pub fn set(self, tokens: &[u32], counts: &[u32]) -> Result<Self, Nvfp4Error> {
+        let [batch] = self.tokens.dims();
+        if tokens.len() != batch || counts.len() != batch {
+            return Err(Nvfp4Error::shape(
+                "tokens",
+                format!("{} tokens and {} counts", tokens.len(), counts.len()),
+                format!("{batch} each, the sequences"),
+            ));
+        }
+        let device = self.tokens.device();
+        let write = |out: Tensor<1, Int>, data: TensorData| {
+            let from = Tensor::<1, Int>::from_data(data, (&device, out.dtype()));
+            let made = Dispatch::nvfp4_write_words(out.into_dispatch(), from.into_dispatch());
+            Tensor::from_dispatch(made)
+        };
+        let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+        Ok(Self {
+            tokens: write(self.tokens, TensorData::new(tokens, [batch])),
+            places: Places {
+                starts: self.places.starts,
+                counts: write(
+                    self.places.counts,
+                    TensorData::new(counts.to_vec(), [batch]),
+                ),
+            },
+            ..self
+        })
+    }
+
     /// Takes the most probable tokens of `logits`, `f32[batch, vocab]`: of equal ones the first.
     /// They come next, and those before are in their sequences.
     ///

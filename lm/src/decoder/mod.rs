@@ -8,7 +8,7 @@
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
 //! - [`observe`]: what the linear layers read.
-//! - [`generate`] and [`sampling`]: texts that go on with prompts.
+//! - [`generate`], [`steps`] and [`sampling`]: texts that go on with prompts.
 //!
 //! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
 //! one global scale when they are quantized, which every engine that serves NVFP4 needs.
@@ -27,12 +27,14 @@ pub mod positions;
 pub mod projection;
 pub mod sampling;
 pub mod save;
+pub mod steps;
 mod training;
 
-pub use cache::KvCache;
+pub use cache::{KvCache, KvPrecision};
 pub use generate::Generation;
 pub use lora::LoraConfig;
 pub use packed_rows::PackedRows;
+pub use steps::DecodeSteps;
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -63,6 +65,9 @@ pub struct Decoder {
     dtype: FloatDType,
     #[module(skip)]
     positions: Positions,
+    /// Of keys and of values of each layer, where the folder quantizes the cache to FP8.
+    #[module(skip)]
+    kv_scales: Option<Vec<[f32; 2]>>,
 }
 
 /// One layer: attention and feed-forward, each behind a norm and added to the residual stream.

@@ -8,6 +8,7 @@ use nvfp4_kernels::attention::{
     Heads, Rope,
     decode::{self, CacheKind, KvCache, NewTokens},
 };
+use nvfp4_kernels::graph;
 use nvfp4_kernels::greedy::{self, Greedy};
 
 use super::super::attention::cube::{contiguous, tables, views};
@@ -69,6 +70,13 @@ impl DecodeOps for CubeBackend {
         };
         launched(greedy::choose(&logits.client, &matrix(&logits), &greedy));
         state
+    }
+
+    fn nvfp4_write_words(out: CubeTensor, from: CubeTensor) -> CubeTensor {
+        let (to, from) = (in_place(&out), into_contiguous(from));
+        let words = out.meta.shape().num_elements();
+        launched(graph::copy_words(&out.client, &from.handle, &to, words));
+        out
     }
 }
 

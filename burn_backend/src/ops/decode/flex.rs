@@ -75,6 +75,10 @@ impl DecodeOps for Flex {
             step,
         }
     }
+
+    fn nvfp4_write_words(_out: FlexTensor, from: FlexTensor) -> FlexTensor {
+        from
+    }
 }
 
 /// The number of the largest, of equal ones the first; -1 with NaN or without a number above
@@ -115,6 +119,28 @@ fn run(
     }
 }
 
+/// Elements of Flex tensors.
+trait HostElement: Element + BurnElement {
+    /// Those of a contiguous tensor.
+    fn slice(x: &FlexTensor) -> &[Self];
+    /// The same, in memory of its own.
+    fn slice_mut(x: &mut FlexTensor) -> &mut [Self];
+}
+
+macro_rules! host_element {
+    ($($element:ty)*) => {$(
+        impl HostElement for $element {
+            fn slice(x: &FlexTensor) -> &[Self] {
+                x.storage()
+            }
+            fn slice_mut(x: &mut FlexTensor) -> &mut [Self] {
+                x.storage_mut()
+            }
+        }
+    )*};
+}
+host_element!(f32 bf16 f16);
+
 struct Call {
     inputs: AttentionInputs<Flex>,
     places: ChunkPlaces<Flex>,
@@ -124,10 +150,7 @@ struct Call {
 }
 
 impl Call {
-    fn run<T: Element + BurnElement + bytemuck::Pod>(
-        self,
-        mut cache: KvTensors<Flex>,
-    ) -> Attended<Flex> {
+    fn run<T: HostElement>(self, mut cache: KvTensors<Flex>) -> Attended<Flex> {
         let Self {
             inputs,
             places,
@@ -158,8 +181,8 @@ impl Call {
         let [k_scale, v_scale] = spec.scales;
         let queries = match &mut cache {
             KvTensors::Float { k, v } => {
-                let mut k = HostKvMut::Float(k.storage_mut::<T>());
-                let mut v = HostKvMut::Float(v.storage_mut::<T>());
+                let mut k = HostKvMut::Float(T::slice_mut(k));
+                let mut v = HostKvMut::Float(T::slice_mut(v));
                 append(&qkv, [&mut k, &mut v], &shape, tables)
             }
             KvTensors::E4m3 { k, v } => {
@@ -171,7 +194,7 @@ impl Call {
         let out = match (&cache, attends) {
             (_, false) => queries,
             (KvTensors::Float { k, v }, true) => {
-                let (k, v) = (HostKv::Float(k.storage()), HostKv::Float(v.storage()));
+                let (k, v) = (HostKv::Float(T::slice(k)), HostKv::Float(T::slice(v)));
                 attention_decode(&queries, k, v, &shape, &attention.params)
             }
             (KvTensors::E4m3 { k, v }, true) => {
@@ -187,19 +210,16 @@ impl Call {
 }
 
 /// Queries, keys and values of each token side by side.
-fn rows<T: Element + BurnElement + bytemuck::Pod>(
-    inputs: AttentionInputs<Flex>,
-    spec: &DecodeSpec,
-) -> Vec<T> {
+fn rows<T: HostElement>(inputs: AttentionInputs<Flex>, spec: &DecodeSpec) -> Vec<T> {
     match inputs {
-        AttentionInputs::Qkv(qkv) => qkv.to_contiguous().storage::<T>().to_vec(),
+        AttentionInputs::Qkv(qkv) => T::slice(&qkv.to_contiguous()).to_vec(),
         AttentionInputs::Separate { q, k, v } => {
             let [q, k, v] = [q, k, v].map(|x| x.to_contiguous());
             let wide = spec.attention.heads * spec.attention.head;
             let narrow = spec.attention.kv_heads * spec.attention.head;
-            let rows = q.storage::<T>().chunks(wide);
-            let rows = rows.zip(k.storage::<T>().chunks(narrow));
-            let rows = rows.zip(v.storage::<T>().chunks(narrow));
+            let rows = T::slice(&q).chunks(wide);
+            let rows = rows.zip(T::slice(&k).chunks(narrow));
+            let rows = rows.zip(T::slice(&v).chunks(narrow));
             rows.flat_map(|((q, k), v)| q.iter().chain(k).chain(v).copied())
                 .collect()
         }

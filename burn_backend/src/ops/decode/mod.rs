@@ -14,8 +14,10 @@ mod tensors;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, autodiff::checkpoint::strategy::CheckpointStrategy,
-    backend_extension, tensor::FloatTensor,
+    Autodiff, AutodiffBackend, Backend,
+    autodiff::checkpoint::strategy::CheckpointStrategy,
+    backend_extension,
+    tensor::{FloatTensor, IntTensor},
 };
 
 use super::attention::{AttentionInputs, AttentionRope, AttentionSpec};
@@ -75,6 +77,11 @@ pub trait DecodeOps: Backend {
         logits: FloatTensor<Self>,
         #[extension_type] state: TokenState<Self>,
     ) -> TokenState<Self>;
+
+    /// The words of `from` in the memory of `out`, whoever else holds it: both have one shape and
+    /// type, of 32 bits.
+    #[fusion(meta = meta::write)]
+    fn nvfp4_write_words(out: IntTensor<Self>, from: IntTensor<Self>) -> IntTensor<Self>;
 }
 
 impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
@@ -133,6 +140,10 @@ impl<B: DecodeOps, C: CheckpointStrategy> DecodeOps for Autodiff<B, C> {
             ring,
             step,
         }
+    }
+
+    fn nvfp4_write_words(out: IntTensor<Self>, from: IntTensor<Self>) -> IntTensor<Self> {
+        B::nvfp4_write_words(out, from)
     }
 }
 
