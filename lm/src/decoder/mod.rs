@@ -25,6 +25,7 @@ mod packed;
 mod packed_rows;
 pub mod positions;
 pub mod projection;
+mod random;
 pub mod sampling;
 pub mod save;
 pub mod steps;
@@ -258,5 +259,7 @@ impl Decoder {
 
 #[cfg(all(test, feature = "flex"))]
 mod packed_tests;
+#[cfg(all(test, feature = "flex"))]
+mod steps_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

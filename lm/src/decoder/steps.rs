@@ -6,7 +6,7 @@
 //! same arguments at every length, and nothing compiles anew.
 
 use anyhow::{Result, ensure};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_nvfp4::decode::NextTokens;
 
 use super::attention::Call;
@@ -213,6 +213,30 @@ impl Decoder {
         let dense =
             |layer: &super::DecoderLayer| matches!(layer.feed_forward, FeedForward::Dense(_));
         self.positions.is_fixed(capacity) && self.layers.iter().all(dense)
+    }
+
+    /// The logits behind the last of the `counts` new tokens of each row, `[batch, vocab]`: see
+    /// [`features_cached`](Self::features_cached). Waits for the device.
+    ///
+    /// # Errors
+    /// As [`features_cached`](Self::features_cached), and when a row has no new token.
+    pub fn last_logits(
+        &self,
+        tokens: Tensor<2, Int>,
+        counts: &[usize],
+        cache: &mut KvCache,
+    ) -> Result<Vec<f32>> {
+        ensure!(
+            counts.iter().all(|count| *count > 0),
+            "new tokens of the sequences are {counts:?}, but must be at least 1 each"
+        );
+        let features = self.features_cached(tokens, counts, cache)?;
+        let [_, _, d_model] = features.dims();
+        let last = counts.iter().enumerate().map(|(row, count)| {
+            let last = features.clone().narrow(0, row, 1).narrow(1, count - 1, 1);
+            last.reshape([1, d_model])
+        });
+        super::generate::host(self.next_logits(Tensor::cat(last.collect(), 0))?)
     }
 
     /// The logits of `features` (`[rows, d_model]`), `f32[rows, vocab]`, as a constant to autodiff.
