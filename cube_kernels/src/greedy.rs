@@ -154,7 +154,8 @@ fn largest_of_cube(keys: &mut Shared<[u32]>, places: &mut Shared<[u32]>) {
 /// The largest of each chunk of a row, and where it is. Cubes are `[chunk, row]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn largest_of_chunks_kernel<N: Size>(logits: &[Vector<f32, N>], parts: &mut [u32], vocab: u32) {
-    let width = comptime!(N::value() as u32);
+    let elements = N::value();
+    let width = comptime!(elements as u32);
     let mut keys = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
     let mut places = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
     let first = CUBE_POS_X * comptime!(CHUNK as u32);

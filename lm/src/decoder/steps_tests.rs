@@ -5,7 +5,7 @@ use burn::tensor::TensorData;
 use super::*;
 use crate::decoder::sampling::SamplingConfig;
 use crate::hf::golden::golden;
-use crate::interchange::Checkpoint;
+use crate::interchange::{Checkpoint, Scheme};
 
 fn tokens(ids: &[u32], device: &Device) -> Tensor<2, Int> {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
@@ -47,7 +47,9 @@ fn quantized_caches_are_used() {
         "llama3-tiny-modelopt-nvfp4-kvfp8",
     ] {
         let folder = golden!(folder);
-        let model = Decoder::load_packed(&folder, &Device::flex(), FloatDType::F32, None).unwrap();
+        // Rounded activations would hide what the cache does.
+        let (device, scheme) = (Device::flex(), Some(Scheme::W4a16));
+        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
         let scales = model.kv_scales.clone().unwrap();
         let checkpoint = Checkpoint::open(&folder).unwrap();
         for (index, scales) in scales.iter().enumerate() {
@@ -127,7 +129,8 @@ fn kernels_take_the_steps_of_flex() {
     let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
     let prompts = vec![ids()[..11].to_vec(), ids()[..3].to_vec()];
     let texts = [Device::flex(), Device::cpu()].map(|device| {
-        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, None).unwrap();
+        let scheme = Some(Scheme::W4a16);
+        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
         let generation = Generation::greedy(6);
         model
             .generate(&prompts, &generation, |_, _| Ok(true))
@@ -148,12 +151,8 @@ fn replayed_steps_are_ordinary_ones() {
     }
     let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
     let device = Device::cuda(0);
-    let model = Decoder::load_for_inference(
-        &folder,
-        &device,
-        FloatDType::BF16,
-        Some(crate::interchange::Scheme::W4a16),
-    );
+    let model =
+        Decoder::load_for_inference(&folder, &device, FloatDType::BF16, Some(Scheme::W4a16));
     let model = model.unwrap();
     let prompts = vec![
         ids()[..11].to_vec(),

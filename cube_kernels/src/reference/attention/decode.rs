@@ -26,7 +26,8 @@ pub const DECODE_TILE: usize = 128;
 /// The batch and the room of the cache do not matter, so that a sequence has the same bits in any
 /// company.
 pub const fn decode_splits(kv_heads: usize) -> usize {
-    let splits = if kv_heads == 0 { 64 } else { 256 / kv_heads };
+    let heads = if kv_heads == 0 { 1 } else { kv_heads };
+    let splits = 256 / heads;
     if splits < 4 {
         4
     } else if splits > 64 {
