@@ -80,6 +80,10 @@ impl Places {
 
 /// Queries, keys and values of new tokens, those of a sequence one after another.
 #[derive(Debug, Clone)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "handles of tensors, one set a call"
+)]
 pub enum NewTokens {
     /// The output of one projection, `[tokens, (heads + 2 kv_heads) head]`.
     Qkv(Tensor<2>),

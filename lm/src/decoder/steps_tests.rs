@@ -60,11 +60,16 @@ fn quantized_caches_are_used() {
         let plain = cached(&model, 1, Some(KvPrecision::Activations));
         let fp8 = cached(&model, 1, None);
         assert!(fp8 == cached(&model, 1, Some(KvPrecision::Fp8)));
-        let error = distance(&fp8, &plain);
-        assert!(error > 1e-4 && error < 0.2, "{error}");
+        let effect = distance(&fp8, &plain);
+        assert!(effect > 1e-4 && effect < 0.2, "{effect}");
+        // GEMMs of other sizes add in another order, and an element next to a threshold of E4M3 may
+        // go the other way: far less than what rounding all of them does.
         for size in [6, 11] {
             let error = distance(&cached(&model, size, None), &fp8);
-            assert!(error < 1e-5, "chunks of {size}: {error}");
+            assert!(
+                error < effect / 20.0,
+                "chunks of {size}: {error} of {effect}"
+            );
         }
     }
     // Asked for, without factors.
