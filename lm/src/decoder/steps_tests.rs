@@ -159,7 +159,7 @@ fn replayed_steps_are_ordinary_ones() {
     let model =
         Decoder::load_for_inference(&folder, &device, FloatDType::BF16, Some(Scheme::W4a16));
     let model = model.unwrap();
-    let prompts = vec![
+    let prompts = [
         ids()[..11].to_vec(),
         ids()[..3].to_vec(),
         ids()[2..22].to_vec(),
