@@ -132,6 +132,17 @@ pub struct RotaryTables {
 }
 
 impl RotaryTables {
+    /// Of the backend.
+    pub(crate) fn into_dispatch(tables: Option<Self>) -> AttentionRope<Dispatch> {
+        match tables {
+            None => AttentionRope::Absent,
+            Some(Self { cos, sin }) => AttentionRope::Tables {
+                cos: cos.into_dispatch(),
+                sin: sin.into_dispatch(),
+            },
+        }
+    }
+
     /// Position `p` turns pair `i` by `p · base^(-2i / head)`.
     ///
     /// # Errors
@@ -198,7 +209,12 @@ impl RotaryTables {
         (self.cos, self.sin)
     }
 
-    fn check(&self, device: &Device, head: usize, longest: usize) -> Result<(), Nvfp4Error> {
+    pub(crate) fn check(
+        &self,
+        device: &Device,
+        head: usize,
+        longest: usize,
+    ) -> Result<(), Nvfp4Error> {
         validate::same_device(("q", device), ("rotary", &self.cos.device()))?;
         let [positions, half] = self.cos.dims();
         if 2 * half != head || positions < longest {
@@ -344,19 +360,13 @@ fn attention_qkv_unchecked(
     rotary: Option<RotaryTables>,
     spec: AttentionSpec,
 ) -> Tensor<2> {
-    let rope = match rotary {
-        None => AttentionRope::Absent,
-        Some(RotaryTables { cos, sin }) => AttentionRope::Tables {
-            cos: cos.into_dispatch(),
-            sin: sin.into_dispatch(),
-        },
-    };
+    let rope = RotaryTables::into_dispatch(rotary);
     let inputs = AttentionInputs::Qkv(qkv.into_dispatch());
     let sequences = sequences.into_dispatch();
     Tensor::from_dispatch(Dispatch::nvfp4_attention(inputs, sequences, rope, spec))
 }
 
-fn checked_spec(
+pub(crate) fn checked_spec(
     [heads, kv_heads, head]: [usize; 3],
     params: AttentionParams,
 ) -> Result<AttentionSpec, Nvfp4Error> {

@@ -324,3 +324,24 @@ pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> MaybeTensor<
 pub(crate) fn or_panic<T>(operation: &str, result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 {operation}: {error}"))
 }
+
+/// The logits `x weight` of few rows, in `f32` and rounded once: `x` is `[rows, d_model]`, `weight`
+/// `[d_model, vocab]`, best as the transpose of what lies in memory; both `f32`, `bf16` or `f16`. A
+/// constant to autodiff.
+///
+/// # Errors
+/// When shapes, types or devices do not fit.
+pub fn try_logits(x: Tensor<2>, weight: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
+    validate::operand("x", &x)?;
+    validate::operand("weight", &weight)?;
+    validate::same_device(("x", &x.device()), ("weight", &weight.device()))?;
+    let ([_, d_model], [rows, vocab]) = (x.dims(), weight.dims());
+    validate::shape("weight", [rows, vocab], [d_model, vocab], || {
+        "as many rows as `x` has columns".into()
+    })?;
+    let x = Operand::Float(x.into_dispatch(), Usage::Rowwise);
+    let weight = Operand::Float(weight.into_dispatch(), Usage::Columnwise);
+    let bias = MaybeTensor::Absent;
+    let logits = Dispatch::nvfp4_gemm(x, weight, bias, GemmGroups::None, FloatDType::F32);
+    Ok(Tensor::from_dispatch(logits))
+}

@@ -66,6 +66,7 @@
 pub mod attention;
 #[cfg(feature = "train")]
 pub mod checkpoint;
+pub mod decode;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub mod decorate;
 pub mod experts;

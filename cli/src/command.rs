@@ -6,8 +6,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    convert, cost, doctor, eval, finetune, generate, import, inspect, kernels, oracle, pretrain,
-    quantize, sample, study, tokenize, train,
+    convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, oracle,
+    pretrain, quantize, sample, study, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -32,6 +32,8 @@ enum Task {
     /// With --telemetry-every N it also measures steps that telemetry samples, and what sampling
     /// one step in N adds to the mean step.
     Cost(Box<cost::CostOfSteps>),
+    /// Measure prefill and decoding with packed weights: time, kernels, the share of memory's speed
+    DecodeCost(Box<decode_cost::CostOfDecoding>),
     /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
     /// Generate text with a model that `nvfp4 train` has trained
@@ -70,6 +72,7 @@ impl Command {
             Task::Train(train) => train.run(),
             Task::Study(study) => study.run(),
             Task::Cost(cost) => cost.run(),
+            Task::DecodeCost(cost) => cost.run().map(|()| ExitCode::SUCCESS),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Finetune(finetune) => finetune.run(),

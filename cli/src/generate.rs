@@ -11,6 +11,7 @@ use nvfp4_lm::decoder::{Decoder, sampling::SamplingConfig};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
 
+use crate::decode_cost::KvName;
 use crate::device::{ComputeType, DeviceName};
 
 #[derive(Args)]
@@ -50,6 +51,12 @@ pub(crate) struct Generate {
     /// what the model's folder says]
     #[arg(long, value_name = "SCHEME")]
     scheme: Option<Scheme>,
+    /// Store keys and values so [default: fp8 where the model's folder quantizes the cache, else bf16]
+    #[arg(long, value_name = "TYPE")]
+    kv: Option<KvName>,
+    /// Launch the kernels of a step one by one on a GPU, and not as a CUDA graph
+    #[arg(long)]
+    no_graph: bool,
     /// Compute in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
@@ -71,6 +78,8 @@ impl Generate {
             most: self.tokens,
             sampling: self.sampling(&settings),
             eos: settings.eos,
+            graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
+            kv: self.kv.map(KvName::precision),
             ..Generation::greedy(self.tokens)
         };
         let mut text = TextStream::new(&tokenizer, &self.stop)?;

@@ -3,6 +3,7 @@
 mod command;
 mod convert;
 mod cost;
+mod decode_cost;
 mod device;
 mod dispatch;
 mod doctor;

@@ -32,6 +32,10 @@ pub mod embedding;
 pub mod gemm;
 #[cfg(feature = "cube")]
 pub mod graph;
+// `#[cube]` generates public items that cannot carry documentation.
+#[cfg(feature = "cube")]
+#[allow(missing_docs)]
+pub mod greedy;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
 #[cfg(feature = "cube")]

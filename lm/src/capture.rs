@@ -21,6 +21,10 @@ mod absent {
             bail!("graph is true, but {device:?} has no graphs: build with --features cuda")
         }
 
+        pub(crate) fn is_captured(&self) -> bool {
+            match self.0 {}
+        }
+
         pub(crate) fn step(&mut self, _: impl FnOnce()) -> Result<()> {
             match self.0 {}
         }

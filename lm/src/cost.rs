@@ -374,7 +374,7 @@ pub fn release(device: &Device) {
 }
 
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-mod observe {
+pub(crate) mod observe {
     use burn::tensor::Device;
 
     use super::{Kernel, Memory};
@@ -392,7 +392,7 @@ mod observe {
 
 /// What CubeCL tells of memory and launches.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-mod observe {
+pub(crate) mod observe {
     use std::collections::BTreeMap;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};

@@ -18,6 +18,7 @@
 //! - [`tokens`]: tokenized data: shards on disk, packed rows, their order.
 //! - [`finetune`]: training of decoders on such data.
 //! - [`cost`]: time, memory and kernels of a training step.
+//! - [`decode_cost`]: time and kernels of prefill and decoding.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
 //! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
@@ -28,6 +29,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod cost;
 pub mod data;
+pub mod decode_cost;
 pub mod decoder;
 pub mod encoder;
 pub mod eval;

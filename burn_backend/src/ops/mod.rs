@@ -31,6 +31,7 @@ mod autodiff;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
+pub mod decode;
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 mod dequantize;
 mod dtype;

@@ -26,6 +26,7 @@ const KINDS: [FloatKind; 3] = [FloatKind::F32, FloatKind::F16, FloatKind::Bf16];
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = super::mma::instances::instances(device);
     all.extend(super::sm90::instances::instances(device));
+    all.extend(super::decode::instances::instances(device));
     for kind in KINDS {
         for address in [AddressType::U32, AddressType::U64] {
             for width in [1, 16 / kind.size()] {

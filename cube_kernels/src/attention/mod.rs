@@ -3,6 +3,7 @@
 //!
 //! - [`forward`] gives the output and the log-sum-exp of each row of scores; from these
 //!   [`backward`] computes the weights again, block by block.
+//! - [`decode`](mod@decode) attends to a cache of keys and values, and writes to it.
 //! - [`rope()`] rotates queries and keys by their positions, or back.
 //! - `mma` has kernels by matrix instructions for CUDA GPUs, bf16 and f16; `scalar` has kernels for
 //!   every device and type, which are the twins of
@@ -12,6 +13,8 @@
 //! and a sequence has the same bits in any company that the same kernels compute. Chapter
 //! "Attention" of the book has the formulas.
 
+#[allow(missing_docs)]
+pub mod decode;
 #[allow(missing_docs)]
 mod delta;
 pub(crate) mod instances;

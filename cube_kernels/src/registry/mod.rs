@@ -17,6 +17,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
         crate::embedding::instances::instances,
         crate::gemm::instances::instances,
         crate::graph::instances,
+        crate::greedy::instances,
         crate::loss::instances::instances,
         crate::moe::instances::instances,
         crate::norm::instances::instances,

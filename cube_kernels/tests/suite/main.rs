@@ -33,6 +33,8 @@ mod gemm_stream_k;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]
+mod greedy;
+#[cfg(feature = "cube")]
 mod groups;
 #[cfg(feature = "cube")]
 mod kernels;

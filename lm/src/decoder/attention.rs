@@ -5,6 +5,7 @@ use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_attention_qkv};
+use burn_nvfp4::decode::NewTokens;
 use burn_nvfp4::nn::RmsNorm;
 
 use super::call::Call;
@@ -67,10 +68,19 @@ impl Attention {
                 flat(try_attention(q, k, v, &sequences, params)?)
             }
             Some((cache, chunk)) => {
-                let [q, k, v] = self.rotated(qkv, &call.tables, &chunk.places, [batch, time]);
-                let all = cache.write(layer, chunk, &k, &v);
-                let [q, k, v] = [q, all.k, all.v].map(tokens);
-                flat(try_attention(q, k, v, &chunk.sequences, params)?)
+                let rotary = call.tables.rotary()?;
+                let (new, layer) = (self.new_tokens(qkv), &mut cache.layers[layer]);
+                match &chunk.sequences {
+                    None => {
+                        let of = (self.heads, params);
+                        layer.attend(new, &chunk.places, Some(&rotary), of)?
+                    }
+                    Some(sequences) => {
+                        let q = layer.append(new, &chunk.places, Some(&rotary), self.heads)?;
+                        let [k, v] = layer.keys_and_values(q.dtype().into());
+                        flat(try_attention(q, k, v, sequences, params)?)
+                    }
+                }
             }
         };
         call.show(layer, Site::Out, &mixed, None)?;
@@ -86,20 +96,38 @@ impl Attention {
         places: &Places,
         [batch, time]: [usize; 2],
     ) -> [Tensor<4>; 3] {
+        let turn = tables.at(places);
+        let [q, k, v] = self.normed(qkv).map(|x| {
+            let [_, heads, head] = x.dims();
+            x.reshape([batch, time, heads, head])
+        });
+        [rotate(q, &turn), rotate(k, &turn), v]
+    }
+
+    /// Queries and keys, normalised, and values, `[tokens, heads, head]` each.
+    fn normed(&self, qkv: Tensor<2>) -> [Tensor<3>; 3] {
         let dtype: FloatDType = qkv.dtype().into();
+        let [tokens, _] = qkv.dims();
         let part = |first: usize, heads: usize| {
             let columns = qkv.clone().narrow(1, first * self.head, heads * self.head);
-            columns.reshape([batch, time, heads, self.head])
+            columns.reshape([tokens, heads, self.head])
         };
-        let turn = tables.at(places);
-        let normed = |x: Tensor<4>, norm: &Option<RmsNorm>| match norm {
+        let normed = |x: Tensor<3>, norm: &Option<RmsNorm>| match norm {
             Some(norm) => norm.forward(x, dtype),
             None => x,
         };
         let (heads, kv_heads) = (self.heads, self.kv_heads);
-        let q = rotate(normed(part(0, heads), &self.q_norm), &turn);
-        let k = rotate(normed(part(heads, kv_heads), &self.k_norm), &turn);
+        let q = normed(part(0, heads), &self.q_norm);
+        let k = normed(part(heads, kv_heads), &self.k_norm);
         [q, k, part(heads + kv_heads, kv_heads)]
+    }
+
+    /// What the cache takes up, which turns queries and keys itself.
+    fn new_tokens(&self, qkv: Tensor<2>) -> NewTokens {
+        match (&self.q_norm, &self.k_norm) {
+            (None, None) => NewTokens::Qkv(qkv),
+            _ => NewTokens::Separate(self.normed(qkv)),
+        }
     }
 }
 

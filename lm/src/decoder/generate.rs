@@ -3,7 +3,9 @@
 use anyhow::{Result, ensure};
 use burn::tensor::{Int, Tensor, TensorData};
 
+use super::cache::KvPrecision;
 use super::sampling::{Sampler, SamplingConfig};
+use super::steps::{DecodeSteps, RING};
 use super::{Decoder, KvCache};
 use crate::hf::Tokenizer;
 
@@ -18,6 +20,11 @@ pub struct Generation {
     pub sampling: SamplingConfig,
     /// Tokens of a prompt that are computed at a time.
     pub chunk: usize,
+    /// Replay steps as a CUDA graph, where the model's steps are alike: the device must have graphs.
+    /// Texts stay what they are.
+    pub graph: bool,
+    /// How keys and values are stored; `None` for what the model's folder says.
+    pub kv: Option<KvPrecision>,
 }
 
 impl Generation {
@@ -28,6 +35,8 @@ impl Generation {
             eos: Vec::new(),
             sampling: SamplingConfig::default(),
             chunk: 512,
+            graph: false,
+            kv: None,
         }
     }
 
@@ -54,33 +63,62 @@ impl Decoder {
         self.check_prompts(prompts)?;
         ensure!(generation.chunk > 0, "`chunk` is 0, but must be positive");
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let mut cache = self.cache(prompts.len(), longest + generation.most)?;
+        let capacity = longest + generation.most;
+        let mut cache = self.cache_as(prompts.len(), capacity, generation.kv)?;
         let samplers = prompts.iter().enumerate();
         let samplers = samplers.map(|(i, p)| Sampler::new(&generation.sampling, i as u64, p));
         let mut samplers = samplers.collect::<Result<Vec<Sampler>>>()?;
-        let mut texts = vec![Vec::new(); prompts.len()];
         if generation.most == 0 {
-            return Ok(texts);
+            return Ok(vec![Vec::new(); prompts.len()]);
         }
-        let mut logits = self.prefill(prompts, generation.chunk, &mut cache)?;
-        let mut goes_on = vec![true; prompts.len()];
-        loop {
-            let mut next = vec![0; prompts.len()];
-            for (index, logits) in logits.iter().enumerate().filter(|(_, l)| !l.is_empty()) {
-                let token = samplers[index].next(logits)?;
-                if generation.eos.contains(&token) {
-                    goes_on[index] = false;
-                    continue;
+        let logits = self.prefill(prompts, generation.chunk, &mut cache)?;
+        let mut texts = Texts {
+            generation,
+            added: vec![Vec::new(); prompts.len()],
+            next: vec![0; prompts.len()],
+            goes_on: vec![true; prompts.len()],
+        };
+        for (index, logits) in logits.iter().enumerate() {
+            texts.add(index, samplers[index].next(logits)?, &mut emit)?;
+        }
+        if !texts.goes_on.contains(&true) {
+            return Ok(texts.added);
+        }
+        let graph = generation.graph && self.steps_are_alike(cache.capacity());
+        let mut steps = DecodeSteps::new(self, cache, &texts.next, &texts.goes_on, graph)?;
+        let sampling = &generation.sampling;
+        let is_greedy = sampling.temperature == 0.0 && sampling.repetition_penalty == 1.0;
+        let vocab = self.config().vocab;
+        while texts.goes_on.contains(&true) {
+            // What is chosen on the device is read after several replays. Those behind the end of a
+            // text are forgotten.
+            let left = generation.most - texts.added.iter().map(Vec::len).max().unwrap_or(0);
+            let burst = match is_greedy && steps.is_captured() {
+                true => RING.min(left),
+                false => 1,
+            };
+            for _ in 0..burst {
+                steps.step()?;
+            }
+            let before = texts.goes_on.clone();
+            if is_greedy {
+                for row in steps.chosen(burst)? {
+                    for (index, token) in row.into_iter().enumerate() {
+                        texts.add(index, token, &mut emit)?;
+                    }
                 }
-                next[index] = token;
-                texts[index].push(token);
-                goes_on[index] = emit(index, token)? && texts[index].len() < generation.most;
+            } else {
+                for (index, logits) in steps.logits()?.chunks(vocab).enumerate() {
+                    if texts.goes_on[index] {
+                        texts.add(index, samplers[index].next(logits)?, &mut emit)?;
+                    }
+                }
             }
-            if !goes_on.contains(&true) {
-                return Ok(texts);
+            if !is_greedy || texts.goes_on != before {
+                steps.set(&texts.next, &texts.goes_on)?;
             }
-            logits = self.step(&next, &goes_on, &mut cache)?;
         }
+        Ok(texts.added)
     }
 
     fn check_prompts(&self, prompts: &[Vec<u32>]) -> Result<()> {
@@ -133,26 +171,12 @@ impl Decoder {
                         .clone()
                         .narrow(0, index, 1)
                         .narrow(1, row.len() - 1, 1);
-                    logits[index] = host(self.logits(last))?;
+                    let [_, _, d_model] = last.dims();
+                    logits[index] = host(self.next_logits(last.reshape([1, d_model]))?)?;
                 }
             }
         }
         Ok(logits)
-    }
-
-    /// One more token of each text that goes on: the logits behind it, none of the others.
-    fn step(&self, tokens: &[u32], goes_on: &[bool], cache: &mut KvCache) -> Result<Vec<Vec<f32>>> {
-        let counts: Vec<usize> = goes_on
-            .iter()
-            .map(|goes_on| usize::from(*goes_on))
-            .collect();
-        let tokens = tokens.iter().map(|token| *token as i32).collect();
-        let tokens = self.tokens(tokens, counts.len());
-        let logits = host(self.forward_cached(tokens, &counts, cache)?)?;
-        let rows = logits.chunks(self.config().vocab).zip(goes_on);
-        Ok(rows
-            .map(|(row, goes_on)| if *goes_on { row.to_vec() } else { Vec::new() })
-            .collect())
     }
 
     fn tokens(&self, tokens: Vec<i32>, batch: usize) -> Tensor<2, Int> {
@@ -161,9 +185,42 @@ impl Decoder {
     }
 }
 
-fn host<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
+pub(super) fn host<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
     let logits = logits.into_data().try_to_vec::<f32>();
     logits.map_err(|error| anyhow::anyhow!("the logits cannot be read: {error:?}"))
+}
+
+/// The texts of one call.
+struct Texts<'a> {
+    generation: &'a Generation,
+    /// What was added to each.
+    added: Vec<Vec<u32>>,
+    /// The last token of each.
+    next: Vec<u32>,
+    goes_on: Vec<bool>,
+}
+
+impl Texts<'_> {
+    /// Adds a token to a text, if that goes on.
+    fn add(
+        &mut self,
+        index: usize,
+        token: u32,
+        emit: &mut impl FnMut(usize, u32) -> Result<bool>,
+    ) -> Result<()> {
+        if !self.goes_on[index] {
+            return Ok(());
+        }
+        self.next[index] = token;
+        if self.generation.eos.contains(&token) {
+            self.goes_on[index] = false;
+            return Ok(());
+        }
+        let text = &mut self.added[index];
+        text.push(token);
+        self.goes_on[index] = emit(index, token)? && text.len() < self.generation.most;
+        Ok(())
+    }
 }
 
 /// The text of tokens that come one by one: each piece as soon as no later token can change it, and

@@ -4,6 +4,7 @@
 //! the device's copy, memory holds the largest fused weight (of one layer's experts, where there
 //! are any). Weights in NVFP4 are read as they are, or as the values that they stand for.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -24,7 +25,7 @@ use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
-use crate::interchange::checkpoint::is_quantized;
+use crate::interchange::checkpoint::{KvScales, is_quantized};
 use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
 
@@ -101,7 +102,7 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`load`](Self::load); when the folder is not quantized, or has a problem that
-    /// [`Checkpoint`] names; when it quantizes the KV cache, which this model would not do.
+    /// [`Checkpoint`] names.
     pub fn load_packed(
         folder: &Path,
         device: &Device,
@@ -139,11 +140,6 @@ impl Decoder {
             "{}: it quantizes activations (w4a4), and a model of dequantized weights would not",
             name()
         );
-        ensure!(
-            checkpoint.kv_scales().is_empty(),
-            "{}: it quantizes the KV cache to FP8, and this model would not",
-            name()
-        );
         let json = checkpoint.json().as_object();
         let json = json.with_context(|| format!("{CONFIG_FILE} is no object"))?;
         let mut json = json.clone();
@@ -151,7 +147,7 @@ impl Decoder {
         let config = DecoderConfig::from_json(&json).with_context(name)?;
         let packed = PackedFolder::new(&checkpoint);
         check_names(&config, &packed).with_context(name)?;
-        Loader {
+        let decoder = Loader {
             config: &config,
             tensors: checkpoint.tensors(),
             packed: Some(packed),
@@ -159,8 +155,11 @@ impl Decoder {
             device,
             dtype,
         }
-        .decoder()
-        .with_context(name)
+        .decoder();
+        Ok(Decoder {
+            kv_scales: kv_scales(&config, checkpoint.kv_scales()).with_context(name)?,
+            ..decoder.with_context(name)?
+        })
     }
 }
 
@@ -195,8 +194,33 @@ impl Loader<'_> {
             config: config.clone(),
             dtype: self.dtype,
             positions: Positions::new(config.rope.clone(), config.head),
+            kv_scales: None,
         })
     }
+}
+
+/// The factors of the keys and values of each layer, 1 where the folder has none for it; `None`
+/// where it does not quantize the cache.
+fn kv_scales(
+    config: &DecoderConfig,
+    found: &BTreeMap<String, KvScales>,
+) -> Result<Option<Vec<[f32; 2]>>> {
+    if found.is_empty() {
+        return Ok(None);
+    }
+    let name = |index: usize| format!("model.layers.{index}.self_attn");
+    let layers = config.layers.len();
+    if let Some(other) = found
+        .keys()
+        .find(|key| !(0..layers).any(|i| name(i) == **key))
+    {
+        bail!("`{other}` has scales of a KV cache, but is no attention of the model");
+    }
+    let of = |index: usize| {
+        let scales = found.get(&name(index)).copied().unwrap_or_default();
+        scales.map(|scale| scale.unwrap_or(1.0))
+    };
+    Ok(Some((0..layers).map(of).collect()))
 }
 
 /// Fail unless the folder has what the model needs, and nothing else; the error names all

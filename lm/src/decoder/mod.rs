@@ -8,7 +8,7 @@
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
 //! - [`observe`]: what the linear layers read.
-//! - [`generate`] and [`sampling`]: texts that go on with prompts.
+//! - [`generate`], [`steps`] and [`sampling`]: texts that go on with prompts.
 //!
 //! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
 //! one global scale when they are quantized, which every engine that serves NVFP4 needs.
@@ -27,18 +27,22 @@ mod packed;
 mod packed_rows;
 pub mod positions;
 pub mod projection;
+mod random;
 pub mod sampling;
 pub mod save;
+pub mod steps;
 mod training;
 
-pub use cache::KvCache;
+pub use cache::{KvCache, KvPrecision};
 pub use generate::Generation;
 pub use lora::LoraConfig;
 pub use packed_rows::PackedRows;
+pub use steps::DecodeSteps;
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_nvfp4::decode::KvFormat;
 use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm};
 
 use crate::hf::DecoderConfig;
@@ -66,6 +70,9 @@ pub struct Decoder {
     dtype: FloatDType,
     #[module(skip)]
     positions: Positions,
+    /// Of keys and of values of each layer, where the folder quantizes the cache to FP8.
+    #[module(skip)]
+    kv_scales: Option<Vec<[f32; 2]>>,
 }
 
 /// One layer: attention and feed-forward, each behind a norm and added to the residual stream.
@@ -117,17 +124,38 @@ impl Decoder {
         self.embedding.weight.lazy_device()
     }
 
-    /// An empty cache: room for `batch` sequences of `capacity` tokens, in the type of the
-    /// activations.
+    /// An empty cache: room for `batch` sequences of `capacity` tokens, in FP8 where the model's
+    /// folder quantizes the cache, and else in the type of the activations.
     ///
     /// # Errors
-    /// When one of both is zero.
+    /// When one of both is zero, or heads are no multiple of 8.
     pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache> {
-        KvCache::new(
-            &self.config,
-            [batch, capacity],
-            (&self.device(), self.dtype),
-        )
+        self.cache_as(batch, capacity, None)
+    }
+
+    /// [`cache`](Self::cache), stored as `precision` says where it is given.
+    ///
+    /// # Errors
+    /// As [`cache`](Self::cache).
+    pub fn cache_as(
+        &self,
+        batch: usize,
+        capacity: usize,
+        precision: Option<KvPrecision>,
+    ) -> Result<KvCache> {
+        let precision = precision.unwrap_or(match self.kv_scales {
+            Some(_) => KvPrecision::Fp8,
+            None => KvPrecision::Activations,
+        });
+        let formats = (0..self.config.layers.len()).map(|index| match precision {
+            KvPrecision::Activations => KvFormat::Float(self.dtype),
+            KvPrecision::Fp8 => {
+                let scales = self.kv_scales.as_ref();
+                let [k_scale, v_scale] = scales.map_or([1.0; 2], |all| all[index]);
+                KvFormat::E4m3 { k_scale, v_scale }
+            }
+        });
+        KvCache::new(&self.config, [batch, capacity], &self.device(), formats)
     }
 
     /// What the head reads, `[batch, time, d_model]` in the type of the activations: the final norm
@@ -282,5 +310,7 @@ impl Decoder {
 
 #[cfg(all(test, feature = "flex"))]
 mod packed_tests;
+#[cfg(all(test, feature = "flex"))]
+mod steps_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

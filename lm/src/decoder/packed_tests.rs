@@ -130,19 +130,6 @@ fn schemes_differ() {
     assert!(error.contains("is not quantized"), "{error}");
 }
 
-#[test]
-fn quantized_caches_are_refused() {
-    for folder in [
-        "llama3-tiny-ct-nvfp4-kvfp8",
-        "llama3-tiny-modelopt-nvfp4-kvfp8",
-    ] {
-        let folder = golden!(folder);
-        let error = Decoder::load_packed(&folder, &Device::flex(), FloatDType::F32, None);
-        let error = format!("{:#}", error.unwrap_err());
-        assert!(error.contains("KV cache"), "{error}");
-    }
-}
-
 /// On CubeCL's CPU runtime, where kernels decode.
 #[cfg(feature = "cpu")]
 #[test]

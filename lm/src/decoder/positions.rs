@@ -39,6 +39,11 @@ impl Positions {
         Self { rope, head, made }
     }
 
+    /// Whether the angles of texts of up to `length` tokens do not depend on their length.
+    pub fn is_fixed(&self, length: usize) -> bool {
+        self.rope.dynamic_beyond().is_none_or(|most| length <= most)
+    }
+
     /// Tables of at least `length` positions, for texts of `length`, on `device`.
     ///
     /// # Errors

@@ -111,7 +111,9 @@ impl AttentionOps for CubeBackend {
     }
 }
 
-fn contiguous(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
+pub(in crate::ops) fn contiguous(
+    inputs: AttentionInputs<CubeBackend>,
+) -> AttentionInputs<CubeBackend> {
     inputs.map(into_contiguous)
 }
 
@@ -139,7 +141,10 @@ fn kind(x: &CubeTensor) -> FloatKind {
 }
 
 /// Queries, keys and values of contiguous inputs.
-fn views(inputs: &AttentionInputs<CubeBackend>, spec: &AttentionSpec) -> [Heads; 3] {
+pub(in crate::ops) fn views(
+    inputs: &AttentionInputs<CubeBackend>,
+    spec: &AttentionSpec,
+) -> [Heads; 3] {
     let (wide, narrow) = (spec.heads, spec.kv_heads);
     match inputs {
         AttentionInputs::Separate { q, k, v } => {
@@ -180,7 +185,10 @@ fn device_sequences(sequences: AttentionSequences<CubeBackend>) -> Sequences {
     }
 }
 
-fn tables(rope: AttentionRope<CubeBackend>, spec: &AttentionSpec) -> Option<Rope> {
+pub(in crate::ops) fn tables(
+    rope: AttentionRope<CubeBackend>,
+    spec: &AttentionSpec,
+) -> Option<Rope> {
     match rope {
         AttentionRope::Absent => None,
         AttentionRope::Tables { cos, sin } => Some(Rope {

@@ -5,7 +5,7 @@
 
 mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-mod cube;
+pub(in crate::ops) mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 #[cfg(feature = "cubecl-backend")]

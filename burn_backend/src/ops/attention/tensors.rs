@@ -51,7 +51,7 @@ impl<B: Backend> AttentionInputs<B> {
     }
 
     /// The same with other tensors.
-    pub(super) fn map<C: Backend>(
+    pub(in crate::ops) fn map<C: Backend>(
         self,
         f: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
     ) -> AttentionInputs<C> {

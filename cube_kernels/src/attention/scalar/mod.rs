@@ -7,7 +7,7 @@
 
 mod backward;
 mod forward;
-mod math;
+pub(super) mod math;
 mod problem;
 
 use cubecl::{prelude::*, server::Handle};
@@ -30,7 +30,7 @@ pub mod kernels {
     pub use super::{
         backward::{OperandsLaunch, scalar_dkdv_kernel, scalar_dq_kernel},
         forward::scalar_forward_kernel,
-        problem::{HeadsViewLaunch, ProblemLaunch, ScalarPlan},
+        problem::{HeadsView, HeadsViewLaunch, ProblemLaunch, ScalarPlan},
     };
 }
 
@@ -50,7 +50,7 @@ fn plan(client: &Client, attention: &Attention) -> ScalarPlan {
     }
 }
 
-fn view<F: Numeric>(heads: &Heads) -> HeadsViewLaunch<F> {
+pub(super) fn view<F: Numeric>(heads: &Heads) -> HeadsViewLaunch<F> {
     // SAFETY: the heads were checked against their memory.
     let data = unsafe { buffer(&heads.handle, heads.span()) };
     HeadsViewLaunch::new(data, heads.offset, heads.row_stride)

@@ -15,6 +15,7 @@
 //!
 //! Arithmetic is `f32`; outputs and gradients are rounded once to the type of the operands.
 
+mod decode;
 mod exact;
 mod math;
 
@@ -25,6 +26,10 @@ use rayon::prelude::*;
 use super::Element;
 use crate::AttentionParams;
 
+pub use decode::{
+    DECODE_TILE, DecodeShape, HostKv, HostKvMut, HostTables, append, attention_decode,
+    decode_slices, decode_splits,
+};
 pub use exact::{AttentionF64, Bounded, Precision, attention_f64};
 #[cfg(feature = "cube")]
 pub(crate) use math::{LN_2_LOWER, LN_2_UPPER, LN_POLYNOMIAL, SQRT_HALF, TANH_SERIES, TANH_SMALL};

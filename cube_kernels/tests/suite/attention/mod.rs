@@ -2,6 +2,7 @@
 //! errors; on CubeCL's CPU runtime, or on a GPU, where bf16 and f16 run by matrix instructions.
 
 mod case;
+mod decode;
 mod errors;
 mod rotary;
 mod special;

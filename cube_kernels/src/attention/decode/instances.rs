@@ -1,0 +1,148 @@
+//! Instances of the kernels of decoding, for the registry.
+
+use cubecl::{
+    ir::{ElemType, UIntKind},
+    prelude::*,
+};
+
+use super::{
+    CacheKind, UNITS,
+    kernels::{
+        CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel, decode_run_kernel,
+        merge_runs_kernel,
+    },
+};
+use crate::{
+    attention::kernels::HeadsViewLaunch,
+    registry::instance::{DummyDevice, Expected, Instance, instance},
+    tensor::FloatKind,
+};
+
+/// Nothing is launched: lengths of buffers do not matter.
+const LEN: usize = 1 << 14;
+
+/// All instances that `device` uses: heads, rows, types and caches of common models, and the widest
+/// of each.
+pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
+    let (f32, f16, bf16) = (FloatKind::F32, FloatKind::F16, FloatKind::Bf16);
+    let (float, e4m3) = (CacheKind::Float, CacheKind::E4m3);
+    let cases = [
+        (64, 4, bf16, float, AddressType::U32),
+        (64, 4, bf16, e4m3, AddressType::U32),
+        (64, 8, f16, float, AddressType::U32),
+        (80, 1, bf16, float, AddressType::U32),
+        (128, 1, f32, float, AddressType::U32),
+        (128, 2, bf16, e4m3, AddressType::U32),
+        (128, 4, bf16, float, AddressType::U32),
+        (128, 8, bf16, float, AddressType::U64),
+        (128, 8, bf16, e4m3, AddressType::U32),
+        (256, 4, bf16, float, AddressType::U32),
+    ];
+    cases
+        .into_iter()
+        .flat_map(|(head, rows, kind, cache, address)| {
+            let plan = DecodePlan {
+                head,
+                rows,
+                width: if kind == f32 { 4 } else { 8 },
+                rotary: head != 80,
+                softcap: rows == 8,
+                unroll: true,
+                kind,
+                cache,
+                conversion: device.conversion,
+            };
+            of_plan(device, plan, address)
+        })
+        .collect()
+}
+
+fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<Instance> {
+    let b = || device.buffer(LEN);
+    macro_rules! view {
+        () => {
+            HeadsViewLaunch::new(b(), 0, 1024)
+        };
+    }
+    macro_rules! tokens {
+        () => {
+            NewTokensLaunch::new(view!(), view!(), view!(), b(), b(), 1, 1, b(), b(), 64)
+        };
+    }
+    let shape = || {
+        CacheShapeLaunch::new(
+            64,
+            2,
+            plan.rows as u32,
+            32,
+            0,
+            0.125,
+            1.0,
+            1.0,
+            1.0,
+            1.0,
+            1.0,
+            1.0,
+        )
+    };
+    let storage = plan.kind.storage_type();
+    let cached = match plan.cache {
+        CacheKind::Float => storage,
+        CacheKind::E4m3 => ElemType::UInt(UIntKind::U8),
+    };
+    let tag = format!(
+        "{}-{}-{:?}-{:?}-{address:?}",
+        plan.head, plan.rows, plan.kind, plan.cache
+    );
+    vec![
+        instance!(
+            device,
+            append_kernel,
+            &tag,
+            Expected::NONE,
+            address,
+            plan.width,
+            tokens!(),
+            b(),
+            b(),
+            shape(),
+            b(),
+            plan,
+            storage,
+            cached
+        ),
+        instance!(
+            device,
+            units UNITS as u32,
+            decode_run_kernel,
+            &tag,
+            Expected::NONE,
+            address,
+            plan.width,
+            tokens!(),
+            b(),
+            b(),
+            shape(),
+            b(),
+            plan,
+            storage,
+            cached
+        ),
+        instance!(
+            device,
+            units UNITS as u32,
+            merge_runs_kernel,
+            &tag,
+            Expected::NONE,
+            address,
+            b(),
+            b(),
+            b(),
+            1,
+            shape(),
+            b(),
+            plan,
+            storage
+        ),
+    ]
+}

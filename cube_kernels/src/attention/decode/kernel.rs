@@ -1,0 +1,800 @@
+//! The kernels of [`decode`](super::decode) and [`append`](super::append).
+
+use cubecl::prelude::*;
+
+use crate::{
+    attention::scalar::{
+        kernels::HeadsView,
+        math::{exp_or_nan, product, tanh},
+    },
+    cube::{
+        codec::{Conversion, MAGNITUDE, decode_e4m3_element, encode_e4m3_element, load, store},
+        exact::{fma, reciprocal},
+    },
+    reference::attention::{DECODE_TILE, decode_slices},
+    tensor::FloatKind,
+};
+
+/// What is in a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheKind {
+    /// Elements of the type of the activations.
+    Float,
+    /// E4M3 elements, times a factor for all keys, and one for all values.
+    E4m3,
+}
+
+/// The comptime choices of the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DecodePlan {
+    /// Elements of a head, a multiple of 8.
+    pub head: usize,
+    /// Queries of a cube.
+    pub rows: usize,
+    /// Elements of a vector of the cache: 4 or 8.
+    pub width: usize,
+    /// Whether queries and keys are turned by their positions.
+    pub rotary: bool,
+    /// Whether scores are bounded.
+    pub softcap: bool,
+    /// Whether loops are unrolled, which takes many registers and a compiler that is quick.
+    pub unroll: bool,
+    /// Type of queries, and of new keys and values.
+    pub kind: FloatKind,
+    /// What is in the cache.
+    pub cache: CacheKind,
+    /// Who converts.
+    pub conversion: Conversion,
+}
+
+impl DecodePlan {
+    /// Vectors of a head.
+    const fn columns(self) -> usize {
+        self.head / self.width
+    }
+
+    /// Slices of the keys of a tile.
+    const fn slices(self) -> usize {
+        decode_slices(self.head)
+    }
+
+    /// Floats from one element of a vector to the next in the sums of the slices: some more than
+    /// there are, so that the units of a warp read from different banks.
+    const fn pitch(self) -> usize {
+        (self.slices() + 1) * self.columns()
+    }
+
+    /// Floats of a row's part: its sums, the largest score and the sum of weights.
+    pub const fn part(self) -> usize {
+        self.head + 2
+    }
+}
+
+/// Segments of a tile whose largest scores are found apart.
+const SEGMENTS: usize = 8;
+/// Parts that are loaded before the first is added.
+const AT_ONCE: usize = 8;
+
+/// Queries, keys and values of the new tokens, `time` of each sequence, and where they lie.
+#[derive(CubeType, CubeLaunch)]
+pub struct NewTokens<F: Numeric> {
+    /// Queries.
+    pub q: HeadsView<F>,
+    /// Keys.
+    pub k: HeadsView<F>,
+    /// Values.
+    pub v: HeadsView<F>,
+    /// Tokens that each sequence has.
+    pub starts: Box<[u32]>,
+    /// New tokens of each that are no padding.
+    pub counts: Box<[u32]>,
+    /// New tokens of a sequence, padding included.
+    pub time: u32,
+    /// New tokens of all sequences.
+    pub tokens: u32,
+    /// Cosines, `[positions, head / 2]`. Read only with rotary positions.
+    pub cos: Box<[f32]>,
+    /// Sines.
+    pub sin: Box<[f32]>,
+    /// Positions.
+    pub positions: u32,
+}
+
+/// The sizes of a cache, `[batch, capacity, kv_heads, head]`, and how scores become weights.
+#[derive(CubeType, CubeLaunch)]
+pub struct CacheShape {
+    /// Tokens that a sequence has room for.
+    pub capacity: u32,
+    /// Heads of keys and values.
+    pub kv_heads: u32,
+    /// Heads of queries that read one of them.
+    pub group: u32,
+    /// Runs of tiles at most.
+    pub splits: u32,
+    /// Keys that a query sees at most, 0 for any number.
+    pub window: u32,
+    /// What products are multiplied by.
+    pub scale: f32,
+    /// The bound of scores, if there is one.
+    pub softcap: f32,
+    /// Its inverse.
+    pub inverse_cap: f32,
+    /// The factor of the keys' elements.
+    pub k_scale: f32,
+    /// Its inverse.
+    pub k_inverse: f32,
+    /// The factor of the values' elements.
+    pub v_scale: f32,
+    /// Its inverse.
+    pub v_inverse: f32,
+}
+
+/// Where the new tokens of a sequence lie, and how its keys are cut.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Extent {
+    /// Tokens before the new ones.
+    start: u32,
+    /// Tokens with the new ones.
+    end: u32,
+    /// The first key that a new token sees.
+    first: u32,
+    /// Keys of a run.
+    per: u32,
+    /// Runs.
+    runs: u32,
+}
+
+/// The extent of sequence `sequence`. What exceeds the room is not there.
+#[cube]
+fn extent(starts: &[u32], counts: &[u32], time: u32, shape: &CacheShape, sequence: u32) -> Extent {
+    let start = min(starts[sequence as usize], shape.capacity);
+    let count = min(counts[sequence as usize], time);
+    let end = min(start + count, shape.capacity);
+    let before = select(
+        shape.window > 0u32,
+        min(start + 1u32, shape.window),
+        start + 1u32,
+    );
+    let first = start + 1u32 - before;
+    let keys = select(end > start, end - min(first, end), 0u32);
+    let tile = comptime!(DECODE_TILE as u32);
+    let per = max(keys.div_ceil(tile).div_ceil(shape.splits), 1u32) * tile;
+    Extent {
+        start,
+        end,
+        first,
+        per,
+        runs: keys.div_ceil(per),
+    }
+}
+
+/// A head of a token, and a position that there are angles for.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Element {
+    token: u32,
+    index: u32,
+    position: u32,
+}
+
+/// Element `d` of a head, turned by its position, in the type of the operands.
+#[cube]
+fn turned<F: Numeric>(
+    view: &HeadsView<F>,
+    cos: &[f32],
+    sin: &[f32],
+    of: Element,
+    d: u32,
+    #[comptime] plan: DecodePlan,
+) -> F {
+    let head = comptime!(plan.head);
+    let at = view.offset + of.token as usize * view.stride + of.index as usize * head;
+    let stored = view.data[at + d as usize];
+    if comptime!(plan.rotary) {
+        let half = comptime!((plan.head / 2) as u32);
+        let upper = d >= half;
+        let other_at = select(upper, d - min(half, d), d + half);
+        let i = select(upper, other_at, d);
+        let x = load::<F>(stored, plan.kind);
+        let y = load::<F>(view.data[at + other_at as usize], plan.kind);
+        let angle = (of.position * half + i) as usize;
+        let other = select(upper, y, -y);
+        store::<F>(
+            fma(other, sin[angle], x * cos[angle], plan.conversion),
+            plan.kind,
+        )
+    } else {
+        stored
+    }
+}
+
+/// A new element as the cache has it.
+#[cube]
+fn cached<F: Numeric, C: Numeric>(value: F, inverse: f32, #[comptime] plan: DecodePlan) -> C {
+    if comptime!(plan.cache == CacheKind::E4m3) {
+        let value = load::<F>(value, plan.kind);
+        C::cast_from(encode_e4m3_element(product(
+            value,
+            inverse,
+            plan.conversion,
+        )))
+    } else {
+        C::cast_from(value)
+    }
+}
+
+/// An element of the cache.
+#[cube]
+fn uncached<C: Numeric>(stored: C, scale: f32, #[comptime] plan: DecodePlan) -> f32 {
+    if comptime!(plan.cache == CacheKind::E4m3) {
+        let value = decode_e4m3_element(u32::cast_from(stored));
+        product(value, scale, plan.conversion)
+    } else {
+        load::<C>(stored, plan.kind)
+    }
+}
+
+/// A vector of a new key, and of the value beside it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct NewVector {
+    /// Its sequence.
+    sequence: u32,
+    /// Its token among the new ones of the sequence.
+    t: u32,
+    /// Its token among all of the sequence.
+    position: u32,
+    /// Its number in the token's row.
+    place: u32,
+}
+
+/// Writes a vector of a new key, and the one of its value.
+#[cube]
+fn write_new<F: Numeric, C: Numeric, N: Size>(
+    new: &NewTokens<F>,
+    k_cache: &mut [Vector<C, N>],
+    v_cache: &mut [Vector<C, N>],
+    shape: &CacheShape,
+    vector: NewVector,
+    #[comptime] plan: DecodePlan,
+) {
+    let columns = comptime!(plan.columns() as u32);
+    let index = vector.place / columns;
+    let column = vector.place % columns;
+    let token = vector.sequence * new.time + vector.t;
+    let of_table = min(vector.position, new.positions - 1u32);
+    let own = Element {
+        token,
+        index,
+        position: of_table,
+    };
+    let mut key = Vector::<C, N>::empty();
+    let mut value = Vector::<C, N>::empty();
+    #[unroll]
+    for e in 0..N::value() {
+        let d = column * comptime!(plan.width as u32) + comptime!(e as u32);
+        let k = turned::<F>(&new.k, &new.cos, &new.sin, own, d, plan);
+        key.insert(e, cached::<F, C>(k, shape.k_inverse, plan));
+        let at = new.v.offset + token as usize * new.v.stride;
+        let v = new.v.data[at + index as usize * comptime!(plan.head) + d as usize];
+        value.insert(e, cached::<F, C>(v, shape.v_inverse, plan));
+    }
+    let row = vector.sequence as usize * shape.capacity as usize + vector.position as usize;
+    let at = (row * shape.kv_heads as usize + index as usize) * comptime!(plan.columns())
+        + column as usize;
+    k_cache[at] = key;
+    v_cache[at] = value;
+}
+
+/// One unit writes every `units`-th vector of the new keys and values, and as much of the turned
+/// queries, `[tokens, heads, head]`.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn append_kernel<F: Numeric, C: Numeric, N: Size>(
+    new: NewTokens<F>,
+    k_cache: &mut [Vector<C, N>],
+    v_cache: &mut [Vector<C, N>],
+    shape: CacheShape,
+    queries: &mut [F],
+    #[comptime] plan: DecodePlan,
+    #[define(F)] _storage: ElemType,
+    #[define(C)] _cached: ElemType,
+) {
+    let columns = comptime!(plan.columns() as u32);
+    let heads = shape.kv_heads * shape.group;
+    let of_token = (heads + shape.kv_heads) * columns;
+    let mut item = ABSOLUTE_POS;
+    while item < new.tokens as usize * of_token as usize {
+        let token = (item / of_token as usize) as u32;
+        let place = (item - token as usize * of_token as usize) as u32;
+        let sequence = token / new.time;
+        let t = token - sequence * new.time;
+        let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+        let position = own.start + t;
+        if place < heads * columns {
+            let index = place / columns;
+            let first = (place - index * columns) * comptime!(plan.width as u32);
+            let own = Element {
+                token,
+                index,
+                position: min(position, new.positions - 1u32),
+            };
+            #[unroll]
+            for e in 0..N::value() {
+                let d = first + comptime!(e as u32);
+                let at = (token as usize * heads as usize + index as usize) * comptime!(plan.head)
+                    + d as usize;
+                queries[at] = turned::<F>(&new.q, &new.cos, &new.sin, own, d, plan);
+            }
+        } else if position < own.end {
+            let place = place - heads * columns;
+            let vector = NewVector {
+                sequence,
+                t,
+                position,
+                place,
+            };
+            write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Whether query `row` of a head of keys sees key `key`.
+#[cube]
+fn sees(own: &Extent, shape: &CacheShape, row: u32, key: u32) -> bool {
+    let position = own.start + row / shape.group;
+    let near = shape.window == 0u32 || key + shape.window > position;
+    position < own.end && key <= position && near
+}
+
+/// The larger of both; NaN is none.
+#[cube]
+fn larger(a: f32, b: f32) -> f32 {
+    select(b > a, b, a)
+}
+
+/// What a cube has in shared memory.
+#[derive(CubeType)]
+struct Stage {
+    /// Queries, `[rows, head]`.
+    queries: Shared<[f32]>,
+    /// Scores and then weights of a tile, `[rows, DECODE_TILE]`.
+    weights: Shared<[f32]>,
+    /// Largest scores of the segments of a tile, `[rows, SEGMENTS]`.
+    segments: Shared<[f32]>,
+    /// Sums of the slices: vectors `[row, element, slice, column]`.
+    values: Shared<[f32]>,
+    /// Sums of the weights of the slices, `[rows, slices]`.
+    sums: Shared<[f32]>,
+    /// The run so far, `[row, element, column]`.
+    out: Shared<[f32]>,
+    /// The largest score of the run before an even tile and before an odd one, and the sum of
+    /// weights, `[3, rows]`.
+    state: Shared<[f32]>,
+}
+
+/// A part of the attention of all queries that read one head of keys, over one run of the keys; the
+/// new keys and values of the run are written first. Cubes are `[run, block of rows of a head of
+/// keys, sequence]`.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
+    new: NewTokens<F>,
+    k_cache: &mut [Vector<C, N>],
+    v_cache: &mut [Vector<C, N>],
+    shape: CacheShape,
+    parts: &mut [f32],
+    #[comptime] plan: DecodePlan,
+    #[define(F)] _storage: ElemType,
+    #[define(C)] _cached: ElemType,
+) {
+    let rows = comptime!(plan.rows);
+    let tile = comptime!(DECODE_TILE as u32);
+    let mut stage = Stage {
+        queries: Shared::new_aligned_slice(comptime!(plan.rows * plan.head), 16usize),
+        weights: Shared::new_slice(comptime!(plan.rows * DECODE_TILE)),
+        segments: Shared::new_slice(comptime!(plan.rows * SEGMENTS)),
+        values: Shared::new_slice(comptime!(plan.rows * plan.width * plan.pitch())),
+        sums: Shared::new_slice(comptime!(plan.rows * plan.slices())),
+        out: Shared::new_slice(comptime!(plan.rows * plan.head)),
+        state: Shared::new_slice(comptime!(3 * plan.rows)),
+    };
+    let run = CUBE_POS_X;
+    let sequence = CUBE_POS_Z;
+    let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
+    let kv_head = CUBE_POS_Y / blocks;
+    let first_row = (CUBE_POS_Y - kv_head * blocks) * comptime!(plan.rows as u32);
+    let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+    if run < own.runs {
+        let first = own.first + run * own.per;
+        let last = min(first + own.per, own.end);
+        // This run's new keys and values.
+        let columns = comptime!(plan.columns() as u32);
+        let from = max(first, own.start);
+        let mut item = UNIT_POS;
+        while from < last && item < (last - from) * columns {
+            let key = from + item / columns;
+            let place = kv_head * columns + item % columns;
+            let vector = NewVector {
+                sequence,
+                t: key - own.start,
+                position: key,
+                place,
+            };
+            write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
+            item += CUBE_DIM;
+        }
+        begin::<F>(
+            &new, &shape, &own, &mut stage, sequence, kv_head, first_row, plan,
+        );
+        sync_cube();
+        let mut odd = 0u32;
+        let mut at = first;
+        while at < last {
+            let count = min(tile, last - at);
+            let row = sequence as usize * shape.capacity as usize + at as usize;
+            let base = row * shape.kv_heads as usize + kv_head as usize;
+            let base = base * comptime!(plan.columns());
+            score_tile::<C, N>(k_cache, &shape, &mut stage, base, count, plan);
+            sync_cube();
+            let mut item = UNIT_POS;
+            while item < comptime!((rows * SEGMENTS) as u32) {
+                let row = item / comptime!(SEGMENTS as u32);
+                let segment = item % comptime!(SEGMENTS as u32);
+                let mut highest = f32::new(comptime!(f32::MIN));
+                for i in 0..comptime!((DECODE_TILE / SEGMENTS) as u32) {
+                    let key = i * comptime!(SEGMENTS as u32) + segment;
+                    if key < count && sees(&own, &shape, first_row + row, at + key) {
+                        highest = larger(highest, stage.weights[(row * tile + key) as usize]);
+                    }
+                }
+                stage.segments[item as usize] = highest;
+                item += CUBE_DIM;
+            }
+            sync_cube();
+            let mut key = UNIT_POS;
+            while key < count {
+                #[unroll(plan.unroll)]
+                for r in 0..rows {
+                    let highest = highest_of_tile(&stage.segments, r);
+                    let place = r * comptime!(DECODE_TILE) + key as usize;
+                    let difference = stage.weights[place] - highest;
+                    let weight = exp_or_nan(difference, plan.conversion);
+                    let seen = sees(&own, &shape, first_row + r as u32, at + key);
+                    stage.weights[place] = select(seen, weight, 0.0f32);
+                }
+                key += CUBE_DIM;
+            }
+            sync_cube();
+            add_values::<C, N>(v_cache, &shape, &mut stage, base, count, plan);
+            sync_cube();
+            merge_tile(&mut stage, odd, plan);
+            odd = 1u32 - odd;
+            at += tile;
+            sync_cube();
+        }
+        let part = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * shape.splits + run;
+        let mut item = UNIT_POS;
+        while item < comptime!((rows * plan.part()) as u32) {
+            let row = item / comptime!(plan.part() as u32);
+            let d = item % comptime!(plan.part() as u32);
+            let mut value = stage.state[(odd * comptime!(rows as u32) + row) as usize];
+            if d < comptime!(plan.head as u32) {
+                let width = comptime!(plan.width as u32);
+                let place = row * comptime!(plan.head as u32) + d % width * columns + d / width;
+                value = stage.out[place as usize];
+            }
+            if d > comptime!(plan.head as u32) {
+                value = stage.state[(comptime!(2 * rows as u32) + row) as usize];
+            }
+            parts[part as usize * comptime!(rows * plan.part()) + item as usize] = value;
+            item += CUBE_DIM;
+        }
+    }
+}
+
+/// Brings the queries to shared memory, zeros where there are none, and begins the run.
+#[cube]
+fn begin<F: Numeric>(
+    new: &NewTokens<F>,
+    shape: &CacheShape,
+    own: &Extent,
+    stage: &mut Stage,
+    sequence: u32,
+    kv_head: u32,
+    first_row: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let head = comptime!(plan.head as u32);
+    let mut item = UNIT_POS;
+    while item < comptime!((plan.rows * plan.head) as u32) {
+        let row = first_row + item / head;
+        let t = row / shape.group;
+        let mut value = 0.0f32;
+        if t < new.time {
+            let token = sequence * new.time + t;
+            let index = kv_head * shape.group + row % shape.group;
+            let of = Element {
+                token,
+                index,
+                position: min(own.start + t, new.positions - 1u32),
+            };
+            let stored = turned::<F>(&new.q, &new.cos, &new.sin, of, item % head, plan);
+            value = load::<F>(stored, plan.kind);
+        }
+        stage.queries[item as usize] = value;
+        stage.out[item as usize] = 0.0f32;
+        item += CUBE_DIM;
+    }
+    let mut row = UNIT_POS;
+    while row < comptime!(plan.rows as u32) {
+        stage.state[row as usize] = f32::new(comptime!(f32::MIN));
+        stage.state[(comptime!(2 * plan.rows as u32) + row) as usize] = 0.0f32;
+        row += CUBE_DIM;
+    }
+}
+
+/// The scores of a tile: a unit has one key at a time.
+#[cube]
+fn score_tile<C: Numeric, N: Size>(
+    k_cache: &mut [Vector<C, N>],
+    shape: &CacheShape,
+    stage: &mut Stage,
+    base: usize,
+    count: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let rows = comptime!(plan.rows);
+    let columns = comptime!(plan.columns());
+    let mut key = UNIT_POS;
+    while key < count {
+        let at = base + key as usize * shape.kv_heads as usize * columns;
+        let mut loaded = Array::<Vector<C, N>>::new(columns);
+        #[unroll(plan.unroll)]
+        for c in 0..columns {
+            loaded[c] = k_cache[at + c];
+        }
+        let mut sums = Array::<f32>::new(comptime!(4 * plan.rows));
+        #[unroll(plan.unroll)]
+        for i in 0..comptime!(4 * plan.rows) {
+            sums[i] = 0.0f32;
+        }
+        #[unroll(plan.unroll)]
+        for c in 0..columns {
+            let vector = loaded[c];
+            #[unroll]
+            for e in 0..N::value() {
+                let k = uncached::<C>(vector.extract(e), shape.k_scale, plan);
+                #[unroll(plan.unroll)]
+                for r in 0..rows {
+                    let q = stage.queries[r * comptime!(plan.head) + c * comptime!(plan.width) + e];
+                    let to = r * 4usize + comptime!(e % 4);
+                    sums[to] = fma(q, k, sums[to], plan.conversion);
+                }
+            }
+        }
+        #[unroll(plan.unroll)]
+        for r in 0..rows {
+            let low = sums[r * 4usize] + sums[r * 4usize + 1usize];
+            let high = sums[r * 4usize + 2usize] + sums[r * 4usize + 3usize];
+            let scaled = product(low + high, shape.scale, plan.conversion);
+            let mut score = scaled;
+            if comptime!(plan.softcap) {
+                let t = tanh(scaled * shape.inverse_cap, plan.conversion);
+                score = product(shape.softcap, t, plan.conversion);
+            }
+            stage.weights[r * comptime!(DECODE_TILE) + key as usize] = score;
+        }
+        key += CUBE_DIM;
+    }
+}
+
+/// The largest score of row `row` in a tile.
+#[cube]
+fn highest_of_tile(segments: &Shared<[f32]>, row: usize) -> f32 {
+    let mut highest = f32::new(comptime!(f32::MIN));
+    #[unroll]
+    for i in 0..SEGMENTS {
+        highest = larger(highest, segments[row * SEGMENTS + i]);
+    }
+    highest
+}
+
+/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time.
+#[cube]
+fn add_values<C: Numeric, N: Size>(
+    v_cache: &mut [Vector<C, N>],
+    shape: &CacheShape,
+    stage: &mut Stage,
+    base: usize,
+    count: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let rows = comptime!(plan.rows);
+    let width = comptime!(plan.width);
+    let columns = comptime!(plan.columns() as u32);
+    let slices = comptime!(plan.slices() as u32);
+    let mut item = UNIT_POS;
+    while item < slices * columns {
+        let slice = item / columns;
+        let column = item % columns;
+        let mut values = Array::<f32>::new(comptime!(plan.rows * plan.width));
+        let mut sums = Array::<f32>::new(rows);
+        #[unroll(plan.unroll)]
+        for r in 0..rows {
+            sums[r] = 0.0f32;
+            #[unroll]
+            for e in 0..width {
+                values[r * width + e] = 0.0f32;
+            }
+        }
+        let stride = shape.kv_heads as usize * comptime!(plan.columns());
+        let mut first = slice;
+        while first < count {
+            // Several on the way at a time. Those behind the last read it, and are not added.
+            let mut loaded = Array::<Vector<C, N>>::new(AT_ONCE);
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let key = min(first + i as u32 * slices, count - 1u32);
+                loaded[i] = v_cache[base + key as usize * stride + column as usize];
+            }
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let key = first + i as u32 * slices;
+                if key < count {
+                    let vector = loaded[i];
+                    #[unroll(plan.unroll)]
+                    for r in 0..rows {
+                        let weight = stage.weights[r * comptime!(DECODE_TILE) + key as usize];
+                        sums[r] += weight;
+                        if (u32::reinterpret(weight) & MAGNITUDE) != 0u32 {
+                            #[unroll]
+                            for e in 0..width {
+                                let v = uncached::<C>(vector.extract(e), shape.v_scale, plan);
+                                let to = r * width + e;
+                                values[to] = fma(weight, v, values[to], plan.conversion);
+                            }
+                        }
+                    }
+                }
+            }
+            first += comptime!(AT_ONCE as u32) * slices;
+        }
+        #[unroll(plan.unroll)]
+        for r in 0..rows {
+            #[unroll]
+            for e in 0..width {
+                let place = (r * width + e) * comptime!(plan.pitch()) + item as usize;
+                stage.values[place] = values[r * width + e];
+            }
+            if column == 0u32 {
+                stage.sums[r * comptime!(plan.slices()) + slice as usize] = sums[r];
+            }
+        }
+        item += CUBE_DIM;
+    }
+}
+
+/// Adds the slices of a tile in order, and the tile to its run.
+#[cube]
+fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
+    let rows = comptime!(plan.rows as u32);
+    let columns = comptime!(plan.columns());
+    let slices = comptime!(plan.slices());
+    let mut item = UNIT_POS;
+    while item < comptime!((plan.rows * plan.head) as u32) {
+        let row = item / comptime!(plan.head as u32);
+        // `[element, column]`.
+        let within = (item % comptime!(plan.head as u32)) as usize;
+        let (element, column) = (within / columns, within % columns);
+        let of_row = row as usize * comptime!(plan.width) + element;
+        let at = of_row * comptime!(plan.pitch()) + column;
+        let mut sum = 0.0f32;
+        for slice in 0..slices {
+            sum += stage.values[at + slice * columns];
+        }
+        let highest = highest_of_tile(&stage.segments, row as usize);
+        let before = stage.state[(odd * rows + row) as usize];
+        let above = larger(before, highest);
+        let old = exp_or_nan(before - above, plan.conversion);
+        let new = exp_or_nan(highest - above, plan.conversion);
+        let rest = product(stage.out[item as usize], old, plan.conversion);
+        stage.out[item as usize] = fma(sum, new, rest, plan.conversion);
+        if within == 0usize {
+            let mut sum = 0.0f32;
+            for slice in 0..slices {
+                sum += stage.sums[row as usize * slices + slice];
+            }
+            let total = (2u32 * rows + row) as usize;
+            let rest = product(stage.state[total], old, plan.conversion);
+            stage.state[total] = fma(sum, new, rest, plan.conversion);
+            // The other one: units of this row still read the first.
+            stage.state[((1u32 - odd) * rows + row) as usize] = above;
+        }
+        item += CUBE_DIM;
+    }
+}
+
+/// Adds the parts of each query and writes its output, `[tokens, heads, head]`. Cubes are `[block of
+/// rows of a head of keys, sequence]`.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn merge_runs_kernel<F: Numeric>(
+    parts: &[f32],
+    starts: &[u32],
+    counts: &[u32],
+    time: u32,
+    shape: CacheShape,
+    out: &mut [F],
+    #[comptime] plan: DecodePlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let rows = comptime!(plan.rows as u32);
+    let head = comptime!(plan.head as u32);
+    // More than `decode_splits` ever gives.
+    let mut highest_of = Shared::<[f32]>::new_slice(comptime!(64 * plan.rows));
+    let mut sums = Shared::<[f32]>::new_slice(comptime!(64 * plan.rows));
+    let sequence = CUBE_POS_Y;
+    let blocks = (shape.group * time).div_ceil(rows);
+    let kv_head = CUBE_POS_X / blocks;
+    let first_row = (CUBE_POS_X - kv_head * blocks) * rows;
+    let own = extent(starts, counts, time, &shape, sequence);
+    let first_part = (sequence * CUBE_COUNT_X + CUBE_POS_X) as usize * shape.splits as usize;
+    let pitch = comptime!(plan.rows * plan.part());
+    let mut item = UNIT_POS;
+    while item < own.runs * rows {
+        let (run, row) = (item / rows, item % rows);
+        let at = (first_part + run as usize) * pitch
+            + row as usize * comptime!(plan.part())
+            + comptime!(plan.head);
+        highest_of[item as usize] = parts[at];
+        sums[item as usize] = parts[at + 1usize];
+        item += CUBE_DIM;
+    }
+    sync_cube();
+    let mut item = UNIT_POS;
+    while item < comptime!((plan.rows * plan.head) as u32) {
+        let (row, d) = (item / head, item % head);
+        let mut highest = f32::new(comptime!(f32::MIN));
+        for run in 0..own.runs {
+            highest = larger(highest, highest_of[(run * rows + row) as usize]);
+        }
+        let mut sum = 0.0f32;
+        let mut value = 0.0f32;
+        let mut first = 0u32;
+        while first < own.runs {
+            let mut loaded = Array::<f32>::new(AT_ONCE);
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let run = min(first + i as u32, own.runs - 1u32);
+                let at = (first_part + run as usize) * pitch
+                    + row as usize * comptime!(plan.part())
+                    + d as usize;
+                loaded[i] = parts[at];
+            }
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let run = first + i as u32;
+                if run < own.runs {
+                    let at = (run * rows + row) as usize;
+                    let factor = exp_or_nan(highest_of[at] - highest, plan.conversion);
+                    sum = fma(sums[at], factor, sum, plan.conversion);
+                    value = fma(loaded[i], factor, value, plan.conversion);
+                }
+            }
+            first += comptime!(AT_ONCE as u32);
+        }
+        let row = first_row + row;
+        let t = row / shape.group;
+        if t < time {
+            let nothing = sum == 0.0f32 || own.start + t >= own.end;
+            let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
+            let result = product(value, inverse, plan.conversion);
+            let heads = shape.group * shape.kv_heads;
+            let index = kv_head * shape.group + row % shape.group;
+            let at = ((sequence * time + t) * heads + index) as usize * comptime!(plan.head)
+                + d as usize;
+            out[at] = store::<F>(select(nothing, 0.0f32, result), plan.kind);
+        }
+        item += CUBE_DIM;
+    }
+}

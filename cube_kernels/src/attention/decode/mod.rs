@@ -1,0 +1,377 @@
+//! Decoding: a few new tokens of each sequence over a cache of keys and values.
+//!
+//! Where the new tokens lie is in device memory, and the cache has a fixed room: no shape and no
+//! argument of a launch depends on the length of a sequence. So a captured graph serves every step.
+//! [`decode`] writes the new keys and values to the cache and attends to them in the same launch; a
+//! second one adds up the runs that the keys of a sequence are cut into. [`append`] only writes, for
+//! prompts, whose attention is [`forward`](super::forward).
+//!
+//! The bits are those of [`reference::attention`](crate::reference::attention), on every device.
+
+pub(crate) mod instances;
+mod kernel;
+
+use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
+
+use self::kernel::{
+    CacheShapeLaunch, NewTokensLaunch, append_kernel, decode_run_kernel, merge_runs_kernel,
+};
+use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
+use crate::{
+    AttentionParams, Nvfp4Error,
+    capabilities::{conversion_of, is_cpu},
+    launch::{buffer, grid, units},
+    memory::{address_type, allocate, check_memory, is_aligned},
+    reference::attention::decode_splits,
+    tensor::FloatKind,
+};
+
+pub use kernel::CacheKind;
+
+/// The kernels, for the registry and tests.
+pub mod kernels {
+    pub use super::kernel::{
+        CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel, decode_run_kernel,
+        merge_runs_kernel,
+    };
+}
+
+/// Units of a cube on a GPU.
+const UNITS: usize = 128;
+
+/// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
+/// memory.
+#[derive(Debug, Clone)]
+pub struct KvCache {
+    /// Keys.
+    pub k: Handle,
+    /// Values.
+    pub v: Handle,
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens that each has room for.
+    pub capacity: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Elements of a head, a multiple of 8.
+    pub head: usize,
+    /// How elements are stored.
+    pub kind: CacheKind,
+    /// The factors of keys and of values: what E4M3 elements are multiplied by. 1 for others.
+    pub scales: [f32; 2],
+}
+
+impl KvCache {
+    /// Bytes of an element, where those of the activations are of type `dtype`.
+    fn element(&self, dtype: FloatKind) -> usize {
+        match self.kind {
+            CacheKind::Float => dtype.size(),
+            CacheKind::E4m3 => 1,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.batch * self.capacity * self.kv_heads * self.head
+    }
+}
+
+/// New tokens, `time` of each sequence one after another, padding behind the last of each.
+#[derive(Debug, Clone)]
+pub struct NewTokens<'a> {
+    /// Queries.
+    pub q: Heads,
+    /// Keys.
+    pub k: Heads,
+    /// Values.
+    pub v: Heads,
+    /// Tokens that each sequence has in the cache: `u32[batch]`. What exceeds the cache's room is
+    /// neither written nor attended to.
+    pub starts: &'a Handle,
+    /// New tokens of each that are no padding: `u32[batch]`.
+    pub counts: &'a Handle,
+    /// How queries and keys are turned.
+    pub rope: Option<&'a Rope>,
+}
+
+impl NewTokens<'_> {
+    fn time(&self, cache: &KvCache) -> usize {
+        self.q.tokens / cache.batch.max(1)
+    }
+
+    fn check(&self, cache: &KvCache) -> Result<(), Nvfp4Error> {
+        let Self { q, k, v, .. } = self;
+        q.check("q")?;
+        k.check("k")?;
+        v.check_like("v", "k", k)?;
+        k.check_type("k", "q", q)?;
+        let expected = [q.tokens, cache.kv_heads, cache.head];
+        if k.shape() != expected || q.head != cache.head {
+            return Err(Nvfp4Error::shape(
+                "k",
+                format!("{:?} beside heads of {} in `q`", k.shape(), q.head),
+                format!("{expected:?}, as the cache has it"),
+            ));
+        }
+        if !q.heads.is_multiple_of(k.heads) {
+            return Err(Nvfp4Error::shape(
+                "k",
+                format!("{} heads", k.heads),
+                format!("a divisor of {}, the heads of `q`", q.heads),
+            ));
+        }
+        if !cache.head.is_multiple_of(8) || cache.head > MAX_HEAD {
+            return Err(Nvfp4Error::shape(
+                "cache",
+                format!("heads of {}", cache.head),
+                format!("a multiple of 8, at most {MAX_HEAD}"),
+            ));
+        }
+        let tokens = cache.batch * cache.capacity;
+        if cache.batch == 0 || cache.batch > u16::MAX as usize || tokens > MAX_TOKENS {
+            return Err(Nvfp4Error::shape(
+                "cache",
+                format!("{} sequences of {} tokens", cache.batch, cache.capacity),
+                format!(
+                    "1 to {} sequences, and at most {MAX_TOKENS} tokens",
+                    u16::MAX
+                ),
+            ));
+        }
+        TokenSequences::Equal(cache.batch).check("q", q.tokens)?;
+        for scale in cache.scales {
+            if !(scale > 0.0 && scale.is_finite() && (1.0 / scale).is_finite()) {
+                return Err(Nvfp4Error::value(
+                    "cache.scales",
+                    scale.to_string(),
+                    "positive numbers whose reciprocals are finite",
+                ));
+            }
+        }
+        let bytes = cache.len() * cache.element(q.dtype);
+        check_memory("cache.k", &cache.k, bytes)?;
+        check_memory("cache.v", &cache.v, bytes)?;
+        if !is_aligned(&cache.k) || !is_aligned(&cache.v) {
+            let found = "memory that does not begin at a multiple of 16 bytes";
+            return Err(Nvfp4Error::value("cache", found, "memory that does"));
+        }
+        check_memory("starts", self.starts, cache.batch * 4)?;
+        check_memory("counts", self.counts, cache.batch * 4)?;
+        match self.rope {
+            Some(rope) => rope.check(q, TokenSequences::Equal(q.tokens.max(1))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Writes the new keys, turned by their positions, and values to the cache, and the turned queries
+/// to `queries`, contiguous `[tokens, heads, head]`. A position behind the tables is turned as their
+/// last.
+///
+/// # Errors
+/// When shapes or types do not fit together, or memory is too small.
+pub fn append(
+    client: &Client,
+    new: &NewTokens<'_>,
+    cache: &KvCache,
+    queries: &Heads,
+) -> Result<(), Nvfp4Error> {
+    new.check(cache)?;
+    queries.check_like("queries", "q", &new.q)?;
+    if new.q.tokens == 0 {
+        return Ok(());
+    }
+    let plan = plan(client, new, cache, None);
+    let vectors = new.q.tokens * (new.q.heads + cache.kv_heads) * cache.head / plan.width;
+    let (cubes, dim) = grid(client, vectors);
+    let elements = cache.len() / plan.width;
+    // SAFETY: everything was checked against its memory; the kernel stays below tokens, room and
+    // positions whatever the starts and counts are.
+    unsafe {
+        append_kernel::launch_unchecked(
+            client,
+            cubes,
+            dim,
+            indices(new, cache),
+            plan.width,
+            tokens(new, cache),
+            buffer(&cache.k, elements),
+            buffer(&cache.v, elements),
+            shape(new, cache, None),
+            buffer(&queries.handle, queries.span()),
+            plan,
+            new.q.dtype.storage_type(),
+            cache_type(cache, new.q.dtype),
+        );
+    }
+    Ok(())
+}
+
+/// Writes the new keys and values to the cache as [`append`] does, and gives the attention of the
+/// new queries over all that their sequences have: contiguous `[tokens, heads, head]` in the type of
+/// `q`, 0 for padding. A query sees what is not behind it. Meant for few new tokens: the keys are
+/// read once for every eight queries.
+///
+/// # Errors
+/// As [`append`], and when a parameter is out of range, or is not of a causal softmax without an
+/// additional score.
+pub fn decode(
+    client: &Client,
+    new: &NewTokens<'_>,
+    cache: &KvCache,
+    params: &AttentionParams,
+) -> Result<Heads, Nvfp4Error> {
+    new.check(cache)?;
+    params.check()?;
+    if !params.causal || params.quiet_softmax {
+        return Err(Nvfp4Error::value(
+            "params",
+            format!("{params:?}"),
+            "a causal softmax that is not quiet",
+        ));
+    }
+    let q = &new.q;
+    let out = Heads::empty(client, q.shape(), q.dtype);
+    if q.tokens == 0 {
+        return Ok(out);
+    }
+    let plan = plan(client, new, cache, Some(params));
+    let splits = decode_splits(cache.kv_heads);
+    let time = new.time(cache);
+    let blocks = cache.kv_heads * (q.heads / cache.kv_heads * time).div_ceil(plan.rows);
+    if blocks > u16::MAX as usize {
+        return Err(Nvfp4Error::shape(
+            "q",
+            format!("{time} new tokens of a sequence"),
+            "fewer: prompts have `append`",
+        ));
+    }
+    let floats = cache.batch * blocks * splits * plan.rows * plan.part();
+    let parts = allocate(client, floats * 4);
+    let elements = cache.len() / plan.width;
+    let dim = CubeDim::new_1d(units(client).min(UNITS) as u32);
+    let address = indices(new, cache).max(address_type(floats));
+    // SAFETY: as in `append`; parts that are not written are not read.
+    unsafe {
+        decode_run_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(splits as u32, blocks as u32, cache.batch as u32),
+            dim,
+            address,
+            plan.width,
+            tokens(new, cache),
+            buffer(&cache.k, elements),
+            buffer(&cache.v, elements),
+            shape(new, cache, Some(params)),
+            buffer(&parts, floats),
+            plan,
+            q.dtype.storage_type(),
+            cache_type(cache, q.dtype),
+        );
+        merge_runs_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(blocks as u32, cache.batch as u32, 1),
+            dim,
+            address,
+            buffer(&parts, floats),
+            buffer(new.starts, cache.batch),
+            buffer(new.counts, cache.batch),
+            time as u32,
+            shape(new, cache, Some(params)),
+            buffer(&out.handle, out.span()),
+            plan,
+            q.dtype.storage_type(),
+        );
+    }
+    Ok(out)
+}
+
+fn plan(
+    client: &Client,
+    new: &NewTokens<'_>,
+    cache: &KvCache,
+    params: Option<&AttentionParams>,
+) -> kernel::DecodePlan {
+    let rows = new.q.heads / cache.kv_heads * new.time(cache);
+    // Sums of the slices have to fit into shared memory.
+    let most = if cache.head > 128 { 4 } else { 8 };
+    let halves = (cache.head / 2).is_multiple_of(8);
+    kernel::DecodePlan {
+        head: cache.head,
+        rows: rows.next_power_of_two().min(most),
+        width: if halves && new.q.dtype != FloatKind::F32 {
+            8
+        } else {
+            4
+        },
+        rotary: new.rope.is_some(),
+        softcap: params.is_some_and(|params| params.softcap.is_some()),
+        unroll: !is_cpu(client),
+        kind: new.q.dtype,
+        cache: cache.kind,
+        conversion: conversion_of(client),
+    }
+}
+
+fn tokens<F: Numeric>(new: &NewTokens<'_>, cache: &KvCache) -> NewTokensLaunch<F> {
+    let (cos, sin, positions) = match new.rope {
+        Some(rope) => (&rope.cos, &rope.sin, rope.positions),
+        None => (new.starts, new.starts, 1),
+    };
+    let table = match new.rope {
+        Some(_) => positions * cache.head / 2,
+        None => 1,
+    };
+    // SAFETY: they were checked against their memory.
+    unsafe {
+        NewTokensLaunch::new(
+            scalar::view(&new.q),
+            scalar::view(&new.k),
+            scalar::view(&new.v),
+            buffer(new.starts, cache.batch),
+            buffer(new.counts, cache.batch),
+            new.time(cache) as u32,
+            new.q.tokens as u32,
+            buffer(cos, table),
+            buffer(sin, table),
+            positions as u32,
+        )
+    }
+}
+
+fn shape(
+    new: &NewTokens<'_>,
+    cache: &KvCache,
+    params: Option<&AttentionParams>,
+) -> CacheShapeLaunch {
+    let [k_scale, v_scale] = cache.scales;
+    let softcap = params.and_then(|params| params.softcap).unwrap_or(1.0);
+    CacheShapeLaunch::new(
+        cache.capacity as u32,
+        cache.kv_heads as u32,
+        (new.q.heads / cache.kv_heads) as u32,
+        decode_splits(cache.kv_heads) as u32,
+        params.and_then(|params| params.window).unwrap_or(0) as u32,
+        params.map_or(1.0, |params| params.scale),
+        softcap,
+        1.0 / softcap,
+        k_scale,
+        1.0 / k_scale,
+        v_scale,
+        1.0 / v_scale,
+    )
+}
+
+fn cache_type(cache: &KvCache, dtype: FloatKind) -> ElemType {
+    match cache.kind {
+        CacheKind::Float => dtype.storage_type(),
+        CacheKind::E4m3 => ElemType::UInt(UIntKind::U8),
+    }
+}
+
+/// The widest index.
+fn indices(new: &NewTokens<'_>, cache: &KvCache) -> AddressType {
+    let heads = [&new.q, &new.k, &new.v].map(|heads| heads.span());
+    let tables = new.rope.map_or(0, |rope| rope.positions * cache.head / 2);
+    let widest = heads.into_iter().chain([cache.len(), tables]).max();
+    address_type(widest.unwrap_or(0))
+}

@@ -1,0 +1,285 @@
+//! What prefill and decoding cost: models of random packed weights, in the shapes of known ones.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::capture::copy_into;
+use crate::cost::{Kernel, observe};
+use crate::decoder::{DecodeSteps, Decoder, KvCache, KvPrecision};
+use crate::hf::DecoderConfig;
+
+/// The shape of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Shape {
+    /// Llama 3.2 1B: 16 layers of width 2048, heads of 64, the head is the embedding.
+    #[serde(rename = "llama-3.2-1b")]
+    Llama1b,
+    /// Llama 3.1 8B: 32 layers of width 4096, heads of 128.
+    #[serde(rename = "llama-3.1-8b")]
+    Llama8b,
+    /// Two layers of width 64, for tests.
+    #[serde(rename = "tiny")]
+    Tiny,
+}
+
+impl Shape {
+    /// What its `config.json` says.
+    ///
+    /// # Errors
+    /// None: the configurations are known.
+    pub fn config(self) -> Result<DecoderConfig> {
+        let [layers, width, hidden, heads, kv_heads, vocab] = match self {
+            Self::Llama1b => [16, 2048, 8192, 32, 8, 128_256],
+            Self::Llama8b => [32, 4096, 14_336, 32, 8, 128_256],
+            Self::Tiny => [2, 64, 128, 4, 2, 288],
+        };
+        let json = json!({
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": layers,
+            "hidden_size": width,
+            "intermediate_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": width / heads,
+            "vocab_size": vocab,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self != Self::Llama8b,
+        });
+        DecoderConfig::from_json(json.as_object().expect("it is one"))
+    }
+}
+
+/// How much is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of a round of decoding.
+    pub tokens: usize,
+    /// Rounds, of which the median counts.
+    pub rounds: usize,
+    /// Whether decoding is a CUDA graph.
+    pub graph: bool,
+    /// How keys and values are stored.
+    pub kv: KvPrecision,
+}
+
+/// What was found. Times are in seconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeCost {
+    /// The model.
+    pub shape: Shape,
+    /// Sequences.
+    pub batch: usize,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Bytes of the packed weights: codes and scales.
+    pub packed_bytes: usize,
+    /// Bytes of all weights that a step reads: these, the head in bf16, norms.
+    pub step_bytes: usize,
+    /// Bytes a second of a copy on the device, those read and those written; none where it has no
+    /// such copy.
+    pub copy_bandwidth: Option<f64>,
+    /// From the end of the loading to the first token of a prompt, compilation included.
+    pub first_token: f64,
+    /// A prompt, to the logits behind its last token.
+    pub prefill: f64,
+    /// A step of decoding.
+    pub step: f64,
+    /// Whether it was replayed.
+    pub is_graph: bool,
+    /// Kernels of a step.
+    pub launches: usize,
+    /// The time of `step_bytes` at `copy_bandwidth`, as a share of the step's.
+    pub share_of_reading: Option<f64>,
+    /// The kernels of a step that was launched one by one, the costliest first.
+    #[serde(skip)]
+    pub kernels: Vec<Kernel>,
+}
+
+/// Bytes of the buffer that is copied to find the bandwidth.
+const COPIED: usize = 1 << 30;
+
+/// Measures a model of random packed weights on `device`.
+///
+/// # Errors
+/// When a number is zero, or the device refuses or has too little memory.
+pub fn measure(
+    shape: Shape,
+    device: &Device,
+    dtype: FloatDType,
+    effort: Effort,
+) -> Result<DecodeCost> {
+    let Effort {
+        prompt,
+        batch,
+        tokens,
+        rounds,
+        graph,
+        kv,
+    } = effort;
+    for (name, value) in [
+        ("prompt", prompt),
+        ("batch", batch),
+        ("tokens", tokens),
+        ("rounds", rounds),
+    ] {
+        ensure!(value > 0, "{name} is 0, but must be at least 1");
+    }
+    let model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?;
+    let wait = || -> Result<()> {
+        device
+            .sync()
+            .map_err(|error| anyhow::anyhow!("the device failed: {error:?}"))
+    };
+    wait()?;
+    let (packed_bytes, step_bytes) = model.bytes_of_step();
+    let vocab = model.config().vocab as i32;
+    let ids = (0..batch * prompt).map(|i| (i as i32 * 7919 + 13) % vocab);
+    let data = TensorData::new(ids.collect::<Vec<i32>>(), [batch, prompt]);
+    let ids: Tensor<2, Int> = Tensor::from_data(data, device);
+    // Ordinary steps, the capture, and rounds.
+    let capacity = prompt + WARM + (rounds + 1) * tokens;
+    let mut cache = model.cache_as(batch, capacity, Some(kv))?;
+    let prefill = |cache: &mut KvCache| -> Result<(f64, Vec<f32>)> {
+        (0..batch).for_each(|row| cache.truncate(row, 0));
+        wait()?;
+        let started = Instant::now();
+        let counts = vec![prompt; batch];
+        let logits = model.last_logits(ids.clone(), &counts, cache)?;
+        Ok((started.elapsed().as_secs_f64(), logits))
+    };
+    let (first_token, logits) = prefill(&mut cache)?;
+    ensure!(
+        logits.iter().all(|logit| logit.is_finite()),
+        "the logits of random weights are not finite"
+    );
+    prefill(&mut cache)?;
+    let mut prefills = Vec::with_capacity(rounds);
+    for _ in 0..rounds {
+        prefills.push(prefill(&mut cache)?.0);
+    }
+    let (next, goes_on) = (vec![1; batch], vec![true; batch]);
+    // What a step launches, one by one.
+    let mut plain = DecodeSteps::new(&model, cache.clone(), &next, &goes_on, false)?;
+    plain.step()?;
+    plain.chosen(1)?;
+    let mut observed = Ok(());
+    let (_, kernels) = observe::step(device, || {
+        let taken = plain.step().and_then(|()| plain.chosen(1).map(|_| ()));
+        observed = std::mem::replace(&mut observed, Ok(())).and(taken);
+    });
+    observed?;
+    drop(plain);
+    let mut steps = DecodeSteps::new(&model, cache, &next, &goes_on, graph)?;
+    for _ in 0..WARM {
+        steps.step()?;
+        steps.chosen(1)?;
+    }
+    let mut times = Vec::with_capacity(rounds);
+    for _ in 0..rounds {
+        let started = Instant::now();
+        for _ in 0..tokens {
+            steps.step()?;
+        }
+        steps.chosen(1)?;
+        times.push(started.elapsed().as_secs_f64() / tokens as f64);
+    }
+    let is_graph = steps.is_captured();
+    drop(steps);
+    let copy_bandwidth = if graph { Some(copy(device)?) } else { None };
+    let step = median(times);
+    Ok(DecodeCost {
+        shape,
+        batch,
+        prompt,
+        packed_bytes,
+        step_bytes,
+        copy_bandwidth,
+        first_token,
+        prefill: median(prefills),
+        step,
+        is_graph,
+        launches: kernels.iter().map(|kernel| kernel.launches).sum(),
+        share_of_reading: copy_bandwidth.map(|bandwidth| step_bytes as f64 / bandwidth / step),
+        kernels,
+    })
+}
+
+/// Steps before the first round.
+const WARM: usize = 8;
+
+/// Bytes a second that a copy reads and writes.
+fn copy(device: &Device) -> Result<f64> {
+    let zeros = || Tensor::<1, Int>::zeros([COPIED / 4], (device, DType::I32));
+    let (from, mut to) = (zeros(), zeros());
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        let _ = device.sync();
+        let started = Instant::now();
+        const COPIES: usize = 10;
+        for _ in 0..COPIES {
+            to = copy_into(to, from.clone())?;
+        }
+        let _ = device.sync();
+        best = best.min(started.elapsed().as_secs_f64() / COPIES as f64);
+    }
+    Ok(2.0 * COPIED as f64 / best)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_model_is_measured() {
+        let effort = Effort {
+            prompt: 20,
+            batch: 2,
+            tokens: 3,
+            rounds: 2,
+            graph: false,
+            kv: KvPrecision::Activations,
+        };
+        let device = Device::flex();
+        let found = measure(Shape::Tiny, &device, FloatDType::F32, effort).unwrap();
+        // Two layers of 64 x 128, 64 x 64, 256 x 64 and 64 x 128 weights of 4.5 bits.
+        let weights = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128);
+        assert_eq!(found.packed_bytes, weights * 9 / 16 + 2 * 4 * 4);
+        let others = 288 * 64 * 4 + 5 * 64 * 4;
+        assert_eq!(found.step_bytes, found.packed_bytes + others);
+        assert!(found.step > 0.0 && found.prefill > 0.0 && !found.is_graph);
+        let none = Effort {
+            rounds: 0,
+            ..effort
+        };
+        let error = measure(Shape::Tiny, &device, FloatDType::F32, none).unwrap_err();
+        assert!(error.to_string().contains("rounds is 0"), "{error}");
+    }
+
+    #[test]
+    fn shapes_are_those_of_their_models() {
+        let small = Shape::Llama1b.config().unwrap();
+        assert_eq!((small.head, small.layers.len(), small.tied), (64, 16, true));
+        let large = Shape::Llama8b.config().unwrap();
+        assert_eq!(
+            (large.head, large.layers.len(), large.tied),
+            (128, 32, false)
+        );
+    }
+}

@@ -1,0 +1,163 @@
+//! Decoders of random packed weights, for measurements: no folder is read.
+
+use anyhow::{Result, ensure};
+use burn::module::Param;
+use burn::nn::RmsNormConfig;
+use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
+use burn_nvfp4::nn::{Activations, Embedding, LmHead, Nvfp4PackedLinear, Nvfp4Weight, RmsNorm};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::Rng;
+
+use super::attention::Attention;
+use super::feed_forward::{FeedForward, SwiGlu};
+use super::positions::Positions;
+use super::projection::Projection;
+use super::{Decoder, DecoderLayer};
+use crate::hf::{DecoderConfig, FeedForwardConfig, LayerConfig};
+use crate::model::check_dtype;
+use crate::random::stream;
+
+/// Standard deviation of weights.
+const DEVIATION: f32 = 0.02;
+/// That of E2M1 elements of which every code is equally probable.
+const OF_CODES: f32 = 2.93;
+
+impl Decoder {
+    /// A model of random weights, in NVFP4 but for embedding, head and norms, with activations in
+    /// high precision (W4A16).
+    ///
+    /// # Errors
+    /// When the model has experts, norms of queries and keys or biases, or the device has no such
+    /// type or not the memory.
+    pub fn random_packed(
+        config: &DecoderConfig,
+        device: &Device,
+        dtype: FloatDType,
+        seed: u64,
+    ) -> Result<Self> {
+        check_dtype(dtype, device)?;
+        ensure!(
+            !config.family.has_qk_norm() && !config.attention_bias && !config.mlp_bias,
+            "random packed weights are for models without biases and norms of queries and keys"
+        );
+        let mut random = Random {
+            config,
+            device,
+            dtype,
+            bytes: stream(seed, "packed", 0),
+        };
+        let embedding = random.dense(config.vocab);
+        let head = match config.tied {
+            true => None,
+            false => Some(LmHead::new(Param::from_tensor(
+                random.dense(config.vocab).transpose(),
+            ))),
+        };
+        let layers = config.layers.iter().map(|layer| random.layer(layer));
+        Ok(Self {
+            embedding: Embedding::new(Param::from_tensor(embedding)),
+            layers: layers.collect::<Result<_>>()?,
+            norm: random.norm(),
+            head,
+            config: config.clone(),
+            dtype,
+            positions: Positions::new(config.rope.clone(), config.head),
+            kv_scales: None,
+        })
+    }
+
+    /// Bytes of packed weights, and of all weights that a step of decoding reads: these, head and
+    /// norms. The look-up of one row is not counted.
+    pub fn bytes_of_step(&self) -> (usize, usize) {
+        let of = |projection: &Projection| match projection {
+            Projection::Packed(layer) => (layer.weight.bytes(), 0),
+            other => {
+                let (weight, _) = other.dense();
+                (0, weight.shape().num_elements() * weight.dtype().size())
+            }
+        };
+        let norm = |norm: &RmsNorm| norm.gain.val().shape().num_elements() * 4;
+        let mut packed = 0;
+        let mut others = norm(&self.norm);
+        for layer in &self.layers {
+            let mut projections = vec![&layer.attention.qkv, &layer.attention.out];
+            if let FeedForward::Dense(dense) = &layer.feed_forward {
+                projections.extend([&dense.gate_up, &dense.down]);
+            }
+            for (of_packed, other) in projections.into_iter().map(of) {
+                packed += of_packed;
+                others += other;
+            }
+            others += norm(&layer.attention_norm) + norm(&layer.feed_forward_norm);
+        }
+        let head = match &self.head {
+            Some(head) => head.weight.val(),
+            None => self.embedding.weight.val(),
+        };
+        others += head.shape().num_elements() * head.dtype().size();
+        (packed, packed + others)
+    }
+}
+
+/// What weights are drawn from.
+struct Random<'a> {
+    config: &'a DecoderConfig,
+    device: &'a Device,
+    dtype: FloatDType,
+    bytes: ChaCha8Rng,
+}
+
+impl Random<'_> {
+    /// `[rows, d_model]` in high precision.
+    fn dense(&self, rows: usize) -> Tensor<2> {
+        let distribution = Distribution::Normal(0.0, f64::from(DEVIATION));
+        let options = (self.device, DType::from(self.dtype));
+        Tensor::random([rows, self.config.d_model], distribution, options)
+    }
+
+    fn norm(&self) -> RmsNorm {
+        let norm = RmsNormConfig::new(self.config.d_model).with_epsilon(self.config.epsilon);
+        RmsNorm::from_rms_norm(norm.init(self.device))
+    }
+
+    fn layer(&mut self, layer: &LayerConfig) -> Result<DecoderLayer> {
+        let config = self.config;
+        let FeedForwardConfig::Dense { hidden } = layer.feed_forward else {
+            anyhow::bail!("random packed weights are for models without experts");
+        };
+        let (width, heads) = (config.d_model, config.heads + 2 * config.kv_heads);
+        Ok(DecoderLayer {
+            attention_norm: self.norm(),
+            attention: Attention {
+                qkv: self.projection([heads * config.head, width])?,
+                out: self.projection([width, config.heads * config.head])?,
+                q_norm: None,
+                k_norm: None,
+                heads: config.heads,
+                kv_heads: config.kv_heads,
+                head: config.head,
+                window: layer.window,
+            },
+            feed_forward_norm: self.norm(),
+            feed_forward: FeedForward::Dense(SwiGlu {
+                gate_up: self.projection([2 * hidden, width])?,
+                down: self.projection([width, hidden])?,
+            }),
+        })
+    }
+
+    fn projection(&mut self, [n, k]: [usize; 2]) -> Result<Projection> {
+        let mut codes = vec![0; n * k / 2];
+        self.bytes.fill_bytes(&mut codes);
+        let mut scales = vec![0; n * k / 16];
+        self.bytes.fill_bytes(&mut scales);
+        // 0.5 to 1.875.
+        for scale in &mut scales {
+            *scale = 0x30 | (*scale & 0x0F);
+        }
+        let global = vec![DEVIATION / OF_CODES];
+        let weight = Nvfp4Weight::try_from_bytes([n, k], codes, scales, global, self.device)?;
+        let layer = Nvfp4PackedLinear::try_new(weight, Activations::HighPrecision, None, None)?;
+        Ok(Projection::Packed(layer))
+    }
+}

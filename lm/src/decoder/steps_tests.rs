@@ -1,0 +1,201 @@
+//! Steps of decoding: what they share with whole texts, caches in FP8, and graphs.
+
+use burn::tensor::TensorData;
+
+use super::*;
+use crate::decoder::sampling::SamplingConfig;
+use crate::hf::golden::golden;
+use crate::interchange::{Checkpoint, Scheme};
+
+fn tokens(ids: &[u32], device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
+    let count = ids.len();
+    Tensor::from_data(TensorData::new(ids, [1, count]), device)
+}
+
+fn ids() -> Vec<u32> {
+    (0..24).map(|i| (i * 37 + 5) % 288).collect()
+}
+
+/// Logits behind each of [`ids`], in chunks of `size` with a cache of `precision`.
+fn cached(model: &Decoder, size: usize, precision: Option<KvPrecision>) -> Vec<f32> {
+    let mut cache = model.cache_as(1, 24, precision).unwrap();
+    let mut found = Vec::new();
+    for chunk in ids().chunks(size) {
+        let chunk = tokens(chunk, &model.device());
+        let count = chunk.dims()[1];
+        let logits = model.forward_cached(chunk, &[count], &mut cache).unwrap();
+        found.extend(logits.into_data().try_to_vec::<f32>().unwrap());
+    }
+    found
+}
+
+/// The largest difference, as a share of the largest value.
+fn distance(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let pairs = found.iter().zip(expected);
+    pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
+}
+
+/// A folder that quantizes its cache has an FP8 one, with its factors; the same elements are read
+/// whether tokens come one by one or many at a time.
+#[test]
+fn quantized_caches_are_used() {
+    for folder in [
+        "llama3-tiny-ct-nvfp4-kvfp8",
+        "llama3-tiny-modelopt-nvfp4-kvfp8",
+    ] {
+        let folder = golden!(folder);
+        // Rounded activations would hide what the cache does.
+        let (device, scheme) = (Device::flex(), Some(Scheme::W4a16));
+        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
+        let scales = model.kv_scales.clone().unwrap();
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        for (index, scales) in scales.iter().enumerate() {
+            let name = format!("model.layers.{index}.self_attn");
+            let expected = checkpoint.kv_scales()[&name].map(|scale| scale.unwrap_or(1.0));
+            assert_eq!(*scales, expected, "{name}");
+        }
+        let plain = cached(&model, 1, Some(KvPrecision::Activations));
+        let fp8 = cached(&model, 1, None);
+        assert!(fp8 == cached(&model, 1, Some(KvPrecision::Fp8)));
+        let effect = distance(&fp8, &plain);
+        assert!(effect > 1e-4 && effect < 0.2, "{effect}");
+        // GEMMs of other sizes add in another order, and an element next to a threshold of E4M3 may
+        // go the other way: far less than what rounding all of them does.
+        for size in [6, 11] {
+            let error = distance(&cached(&model, size, None), &fp8);
+            assert!(
+                error < effect / 20.0,
+                "chunks of {size}: {error} of {effect}"
+            );
+        }
+    }
+    // Asked for, without factors.
+    let folder = golden!("llama3-tiny");
+    let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
+    let error = distance(
+        &cached(&model, 5, Some(KvPrecision::Fp8)),
+        &cached(&model, 5, None),
+    );
+    assert!(error > 1e-4 && error < 0.2, "{error}");
+}
+
+/// The device's choices are the host's; steps set by the host are those of sampling.
+#[test]
+fn steps_choose_what_logits_say() {
+    let folder = golden!("llama3-tiny");
+    let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
+    let mut cache = model.cache(2, 12).unwrap();
+    let prompt: Vec<u32> = ids()[..4].to_vec();
+    let both: Vec<i32> = prompt.iter().chain(&prompt).map(|id| *id as i32).collect();
+    let both = Tensor::from_data(TensorData::new(both, [2, 4]), &model.device());
+    model.forward_cached(both, &[4, 2], &mut cache).unwrap();
+    let mut steps = DecodeSteps::new(&model, cache, &[7, 9], &[true, true], false).unwrap();
+    let mut texts = [prompt.clone(), prompt[..2].to_vec()];
+    let mut next = [7, 9];
+    for step in 0..6 {
+        // The second rests for a while.
+        let goes_on = [true, step % 3 != 1];
+        steps.set(&next, &goes_on).unwrap();
+        steps.step().unwrap();
+        let chosen = steps.chosen(1).unwrap().remove(0);
+        let logits = steps.logits().unwrap();
+        for row in (0..2).filter(|row| goes_on[*row]) {
+            texts[row].push(next[row]);
+            let whole = model.forward(tokens(&texts[row], &model.device())).unwrap();
+            let whole = whole.into_data().try_to_vec::<f32>().unwrap();
+            let vocab = model.config().vocab;
+            let last = &whole[whole.len() - vocab..];
+            let found = &logits[row * vocab..][..vocab];
+            assert!(distance(found, last) < 1e-5, "{step}, {row}");
+            let best = (0..vocab).fold(0, |b, i| if found[i] > found[b] { i } else { b });
+            assert_eq!(chosen[row] as usize, best);
+            next[row] = (best as u32 + 1) % 288;
+        }
+        assert_eq!(steps.lengths(), [texts[0].len(), texts[1].len()]);
+    }
+    assert!(steps.chosen(7).is_err());
+    let (text, short) = (texts[0].len(), model.cache(1, 1).unwrap());
+    assert_eq!(text, 10);
+    let mut full = DecodeSteps::new(&model, short, &[1], &[true], false).unwrap();
+    full.step().unwrap();
+    let error = full.step().unwrap_err().to_string();
+    assert!(error.contains("room for 1"), "{error}");
+    let cache = model.cache(1, 4).unwrap();
+    assert!(DecodeSteps::new(&model, cache, &[1, 2], &[true], false).is_err());
+}
+
+/// The same kernel by kernel on CubeCL's CPU runtime.
+#[cfg(feature = "cpu")]
+#[test]
+fn kernels_take_the_steps_of_flex() {
+    let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
+    let prompts = vec![ids()[..11].to_vec(), ids()[..3].to_vec()];
+    let texts = [Device::flex(), Device::cpu()].map(|device| {
+        let scheme = Some(Scheme::W4a16);
+        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
+        let generation = Generation::greedy(6);
+        model
+            .generate(&prompts, &generation, |_, _| Ok(true))
+            .unwrap()
+    });
+    assert_eq!(texts[0], texts[1]);
+}
+
+/// Replays give the texts of ordinary steps: greedy and sampled, of one text and of several that end
+/// at different times, with both caches; and the host's choices are written where replays read.
+#[cfg(feature = "cuda")]
+#[test]
+fn replayed_steps_are_ordinary_ones() {
+    let test = "decoder::steps_tests::replayed_steps_are_ordinary_ones";
+    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+        println!("SKIPPED: {test}: graphs need a GPU: NVFP4_TEST_DEVICE=cuda");
+        return;
+    }
+    let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
+    let device = Device::cuda(0);
+    let model =
+        Decoder::load_for_inference(&folder, &device, FloatDType::BF16, Some(Scheme::W4a16));
+    let model = model.unwrap();
+    let prompts = [
+        ids()[..11].to_vec(),
+        ids()[..3].to_vec(),
+        ids()[2..22].to_vec(),
+    ];
+    let sampled = SamplingConfig {
+        temperature: 0.8,
+        top_k: Some(20),
+        repetition_penalty: 1.1,
+        seed: 3,
+        ..SamplingConfig::default()
+    };
+    for sampling in [SamplingConfig::default(), sampled] {
+        for kv in [KvPrecision::Activations, KvPrecision::Fp8] {
+            for prompts in [&prompts[..1], &prompts[..]] {
+                let texts = [false, true].map(|graph| {
+                    let generation = Generation {
+                        sampling: sampling.clone(),
+                        kv: Some(kv),
+                        graph,
+                        ..Generation::greedy(70)
+                    };
+                    let mut left = vec![70usize; prompts.len()];
+                    let emit = |index: usize, _| {
+                        left[index] -= 1;
+                        // The first ends at a time of its own.
+                        Ok(index > 0 || left[0] > 31)
+                    };
+                    model.generate(prompts, &generation, emit).unwrap()
+                });
+                assert_eq!(
+                    texts[0],
+                    texts[1],
+                    "{sampling:?}, {kv:?}, {}",
+                    prompts.len()
+                );
+            }
+        }
+    }
+}
