@@ -18,6 +18,7 @@
 //! - [`tokens`]: tokenized data: shards on disk, packed rows, their order.
 //! - [`finetune`]: training of decoders on such data.
 //! - [`cost`]: time, memory and kernels of a training step.
+//! - `fuzz`: every parser, for the fuzz targets.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
 //! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
@@ -32,6 +33,8 @@ pub mod decoder;
 pub mod encoder;
 pub mod eval;
 pub mod finetune;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod hf;
 pub mod interchange;
 pub mod memory;
