@@ -1,13 +1,13 @@
 //! `nvfp4 eval`.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::{Question, Windows, choose, cross_entropy};
+use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
 
@@ -56,18 +56,12 @@ impl Eval {
             "data and choices are not given, but one of them says what to evaluate"
         );
         let questions = self.choices.as_deref().map(Question::read).transpose()?;
-        let texts = self
-            .data
-            .iter()
-            .map(|file| fs::read_to_string(file).with_context(|| file.display().to_string()));
-        let texts: Vec<String> = texts.collect::<Result<_>>()?;
-
+        let texts = read_texts(&self.data)?;
         let name = DeviceName::or_best(self.device)?;
         let device: Device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(self.dtype, name);
         let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
-        let settings = GenerationConfig::read(&self.model, model.config())?;
-        let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
+        let tokenizer = tokenizer(&self.model, &model)?;
         if !texts.is_empty() {
             self.perplexity(&model, &tokenizer, &texts)?;
         }
@@ -78,28 +72,63 @@ impl Eval {
     }
 
     fn perplexity(&self, model: &Decoder, tokenizer: &Tokenizer, texts: &[String]) -> Result<()> {
-        let tokens = texts.iter().map(|text| tokenizer.encode(text, true));
-        let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
-        let windows = Windows {
-            length: self.length,
-            stride: self.stride.unwrap_or(self.length.div_ceil(2)),
-        };
-        let mut bar = LayerBar::new("perplexity");
-        let show = &mut |done, total| bar.show(done, total, "tokens");
-        let found = cross_entropy(model, &tokens, windows, show)?;
-        bar.finish();
-        println!(
-            "perplexity {:.4} ± {:.4}; {:.5} ± {:.5} nats a token, {} tokens in windows of {} by {}",
-            found.perplexity(),
-            found.perplexity_error(),
-            found.mean,
-            found.error,
-            found.tokens,
-            windows.length,
-            windows.stride
-        );
+        let windows = windows(self.length, self.stride);
+        let found = perplexity(model, tokenizer, texts, windows)?;
+        println!("{}", describe(&found, windows));
         Ok(())
     }
+}
+
+/// The contents of `files`.
+pub(crate) fn read_texts(files: &[PathBuf]) -> Result<Vec<String>> {
+    let texts = files
+        .iter()
+        .map(|file| fs::read_to_string(file).with_context(|| file.display().to_string()));
+    texts.collect()
+}
+
+/// The tokenizer in `folder`, from which `model` is.
+pub(crate) fn tokenizer(folder: &Path, model: &Decoder) -> Result<Tokenizer> {
+    let settings = GenerationConfig::read(folder, model.config())?;
+    Tokenizer::read(folder, model.config().vocab, &settings.eos)
+}
+
+/// Windows of `length` tokens, by `stride` or half of them.
+pub(crate) fn windows(length: usize, stride: Option<usize>) -> Windows {
+    Windows {
+        length,
+        stride: stride.unwrap_or(length.div_ceil(2)),
+    }
+}
+
+/// The cross entropy of `texts`, with a bar.
+pub(crate) fn perplexity(
+    model: &Decoder,
+    tokenizer: &Tokenizer,
+    texts: &[String],
+    windows: Windows,
+) -> Result<CrossEntropy> {
+    let tokens = texts.iter().map(|text| tokenizer.encode(text, true));
+    let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
+    let mut bar = LayerBar::new("perplexity");
+    let show = &mut |done, total| bar.show(done, total, "tokens");
+    let found = cross_entropy(model, &tokens, windows, show)?;
+    bar.finish();
+    Ok(found)
+}
+
+/// A line that says what `found` is.
+pub(crate) fn describe(found: &CrossEntropy, windows: Windows) -> String {
+    format!(
+        "perplexity {:.4} ± {:.4}; {:.5} ± {:.5} nats a token, {} tokens in windows of {} by {}",
+        found.perplexity(),
+        found.perplexity_error(),
+        found.mean,
+        found.error,
+        found.tokens,
+        windows.length,
+        windows.stride
+    )
 }
 
 fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<()> {

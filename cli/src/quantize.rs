@@ -1,21 +1,24 @@
 //! `nvfp4 quantize`.
 
 use std::fs;
+use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::FloatDType;
-use clap::Args;
+use clap::{Args, ValueEnum};
+use fnv::FnvHasher;
 use indicatif::HumanBytes;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
+use nvfp4_lm::eval::CrossEntropy;
 use nvfp4_lm::interchange::{Dialect, Scheme};
-use nvfp4_lm::quantize::folder::Calibration;
+use nvfp4_lm::quantize::journal::MadeFrom;
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate};
-use nvfp4_lm::quantize::{Method, QuantizeOptions, Quantized, quantize_folder};
+use nvfp4_lm::quantize::{Calibration, Method, Quantization, QuantizeOptions, Quantized};
 use regex::Regex;
 
-use crate::device::DeviceName;
+use crate::device::{ComputeType, DeviceName};
+use crate::eval::{describe, perplexity, read_texts, tokenizer, windows};
 use crate::layers::LayerBar;
 use crate::table::table;
 
@@ -36,6 +39,11 @@ pub(crate) struct Quantize {
     /// Quantize weights by this method
     #[arg(long, value_name = "METHOD", default_value = "search")]
     method: Method,
+    /// Go on with a run into the same folder that was killed
+    ///
+    /// Model and options must be those of that run. What is written is the same, byte for byte.
+    #[arg(long)]
+    resume: bool,
     /// Leave modules whose name this regular expression matches as they are; may be repeated
     ///
     /// Routers and the output head are always left. A projection that readers fuse with one that
@@ -45,10 +53,17 @@ pub(crate) struct Quantize {
     /// Dequantize every quantized input by this factor, instead of calibrating one for each layer
     #[arg(long, value_name = "FACTOR")]
     input_scale: Option<f32>,
+    /// Write scales for keys and values that readers cache in this format
+    ///
+    /// Of FP8 they are amax / 448 for each layer, of keys after the rotary embedding. This needs
+    /// --calibration.
+    #[arg(long, value_name = "FORMAT", default_value = "none")]
+    kv: KvFormat,
     /// Calibrate on the text of this file: the model reads it, in f32
     ///
-    /// It gives the importance of each input feature (`search`, `gptq`), second moments (`gptq`)
-    /// and the scales of activations (`w4a4`). The whole model is in memory for it.
+    /// It gives the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
+    /// the scales of activations (`w4a4`) and those of the cache (`--kv fp8`). The whole model is in
+    /// memory for it.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
     /// Cut the calibration's text into sequences of this many tokens
@@ -57,24 +72,65 @@ pub(crate) struct Quantize {
     /// Read at most this many sequences of it
     #[arg(long, value_name = "N", default_value_t = 128)]
     calibration_sequences: usize,
-    /// Calibrate on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
+    /// Give the perplexity of these text files before and after, each of them a text of its own
+    ///
+    /// The whole model is in memory for it, as `nvfp4 eval` has it: weights in NVFP4 stay packed.
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    eval: Vec<PathBuf>,
+    /// Read the texts of --eval in windows of this many tokens
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    eval_length: usize,
+    /// Begin such a window this many tokens after the one before [default: half a window]
+    #[arg(long, value_name = "N")]
+    eval_stride: Option<usize>,
+    /// Calibrate and evaluate on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     device: Option<DeviceName>,
+}
+
+/// How keys and values are cached.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum KvFormat {
+    /// In the type of the activations
+    None,
+    /// In FP8 (E4M3), a scale for the keys and one for the values of each layer
+    Fp8,
 }
 
 impl Quantize {
     pub(crate) fn run(self) -> Result<()> {
         let options = self.options()?;
-        let calibration = match &self.calibration {
-            Some(file) => self.calibrate(file)?,
+        windows(self.eval_length, self.eval_stride).check()?;
+        let texts = read_texts(&self.eval)?;
+        let text = match &self.calibration {
+            Some(file) => {
+                Some(fs::read_to_string(file).with_context(|| file.display().to_string())?)
+            }
+            None => None,
+        };
+        let reads = self.calibrates_on(text.as_deref());
+        let run = match self.resume {
+            true => Quantization::resume(&self.model, &self.out, &options, reads)?,
+            false => Quantization::start(&self.model, &self.out, &options, reads)?,
+        };
+        let before = self.perplexity(&self.model, &texts)?;
+        let calibration = match &text {
+            Some(text) => self.calibration(&run, text)?,
             None => Calibration::new(),
         };
         let mut bar = LayerBar::new("quantize");
         let show = &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
-        let done = quantize_folder(&self.model, &self.out, &options, &calibration, show)?;
+        let done = run.finish(&calibration, show)?;
         bar.finish();
         for line in report(&done) {
             println!("{line}");
+        }
+        if let Some(before) = before
+            && let Some(after) = self.perplexity(&self.out, &texts)?
+        {
+            let windows = windows(self.eval_length, self.eval_stride);
+            println!("before: {}", describe(&before, windows));
+            println!("after:  {}", describe(&after, windows));
         }
         if matches!(self.method, Method::Search | Method::FourOverSix) && calibration.is_empty() {
             println!("no calibration: errors of all input features count the same, E[x²] = 1");
@@ -89,14 +145,36 @@ impl Quantize {
         Ok(())
     }
 
-    /// What the model's linear layers read while it reads `file`.
-    fn calibrate(&self, file: &Path) -> Result<Calibration> {
-        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+    /// What calibration depends on, by the names of the options.
+    fn calibrates_on(&self, text: Option<&str>) -> MadeFrom {
+        let Some(text) = text else {
+            return MadeFrom::new();
+        };
+        let mut hasher = FnvHasher::default();
+        hasher.write(text.as_bytes());
+        let reads = [
+            ("calibration", format!("{:016x}", hasher.finish()).into()),
+            ("calibration-length", self.calibration_length.into()),
+            ("calibration-sequences", self.calibration_sequences.into()),
+        ];
+        reads.map(|(name, value)| (name.to_owned(), value)).into()
+    }
+
+    /// The calibration of a resumed run, or of the model as it reads `text`.
+    fn calibration(&self, run: &Quantization, text: &str) -> Result<Calibration> {
+        if let Some(found) = run.calibration()? {
+            return Ok(found);
+        }
+        let found = self.calibrate(text)?;
+        run.keep_calibration(&found)?;
+        Ok(found)
+    }
+
+    /// What the model's linear layers read while it reads `text`.
+    fn calibrate(&self, text: &str) -> Result<Calibration> {
         let device = DeviceName::or_best(self.device)?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        let settings = GenerationConfig::read(&self.model, model.config())?;
-        let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
-        let tokens = tokenizer.encode(&text, true)?;
+        let tokens = tokenizer(&self.model, &model)?.encode(text, true)?;
         let options = CalibrationText {
             length: self.calibration_length,
             sequences: self.calibration_sequences,
@@ -108,6 +186,20 @@ impl Quantize {
         })?;
         bar.finish();
         Ok(found)
+    }
+
+    /// The cross entropy of `texts` by the model in `folder`, if there are any.
+    fn perplexity(&self, folder: &Path, texts: &[String]) -> Result<Option<CrossEntropy>> {
+        if texts.is_empty() {
+            return Ok(None);
+        }
+        let name = DeviceName::or_best(self.device)?;
+        let device = name.open()?.without_autodiff();
+        let dtype = ComputeType::or_of(None, name);
+        let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
+        let tokenizer = tokenizer(folder, &model)?;
+        let windows = windows(self.eval_length, self.eval_stride);
+        perplexity(&model, &tokenizer, texts, windows).map(Some)
     }
 
     fn options(&self) -> Result<QuantizeOptions> {
@@ -130,6 +222,7 @@ impl Quantize {
             method: self.method,
             exclude: self.exclude.iter().map(regex).collect::<Result<_>>()?,
             input_scale: scale,
+            kv_cache_fp8: self.kv == KvFormat::Fp8,
         })
     }
 }

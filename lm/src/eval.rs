@@ -69,7 +69,9 @@ impl Windows {
         })
     }
 
-    fn check(self) -> Result<()> {
+    /// # Errors
+    /// When a window has fewer than two tokens, or the stride is not from 1 to less than a window.
+    pub fn check(self) -> Result<()> {
         let Self { length, stride } = self;
         ensure!(
             length > 1,

@@ -19,6 +19,7 @@
 //! - [`finetune`]: training of decoders on such data.
 //! - [`cost`]: time, memory and kernels of a training step.
 //! - [`decode_cost`]: time and kernels of prefill and decoding.
+//! - `fuzz`: every parser, for the fuzz targets.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
 //! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
@@ -34,6 +35,8 @@ pub mod decoder;
 pub mod encoder;
 pub mod eval;
 pub mod finetune;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod hf;
 pub mod interchange;
 pub mod memory;

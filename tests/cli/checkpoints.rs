@@ -200,15 +200,55 @@ fn quantize_calibrates_on_a_text() {
     assert!(!text.contains("E[x²] = 1"), "{text}");
     let text = succeeds(nvfp4("inspect", &[out]));
     assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");
+    assert!(!Path::new(out).join(".nvfp4_quantize").exists());
     let provenance = json(&Path::new(out).join("nvfp4_quantize.json"));
     let tokens = provenance["calibration_tokens"].as_u64().unwrap();
     assert!(tokens >= 32 && tokens.is_multiple_of(32), "{provenance}");
+
+    let cached = absent("quantize-cached");
+    let cached = cached.to_str().unwrap();
+    let eval = format!(
+        "--eval {} --eval-length 32 --eval-stride 31 --method rtn",
+        file.to_str().unwrap()
+    );
+    let text = succeeds(quantize(&eval, cached));
+    for line in ["before: perplexity ", "after:  perplexity "] {
+        assert!(text.lines().any(|found| found.starts_with(line)), "{text}");
+    }
+    fs::remove_dir_all(cached).unwrap();
+    succeeds(quantize("--kv fp8 --method rtn", cached));
+    let text = succeeds(nvfp4("inspect", &[cached]));
+    assert!(
+        text.starts_with("compressed-tensors, w4a16, KV cache FP8"),
+        "{text}"
+    );
+    assert!(text.contains("self_attn: FP8 scales of keys "), "{text}");
 
     let other = absent("quantize-calibrated-badly");
     let other = other.to_str().unwrap();
     fails(
         quantize("--calibration-sequences 0", other),
         &["0 sequences of 32 tokens"],
+    );
+    // What the failed run was made from is known: another is refused by name.
+    fails(
+        quantize("--calibration-sequences 0", other),
+        &["must be empty", "--resume"],
+    );
+    fails(
+        quantize("--resume", other),
+        &["calibration-sequences was 0, but now it is 128"],
+    );
+    fails(quantize("--resume", out), &["nothing to resume"]);
+    fails(
+        quantize("--eval x --eval-stride 2048", other),
+        &["stride is 2048"],
+    );
+    let other = absent("quantize-uncalibrated");
+    let other = other.to_str().unwrap();
+    fails(
+        nvfp4("quantize --kv fp8", &[&model, "--out", other]),
+        &["kv is fp8", "calibrate"],
     );
     fails(
         nvfp4("quantize --scheme w4a4", &[&model, "--out", other]),

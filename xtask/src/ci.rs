@@ -11,7 +11,10 @@ use anyhow::{Context, Result, ensure};
 
 use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
-use crate::{book, imports, packages, results, setup, tools, unified};
+use crate::{book, fuzz, imports, packages, results, setup, tools, unified};
+
+/// Seconds that the fuzz targets have together.
+const FUZZ_SECONDS: u64 = 60;
 
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {
@@ -41,6 +44,7 @@ pub fn run() -> Result<ExitCode> {
         cargo(&["test", "--no-run", "--workspace", "--features", FEATURES])
     });
     stage("tests", &mut || tests(&mut counts));
+    stage("fuzz", &mut || fuzz::run(&fuzz::Args::all(FUZZ_SECONDS)));
     stage("unified features", &mut unified::run);
     stage("clippy", &mut || clippy(&["--features", FEATURES]));
     stage("documentation", &mut || {

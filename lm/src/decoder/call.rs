@@ -40,4 +40,12 @@ impl Call<'_> {
             }),
         }
     }
+
+    /// Shows the keys and values that a cache would hold to the observer, if there is one.
+    pub(super) fn show_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+        match &mut self.observer {
+            None => Ok(()),
+            Some(observer) => observer.observe_cache(layer, k, v),
+        }
+    }
 }

@@ -23,6 +23,11 @@ pub fn layer(index: usize) -> String {
     format!("model.layers.{index}.")
 }
 
+/// The attention of layer `index`.
+pub fn attention(index: usize) -> String {
+    format!("{}self_attn", layer(index))
+}
+
 /// A module of those that are one projection, and how many outputs it has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {

@@ -25,4 +25,14 @@ pub trait Observer {
     /// # Errors
     /// What the observer cannot take ends the call.
     fn observe(&mut self, input: LinearInput<'_>) -> Result<()>;
+
+    /// Takes the keys, normalised and rotated, and the values that layer `layer` would cache,
+    /// `[batch, time, kv_heads, head]` each.
+    ///
+    /// # Errors
+    /// As [`observe`](Self::observe).
+    fn observe_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+        let _ = (layer, k, v);
+        Ok(())
+    }
 }

@@ -325,7 +325,7 @@ fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<u
         _ => fields.optional_positive("sliding_window")?,
     };
     let is_used = fields.optional_bool("use_sliding_window")?;
-    let full_layers = fields.optional_number("max_window_layers")?;
+    let full_layers = fields.optional_count("max_window_layers")?;
     let window = match family {
         Family::Llama => {
             ensure!(
@@ -339,7 +339,7 @@ fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<u
     };
     // Only Qwen3's dense class has layers without a window before those with one.
     let first = match family {
-        Family::Qwen3 => full_layers.unwrap_or(28.0) as usize,
+        Family::Qwen3 => full_layers.unwrap_or(28),
         _ => 0,
     };
     let mut windows: Vec<Option<usize>> =

@@ -144,6 +144,14 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// A count of 0 to 2³¹ - 1.
+    pub fn optional_count(&self, field: &'static str) -> Result<Option<usize>> {
+        self.typed(field, "a whole number from 0 to 2147483647", |value| {
+            let count = usize::try_from(value.as_u64()?).ok()?;
+            (count <= i32::MAX as usize).then_some(count)
+        })
+    }
+
     pub fn positive(&self, field: &'static str) -> Result<usize> {
         required(field, self.optional_positive(field)?)
     }

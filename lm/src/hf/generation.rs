@@ -38,7 +38,8 @@ impl GenerationConfig {
     /// stand in.
     ///
     /// # Errors
-    /// When the file is no JSON object, or a field of another type or range.
+    /// When the file is no JSON object, or a field of another type or range, and when a token is not
+    /// in the vocabulary of `config`.
     pub fn read(folder: &Path, config: &DecoderConfig) -> Result<Self> {
         let path = folder.join(GENERATION_FILE);
         let mut found = match path.exists() {
@@ -50,6 +51,11 @@ impl GenerationConfig {
         }
         found.bos = found.bos.or(config.bos);
         found.pad = found.pad.or(config.pad);
+        let ids = [("bos", found.bos), ("pad", found.pad)].into_iter();
+        let ids = ids.chain(found.eos.iter().map(|id| ("eos", Some(*id))));
+        for (name, id) in ids {
+            check_token(name, id, config.vocab)?;
+        }
         Ok(found)
     }
 
@@ -67,7 +73,7 @@ impl GenerationConfig {
             Ok(value)
         };
         // Transformers writes 0 for all tokens.
-        let top_k = fields.optional_number("top_k")?.filter(|k| *k >= 1.0);
+        let top_k = fields.optional_count("top_k")?.filter(|k| *k > 0);
         let top_p = positive("top_p")?;
         ensure!(
             top_p.is_none_or(|p| p <= 1.0),
@@ -84,9 +90,61 @@ impl GenerationConfig {
             pad: fields.token("pad_token_id")?,
             sample: fields.optional_bool("do_sample")?,
             temperature,
-            top_k: top_k.map(|k| k as usize),
+            top_k,
             top_p,
             repetition_penalty: positive("repetition_penalty")?,
         })
+    }
+}
+
+/// Fail if the token `name` has an id that a model of `vocab` tokens does not have.
+pub(super) fn check_token(name: &str, id: Option<u32>, vocab: usize) -> Result<()> {
+    ensure!(
+        id.is_none_or(|id| (id as usize) < vocab),
+        "`{name}_token_id` is {}, but the model has {vocab} tokens",
+        id.unwrap_or_default()
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::hf::golden::Scratch;
+
+    fn read(json: serde_json::Value) -> Result<GenerationConfig> {
+        let config = json!({
+            "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+            "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 288,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 287,
+        });
+        let config = DecoderConfig::from_json(config.as_object().unwrap()).unwrap();
+        let folder = Scratch::new("generation");
+        std::fs::write(folder.join(GENERATION_FILE), json.to_string()).unwrap();
+        GenerationConfig::read(&folder, &config)
+    }
+
+    #[test]
+    fn fields_are_read_or_refused() {
+        let found = read(json!({"top_k": 20, "eos_token_id": [0, 287], "pad_token_id": -1}));
+        let found = found.unwrap();
+        assert_eq!(
+            (found.top_k, found.bos, found.pad),
+            (Some(20), Some(287), None)
+        );
+        assert_eq!(found.eos, [0, 287]);
+        assert_eq!(read(json!({"top_k": 0})).unwrap().top_k, None);
+        for (json, expected) in [
+            (json!({"top_k": 1.5}), "`top_k` is 1.5"),
+            (json!({"top_k": -1}), "`top_k` is -1"),
+            (json!({"eos_token_id": [2, 288]}), "`eos_token_id` is 288"),
+            (json!({"pad_token_id": 288}), "`pad_token_id` is 288"),
+            (json!({"bos_token_id": 300}), "but the model has 288 tokens"),
+        ] {
+            let error = format!("{:#}", read(json).unwrap_err());
+            assert!(error.contains(expected), "{error}");
+        }
     }
 }

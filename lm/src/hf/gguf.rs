@@ -10,12 +10,14 @@ mod read;
 mod tests;
 mod tokenizer;
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
 use super::config::CONFIG_FILE;
+use super::generation::check_token;
 use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
 use super::{
     DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
@@ -57,7 +59,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     };
     let config = config(file)?;
     let expected = crate::decoder::names::expected(&config);
-    let mut known = Vec::new();
+    let mut known = BTreeSet::new();
     let new = NewFolder::create(target)?;
     write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
     let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
@@ -70,18 +72,21 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
             "tensor `{name}` is {shape:?}, but must be {:?}",
             tensor.shape
         );
-        let mut values = stored.to_f32()?;
+        let mut values = stored
+            .to_f32()
+            .with_context(|| format!("tensor `{name}`"))?;
+        check_range(&values, dtype).with_context(|| format!("tensor `{name}`"))?;
         if tensor.name.ends_with("q_proj.weight") {
             values = unpermute(&values, config.heads, config.head);
         } else if tensor.name.ends_with("k_proj.weight") {
             values = unpermute(&values, config.kv_heads, config.head);
         }
         writer.add(&tensor.name, dtype, &shape, &bytes(&values, dtype))?;
-        known.push(name);
+        known.insert(name);
     }
     let unknown: Vec<String> = file
         .names()
-        .filter(|name| !known.iter().any(|known| known == name))
+        .filter(|name| !known.contains(*name))
         .map(|name| format!("`{name}`"))
         .collect();
     ensure!(
@@ -103,6 +108,23 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         config,
         no_tokenizer,
     })
+}
+
+/// Fail if a value rounds to infinity in `dtype`.
+fn check_range(values: &[f32], dtype: Dtype) -> Result<()> {
+    let overflows = |value: f32| match dtype {
+        Dtype::F16 => f16::from_f32(value).is_infinite(),
+        Dtype::BF16 => bf16::from_f32(value).is_infinite(),
+        _ => false,
+    };
+    let found = values.iter().position(|value| overflows(*value));
+    ensure!(
+        found.is_none(),
+        "value {} is {:e}, which {dtype:?} cannot hold: choose F32",
+        found.unwrap_or_default(),
+        found.map_or(0.0, |at| values[at])
+    );
+    Ok(())
 }
 
 /// The configuration that the metadata says.
@@ -166,6 +188,12 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
     let token = |key: &str| -> Result<Option<u32>> {
         Ok(file.optional_count(key)?.map(|token| token as u32))
     };
+    let bos = token("tokenizer.ggml.bos_token_id")?;
+    let eos = token("tokenizer.ggml.eos_token_id")?;
+    let pad = token("tokenizer.ggml.padding_token_id")?;
+    for (name, id) in [("bos", bos), ("eos", eos), ("pad", pad)] {
+        check_token(name, id, vocab)?;
+    }
     Ok(DecoderConfig {
         family: Family::Llama,
         vocab,
@@ -180,9 +208,9 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         tied: !file.names().any(|name| name == "output.weight"),
         attention_bias: false,
         mlp_bias: false,
-        bos: token("tokenizer.ggml.bos_token_id")?,
-        eos: token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
-        pad: token("tokenizer.ggml.padding_token_id")?,
+        bos,
+        eos: eos.into_iter().collect(),
+        pad,
     })
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, ensure};
@@ -17,6 +18,22 @@ pub struct Tokenizer {
     hash: u64,
 }
 
+/// What the library's `work` gives. On some malformed files it panics where it should fail (a decoder
+/// of no known type, in 0.23.2): here this is an error.
+fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(format!(
+                "the library panics: {}",
+                text.unwrap_or("it does not say why")
+            ))
+        }
+    }
+}
+
 impl Tokenizer {
     /// Reads `tokenizer.json` of `folder`, for a model of `vocab` tokens, of which `needed` (the
     /// tokens that start, end and fill texts) must exist.
@@ -29,7 +46,7 @@ impl Tokenizer {
         let error = |error| anyhow!("{}: {error}", path.display());
         // A separate step: the library's own error for an absent file does not name it.
         let text = std::fs::read(&path).map_err(|e| error(e.to_string()))?;
-        let inner = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| error(e.to_string()))?;
+        let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(error)?;
         let hash = hash(&text);
         let found = Self { inner, hash };
         found
@@ -65,7 +82,7 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer cannot represent the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, special);
+        let encoding = guarded(|| self.inner.encode_fast(text, special));
         Ok(encoding
             .map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?
             .get_ids()
@@ -82,7 +99,7 @@ impl Tokenizer {
         text: &str,
         special: bool,
     ) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
-        let encoding = self.inner.encode(text, special);
+        let encoding = guarded(|| self.inner.encode(text, special));
         let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
         let bytes = encoding
             .get_offsets()
@@ -102,7 +119,7 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn decode(&self, tokens: &[u32], special: bool) -> Result<String> {
-        let text = self.inner.decode(tokens, !special);
+        let text = guarded(|| self.inner.decode(tokens, !special));
         text.map_err(|e| anyhow!("the tokens have no text: {e}"))
     }
 
@@ -130,6 +147,27 @@ mod tests {
 
     use super::*;
     use crate::hf::golden::{Scratch, golden};
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error() {
+        let folder = Scratch::new("tokenizer-panic");
+        let json = json!({
+            "version": "1.0", "added_tokens": [],
+            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        });
+        for decoder in [json!({"type": "None"}), json!(1)] {
+            let mut json = json.clone();
+            json["decoder"] = decoder;
+            fs::write(folder.join(TOKENIZER_FILE), json.to_string()).unwrap();
+            let error = Tokenizer::read(&folder, 1, &[]).err().unwrap().to_string();
+            assert!(error.contains(TOKENIZER_FILE), "{error}");
+        }
+        assert!(
+            guarded::<()>(|| panic!("why"))
+                .unwrap_err()
+                .contains("panics: why")
+        );
+    }
 
     fn matches_golden(folder: &Path) {
         let tokenizer = Tokenizer::read(folder, 288, &[285, 287]).unwrap();

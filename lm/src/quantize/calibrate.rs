@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 
-use super::folder::Calibration;
-use super::stats::InputStats;
+use super::stats::{Calibration, InputStats};
 use crate::interchange::names::fused_group;
 
 /// Collects the statistics of every linear layer's input.
@@ -17,14 +16,18 @@ use crate::interchange::names::fused_group;
 pub struct Collector {
     products: bool,
     inputs: BTreeMap<String, InputStats>,
+    caches: BTreeMap<String, [f32; 2]>,
 }
 
 impl Collector {
     /// Of no inputs yet. `products` keeps the second moments `E[x xᵀ]` that GPTQ needs: 8 k² bytes
     /// for each input of k features.
     pub fn new(products: bool) -> Self {
-        let inputs = BTreeMap::new();
-        Self { products, inputs }
+        Self {
+            products,
+            inputs: BTreeMap::new(),
+            caches: BTreeMap::new(),
+        }
     }
 
     /// Count the inputs `x` `[tokens, k]` of the layer `module`.
@@ -45,7 +48,23 @@ impl Collector {
         stats.add(x).with_context(|| module.to_owned())
     }
 
-    /// What is known of the inputs of `modules`, of those that were observed.
+    /// Count keys whose largest magnitude is `keys`, and values whose is `values`, of the
+    /// attention `module`.
+    ///
+    /// # Errors
+    /// When one is not finite, by the name of the attention.
+    pub fn observe_cache(&mut self, module: &str, [keys, values]: [f32; 2]) -> Result<()> {
+        ensure!(
+            keys.is_finite() && values.is_finite(),
+            "{module}: the largest key is {keys} and the largest value {values}, but both must be \
+             finite"
+        );
+        let largest = self.caches.entry(module.to_owned()).or_default();
+        *largest = [largest[0].max(keys), largest[1].max(values)];
+        Ok(())
+    }
+
+    /// What is known of the inputs of `modules`, of those that were observed, and of all caches.
     pub fn finish<'a>(self, modules: impl IntoIterator<Item = &'a str>) -> Calibration {
         let inputs: BTreeMap<String, Arc<InputStats>> = (self.inputs.into_iter())
             .map(|(name, stats)| (name, Arc::new(stats)))
@@ -54,7 +73,10 @@ impl Collector {
             let stats = inputs.get(&input_of(module))?;
             Some((module.to_owned(), stats.clone()))
         };
-        modules.into_iter().filter_map(of).collect()
+        Calibration {
+            inputs: modules.into_iter().filter_map(of).collect(),
+            caches: self.caches,
+        }
     }
 }
 
@@ -86,11 +108,19 @@ mod tests {
         );
         let error = collector.observe(q, 2, &[f32::NAN, 0.0]).unwrap_err();
         assert!(format!("{error:#}").contains("q_proj: an input is not finite"));
+        let attention = "m.layers.0.self_attn";
+        for largest in [[1.0, 5.0], [2.0, 3.0]] {
+            collector.observe_cache(attention, largest).unwrap();
+        }
+        let error = collector.observe_cache(attention, [1.0, f32::INFINITY]);
+        assert!(error.unwrap_err().to_string().contains("value inf"));
         let other = "m.layers.0.self_attn.o_proj";
         let calibration = collector.finish([q, k, other]);
-        assert_eq!(calibration.len(), 2);
-        assert_eq!(calibration[k].tokens(), 3);
-        assert_eq!(calibration[k].amax(), 4.0);
-        assert_eq!(calibration[q].mean_squares(), [14.0 / 3.0, 20.0 / 3.0]);
+        assert_eq!(calibration.caches[attention], [2.0, 5.0]);
+        let inputs = calibration.inputs;
+        assert_eq!(inputs.len(), 2);
+        assert_eq!(inputs[k].tokens(), 3);
+        assert_eq!(inputs[k].amax(), 4.0);
+        assert_eq!(inputs[q].mean_squares(), [14.0 / 3.0, 20.0 / 3.0]);
     }
 }

@@ -1,30 +1,31 @@
-//! A model folder to a quantized one, one group of layers at a time.
+//! A model folder to a quantized one, one decoder layer at a time.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use half::bf16;
+use nvfp4_kernels::format::e4m3;
 use regex::Regex;
+use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
-use super::plan::{Kept, Plan};
+use super::journal::{self, Journal, MadeFrom};
+use super::plan::Plan;
+use super::report::{LayerReport, PartReport, Quantized};
 use super::rules::block_amax;
-use super::stats::InputStats;
+use super::stats::{Calibration, InputStats};
 use super::{Method, quantize_weight, sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{TensorFolder, TensorWriter};
-use crate::interchange::convert::{copy_companions, create_empty, exclusions, write_configs};
+use crate::interchange::convert::{copy_companions, exclusions, write_configs};
 use crate::interchange::names::expert_projection;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 
 /// The file that says how a folder was quantized. No reader of checkpoints looks at it.
 pub const PROVENANCE: &str = "nvfp4_quantize.json";
-
-/// What calibration knows of the inputs of each module.
-pub type Calibration = BTreeMap<String, Arc<InputStats>>;
 
 /// How to quantize a model.
 #[derive(Debug, Clone)]
@@ -40,35 +41,8 @@ pub struct QuantizeOptions {
     /// The factor by which every quantized input is dequantized, in place of amax / 2688 of the
     /// calibration.
     pub input_scale: Option<f32>,
-}
-
-/// A linear layer that was quantized.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LayerReport {
-    /// Its name.
-    pub module: String,
-    /// Output and input features.
-    pub shape: [usize; 2],
-    /// Bytes of the weight before.
-    pub bytes_before: usize,
-    /// Bytes of codes, block scales and global scales.
-    pub bytes: usize,
-    /// Signal-to-quantization-noise ratio of the weight, in dB.
-    pub sqnr: f64,
-}
-
-/// What was and what was not quantized.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Quantized {
-    /// The layers that were.
-    pub layers: Vec<LayerReport>,
-    /// The linear layers that were not: name, why, and bytes.
-    pub kept: Vec<(String, Kept, usize)>,
-    /// Bytes of the tensors that are in no linear layer.
-    pub other_bytes: usize,
-    /// Modules to whose input no token of the calibration came: they have the statistics of the
-    /// group's other experts, or count all inputs equally.
-    pub unseen: Vec<String>,
+    /// Whether scales for keys and values that are cached in FP8 are written.
+    pub kv_cache_fp8: bool,
 }
 
 /// Quantize the model in the folder `model` to the folder `out`, with what `calibration` knows of
@@ -76,9 +50,7 @@ pub struct Quantized {
 /// at a time.
 ///
 /// # Errors
-/// When a file cannot be read, `out` is not empty, nothing is left to quantize, activations are to
-/// be quantized and neither calibration nor an input scale is there, and for GPTQ without
-/// calibration. The folder that was written is checked as [`Checkpoint::open`] does.
+/// As [`Quantization::start`] and [`Quantization::finish`].
 pub fn quantize_folder(
     model: &Path,
     out: &Path,
@@ -86,82 +58,255 @@ pub fn quantize_folder(
     calibration: &Calibration,
     progress: &mut dyn FnMut(usize, usize, &str),
 ) -> Result<Quantized> {
-    let tensors = TensorFolder::open(model)?;
-    let mut json = read_config(model)?;
-    let plan = Plan::new(&tensors, &options.exclude)?;
-    ensure!(
-        options.scheme == Scheme::W4a16 || options.input_scale.is_some() || !calibration.is_empty(),
-        "scheme is w4a4, which needs the largest magnitude of every layer's input: calibrate on \
-         text, or give an input scale"
-    );
-    ensure!(
-        options.method != Method::Gptq || !calibration.is_empty(),
-        "method is gptq, which needs the second moments of every layer's input: calibrate on \
-         text, or choose rtn, 4over6 or search"
-    );
-    create_empty(out)?;
-    let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
-    let mut done = Quantized {
-        layers: Vec::new(),
-        kept: Vec::new(),
-        other_bytes: 0,
-        unseen: Vec::new(),
-    };
-    for name in &plan.copied {
-        let tensor = tensors.get(name)?;
-        writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
-        let module = name.strip_suffix(".weight").unwrap_or(name);
-        match plan.kept.get(module) {
-            Some(&kept) => done.kept.push((module.into(), kept, tensor.bytes.len())),
-            None => done.other_bytes += tensor.bytes.len(),
-        }
+    let mut reads = MadeFrom::new();
+    if !calibration.is_empty() {
+        reads.insert("calibration".into(), json!("given"));
     }
-    let inputs = Inputs::new(calibration);
-    let total = plan.groups.iter().map(Vec::len).sum();
-    for group in &plan.groups {
-        let mut weights = Vec::new();
-        for module in group {
-            let tensor = tensors.get(&format!("{module}.weight"))?;
-            weights.push((module, tensor, tensor.to_f32()?));
-        }
-        let amax =
-            (weights.iter()).fold(0.0f32, |amax, (_, _, values)| amax.max(block_amax(values)));
-        let input_global = inputs.global(group, options)?;
-        for (module, tensor, values) in weights {
-            progress(done.layers.len(), total, module);
-            let shape = [tensor.shape[0], tensor.shape[1]];
-            let stats = inputs.of(module);
-            if !calibration.is_empty() && stats.is_none() {
-                done.unseen.push(module.clone());
+    let run = Quantization::start(model, out, options, reads)?;
+    run.finish(calibration, progress)
+}
+
+/// A model that is being quantized to a folder. A run that was killed is gone on with by
+/// [`resume`](Self::resume), and writes the same bytes as one that was not.
+pub struct Quantization {
+    model: PathBuf,
+    out: PathBuf,
+    options: QuantizeOptions,
+    tensors: TensorFolder,
+    /// config.json of the model.
+    json: Map<String, Value>,
+    plan: Plan,
+    journal: Journal,
+}
+
+impl Quantization {
+    /// Begin to quantize the model in the folder `model` to the folder `out`. `calibration` says
+    /// what is calibrated on, by the names of options; empty, there is no calibration.
+    ///
+    /// # Errors
+    /// When a file cannot be read, `out` is not empty, nothing is left to quantize, activations are
+    /// to be quantized and neither calibration nor an input scale is there, and for GPTQ and scales
+    /// of an FP8 cache without calibration.
+    pub fn start(
+        model: &Path,
+        out: &Path,
+        options: &QuantizeOptions,
+        calibration: MadeFrom,
+    ) -> Result<Self> {
+        Self::begin(model, out, options, calibration, Journal::start)
+    }
+
+    /// Go on with a run that was killed, from what is complete of it.
+    ///
+    /// # Errors
+    /// When there is none in `out`, or the model, an option or the version is another than it was:
+    /// by its name; and as [`start`](Self::start).
+    pub fn resume(
+        model: &Path,
+        out: &Path,
+        options: &QuantizeOptions,
+        calibration: MadeFrom,
+    ) -> Result<Self> {
+        Self::begin(model, out, options, calibration, Journal::resume)
+    }
+
+    fn begin(
+        model: &Path,
+        out: &Path,
+        options: &QuantizeOptions,
+        calibration: MadeFrom,
+        open: impl FnOnce(&Path, &MadeFrom) -> Result<Journal>,
+    ) -> Result<Self> {
+        let tensors = TensorFolder::open(model)?;
+        let json = read_config(model)?;
+        let plan = Plan::new(&tensors, &options.exclude)?;
+        options.check(!calibration.is_empty())?;
+        let mut made_from = calibration;
+        made_from.extend(options.made_from());
+        let hash = format!("{:016x}", journal::hash_of(&tensors));
+        made_from.insert("model".into(), Value::String(hash));
+        let journal = open(out, &made_from)?;
+        Ok(Self {
+            model: model.to_owned(),
+            out: out.to_owned(),
+            options: options.clone(),
+            tensors,
+            json,
+            plan,
+            journal,
+        })
+    }
+
+    /// The calibration of the run that is resumed, if it was complete.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn calibration(&self) -> Result<Option<Calibration>> {
+        self.journal.calibration()
+    }
+
+    /// Keep `calibration`, so that a resumed run need not calibrate again.
+    ///
+    /// # Errors
+    /// When the disk refuses.
+    pub fn keep_calibration(&self, calibration: &Calibration) -> Result<()> {
+        self.journal.keep_calibration(calibration)
+    }
+
+    /// Quantize what is not quantized yet, with what `calibration` knows, and write the model.
+    /// `progress` is told of every layer that is quantized now, of how many in all.
+    ///
+    /// # Errors
+    /// When an input is unknown, a value is not finite, or the disk refuses. The folder that was
+    /// written is checked as [`Checkpoint::open`] does.
+    pub fn finish(
+        self,
+        calibration: &Calibration,
+        progress: &mut dyn FnMut(usize, usize, &str),
+    ) -> Result<Quantized> {
+        let parts = self.plan.parts();
+        let inputs = Inputs::new(calibration);
+        let total = self.plan.groups.iter().map(Vec::len).sum();
+        let mut done = 0;
+        for (index, part) in parts.iter().enumerate() {
+            let layers = part.iter().map(Vec::len).sum::<usize>();
+            if self.journal.part(index)?.is_none() {
+                let mut show =
+                    |of_part: usize, module: &str| progress(done + of_part, total, module);
+                self.journal.keep_part(index, |writer| {
+                    self.write_part(part, &inputs, writer, &mut show)
+                })?;
             }
-            // Without the moments of its input, a layer that no token reached is searched.
-            let method = match (options.method, stats) {
-                (Method::Gptq, None) => Method::Search,
-                (method, _) => method,
-            };
-            let kind = (options.dialect, method);
-            let weight = quantize_weight(&values, shape, amax, kind, stats)
-                .and_then(|weight| weight.with_input_global(input_global))
-                .with_context(|| tensor.to_string())?;
-            options.dialect.write(&mut writer, module, &weight)?;
-            done.layers.push(LayerReport {
-                module: module.clone(),
-                shape,
-                bytes_before: tensor.bytes.len(),
-                bytes: weight.bytes(),
-                sqnr: sqnr(&values, &weight.dequantize(options.dialect.arithmetic())),
-            });
+            done += layers;
         }
+        self.assemble(parts.len(), calibration)
     }
-    writer.finish()?;
-    let config = quant_config(options, &plan);
-    json.insert("quantization_config".into(), config.inline());
-    copy_companions(model, out)?;
-    write_provenance(out, options, calibration)?;
-    write_configs(out, &json, &config)?;
-    // By the rules of those who read it: what they would choke on is an error here.
-    Checkpoint::open(out).context("the folder that was written is not valid")?;
-    Ok(done)
+
+    /// Quantizes the groups of `part` and adds their tensors.
+    fn write_part(
+        &self,
+        part: &[Vec<String>],
+        inputs: &Inputs<'_>,
+        writer: &mut TensorWriter,
+        progress: &mut dyn FnMut(usize, &str),
+    ) -> Result<PartReport> {
+        let options = &self.options;
+        let mut done = PartReport::default();
+        for group in part {
+            let mut weights = Vec::new();
+            for module in group {
+                let tensor = self.tensors.get(&format!("{module}.weight"))?;
+                weights.push((module, tensor, tensor.to_f32()?));
+            }
+            let amax =
+                (weights.iter()).fold(0.0f32, |amax, (_, _, values)| amax.max(block_amax(values)));
+            let input_global = inputs.global(group, options)?;
+            for (module, tensor, values) in weights {
+                progress(done.layers.len(), module);
+                let shape = [tensor.shape[0], tensor.shape[1]];
+                let stats = inputs.of(module);
+                if !inputs.calibration.is_empty() && stats.is_none() {
+                    done.unseen.push(module.clone());
+                }
+                // Without the moments of its input, a layer that no token reached is searched.
+                let method = match (options.method, stats) {
+                    (Method::Gptq, None) => Method::Search,
+                    (method, _) => method,
+                };
+                let kind = (options.dialect, method);
+                let weight = quantize_weight(&values, shape, amax, kind, stats)
+                    .and_then(|weight| weight.with_input_global(input_global))
+                    .with_context(|| tensor.to_string())?;
+                options.dialect.write(writer, module, &weight)?;
+                done.layers.push(LayerReport {
+                    module: module.clone(),
+                    shape,
+                    bytes_before: tensor.bytes.len(),
+                    bytes: weight.bytes(),
+                    sqnr: sqnr(&values, &weight.dequantize(options.dialect.arithmetic())),
+                });
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes the model's files of what is copied and of the parts.
+    fn assemble(self, parts: usize, calibration: &Calibration) -> Result<Quantized> {
+        let Self { options, out, .. } = &self;
+        let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+        let mut done = Quantized::default();
+        for name in &self.plan.copied {
+            let tensor = self.tensors.get(name)?;
+            writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            let module = name.strip_suffix(".weight").unwrap_or(name);
+            match self.plan.kept.get(module) {
+                Some(&kept) => done.kept.push((module.into(), kept, tensor.bytes.len())),
+                None => done.other_bytes += tensor.bytes.len(),
+            }
+        }
+        for index in 0..parts {
+            let part = self.journal.part(index)?;
+            let (tensors, report) = part.context("every part was written")?;
+            for tensor in tensors.iter() {
+                writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            }
+            done.layers.extend(report.layers);
+            done.unseen.extend(report.unseen);
+        }
+        if options.kv_cache_fp8 {
+            write_kv_scales(&mut writer, &self.tensors, options.dialect, calibration)?;
+        }
+        writer.finish()?;
+        let config = quant_config(options, &self.plan);
+        let mut json = self.json.clone();
+        json.insert("quantization_config".into(), config.inline());
+        copy_companions(&self.model, out)?;
+        write_provenance(out, options, calibration)?;
+        write_configs(out, &json, &config)?;
+        // By the rules of those who read it: what they would choke on is an error here.
+        Checkpoint::open(out).context("the folder that was written is not valid")?;
+        self.journal.finish()?;
+        Ok(done)
+    }
+}
+
+impl QuantizeOptions {
+    /// That what needs calibration has it.
+    fn check(&self, calibrated: bool) -> Result<()> {
+        ensure!(
+            self.scheme == Scheme::W4a16 || self.input_scale.is_some() || calibrated,
+            "scheme is w4a4, which needs the largest magnitude of every layer's input: calibrate \
+             on text, or give an input scale"
+        );
+        ensure!(
+            self.method != Method::Gptq || calibrated,
+            "method is gptq, which needs the second moments of every layer's input: calibrate on \
+             text, or choose rtn, 4over6 or search"
+        );
+        ensure!(
+            !self.kv_cache_fp8 || calibrated,
+            "kv is fp8, which needs the largest keys and values of every layer: calibrate on text"
+        );
+        Ok(())
+    }
+
+    /// The options by their names on the command line.
+    fn made_from(&self) -> MadeFrom {
+        let exclude: Vec<&str> = self.exclude.iter().map(Regex::as_str).collect();
+        let options = [
+            ("version", json!(env!("CARGO_PKG_VERSION"))),
+            ("dialect", json!(self.dialect.name())),
+            ("scheme", json!(self.scheme.name())),
+            ("method", json!(self.method.name())),
+            ("exclude", json!(exclude)),
+            (
+                "input-scale",
+                json!(self.input_scale.map(|scale| scale.to_string())),
+            ),
+            ("kv", json!(if self.kv_cache_fp8 { "fp8" } else { "none" })),
+        ];
+        options.map(|(name, value)| (name.to_owned(), value)).into()
+    }
 }
 
 /// config.json of a model that is not quantized.
@@ -177,9 +322,43 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
     QuantConfig {
         dialect: options.dialect,
         scheme: options.scheme,
-        kv_cache_fp8: false,
+        kv_cache_fp8: options.kv_cache_fp8,
         exclude: exclusions(kept, options.dialect),
     }
+}
+
+/// Adds the FP8 scales of the keys and values that each attention caches: amax / 448, as both tools
+/// have it; in compressed-tensors in BF16 where the model is.
+fn write_kv_scales(
+    writer: &mut TensorWriter,
+    tensors: &TensorFolder,
+    dialect: Dialect,
+    calibration: &Calibration,
+) -> Result<()> {
+    for name in tensors.names() {
+        let Some(attention) = name.strip_suffix(".k_proj.weight") else {
+            continue;
+        };
+        let amax = calibration.caches.get(attention).with_context(|| {
+            format!("{attention}: calibration knows nothing of its keys and values")
+        })?;
+        let is_bf16 = tensors.get(name)?.dtype == Dtype::BF16;
+        for (which, amax) in ['k', 'v'].into_iter().zip(amax) {
+            let name = dialect.kv_scale(attention, which);
+            let scale = amax / e4m3::MAX;
+            let (dtype, bytes) = match is_bf16 && dialect == Dialect::CompressedTensors {
+                true => (Dtype::BF16, bf16::from_f32(scale).to_le_bytes().to_vec()),
+                false => (Dtype::F32, scale.to_le_bytes().to_vec()),
+            };
+            ensure!(
+                scale > 0.0,
+                "{name}: the largest magnitude that calibration saw is {amax}, from which no scale \
+                 follows"
+            );
+            writer.add(&name, dtype, dialect.scalar_shape(), &bytes)?;
+        }
+    }
+    Ok(())
 }
 
 fn write_provenance(
@@ -187,7 +366,11 @@ fn write_provenance(
     options: &QuantizeOptions,
     calibration: &Calibration,
 ) -> Result<()> {
-    let tokens = calibration.values().map(|stats| stats.tokens()).max();
+    let tokens = calibration
+        .inputs
+        .values()
+        .map(|stats| stats.tokens())
+        .max();
     let exclude: Vec<&str> = options.exclude.iter().map(Regex::as_str).collect();
     let json = json!({
         "producer": {"name": "nvfp4", "version": env!("CARGO_PKG_VERSION")},
@@ -201,6 +384,7 @@ fn write_provenance(
         },
         "exclude": exclude,
         "input_scale": options.input_scale,
+        "kv_cache": options.kv_cache_fp8.then_some("fp8"),
         "calibration_tokens": tokens,
     });
     write_json(&out.join(PROVENANCE), &json)
@@ -216,7 +400,7 @@ struct Inputs<'a> {
 impl<'a> Inputs<'a> {
     fn new(calibration: &'a Calibration) -> Self {
         let mut experts: BTreeMap<String, f32> = BTreeMap::new();
-        for (module, stats) in calibration {
+        for (module, stats) in &calibration.inputs {
             if let Some(projection) = expert_projection(module) {
                 let amax = experts.entry(projection).or_default();
                 *amax = amax.max(stats.amax());
@@ -230,7 +414,7 @@ impl<'a> Inputs<'a> {
 
     /// What is known of the input of `module`, if a token came to it.
     fn of(&self, module: &str) -> Option<&'a InputStats> {
-        let stats = self.calibration.get(module)?;
+        let stats = self.calibration.inputs.get(module)?;
         (stats.tokens() > 0).then_some(stats.as_ref())
     }
 

@@ -6,14 +6,17 @@
 //! - [`stats`]: what calibration knows of a layer's input; [`calibrate`] collects it, [`text`] from a
 //!   text that the model reads.
 //! - [`plan`]: which layers of a model are quantized, and which share a global scale.
-//! - [`folder`]: a model folder to a quantized one, layer by layer.
+//! - [`folder`]: a model folder to a quantized one, layer by layer; [`journal`] keeps what is done
+//!   of it, [`report`] what was quantized.
 
 pub mod block;
 pub mod calibrate;
 pub mod folder;
 pub mod gptq;
+pub mod journal;
 pub mod linalg;
 pub mod plan;
+pub mod report;
 pub mod rules;
 pub mod stats;
 pub mod text;
@@ -26,8 +29,9 @@ use crate::interchange::{Dialect, PackedWeight};
 use block::{BlockQuantizer, ScaleChoice};
 use rules::{Rule, check_matrix};
 
-pub use folder::{LayerReport, QuantizeOptions, Quantized, quantize_folder};
-pub use stats::InputStats;
+pub use folder::{Quantization, QuantizeOptions, quantize_folder};
+pub use report::{LayerReport, Quantized};
+pub use stats::{Calibration, InputStats};
 
 /// How weights are quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

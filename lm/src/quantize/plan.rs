@@ -136,4 +136,52 @@ impl Plan {
         plan.copied.sort();
         Ok(plan)
     }
+
+    /// The groups of each decoder layer, in order; those of no layer are a part of their own.
+    pub fn parts(&self) -> Vec<Vec<Vec<String>>> {
+        let mut parts: Vec<Vec<Vec<String>>> = Vec::new();
+        for group in &self.groups {
+            match parts.last_mut() {
+                Some(part) if layer_of(&part[0][0]) == layer_of(&group[0]) => {
+                    part.push(group.clone());
+                }
+                _ => parts.push(vec![group.clone()]),
+            }
+        }
+        parts
+    }
+}
+
+/// What the names of all modules of the decoder layer of `module` begin with:
+/// `model.layers.0`. Empty where it is in none.
+fn layer_of(module: &str) -> &str {
+    let Some(begin) = module.find(".layers.").map(|at| at + ".layers.".len()) else {
+        return "";
+    };
+    let digits = module[begin..].bytes().take_while(u8::is_ascii_digit);
+    &module[..begin + digits.count()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_decoder_layers() {
+        let groups = [
+            vec!["m.layers.1.mlp.down_proj"],
+            vec!["m.layers.1.self_attn.q_proj", "m.layers.1.self_attn.k_proj"],
+            vec!["m.layers.10.mlp.down_proj"],
+            vec!["m.other_proj"],
+            vec!["m.more_proj"],
+        ];
+        let owned = |group: &Vec<&str>| group.iter().map(|name| (*name).to_owned()).collect();
+        let plan = Plan {
+            groups: groups.iter().map(owned).collect(),
+            ..Plan::default()
+        };
+        let counts: Vec<usize> = plan.parts().iter().map(Vec::len).collect();
+        assert_eq!(counts, [2, 1, 2]);
+        assert_eq!(plan.parts().concat(), plan.groups);
+    }
 }

@@ -1,17 +1,44 @@
 //! What calibration knows of the input of a layer.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
+
+/// What calibration knows of a model.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Calibration {
+    /// The input of each linear layer, by its name.
+    pub inputs: BTreeMap<String, Arc<InputStats>>,
+    /// The largest magnitudes of the keys, after the rotation, and of the values that each attention
+    /// caches, by its name.
+    pub caches: BTreeMap<String, [f32; 2]>,
+}
+
+impl Calibration {
+    /// Of no token.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether nothing is known.
+    pub fn is_empty(&self) -> bool {
+        self.inputs.is_empty() && self.caches.is_empty()
+    }
+}
 
 /// Second moments and the largest magnitude of the inputs `x` `[tokens, k]` of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InputStats {
     k: usize,
-    tokens: u64,
-    amax: f32,
-    squares: Vec<f64>,
-    /// The lower triangle of Σ x xᵀ, row-major `[k, k]`.
-    products: Option<Vec<f64>>,
+    pub(super) tokens: u64,
+    /// The largest magnitude of each feature.
+    pub(super) amax: Vec<f32>,
+    /// Σ x² of each feature.
+    pub(super) squares: Vec<f64>,
+    /// The lower triangle of Σ x xᵀ, row-major `[k, k]`; zeros above it.
+    pub(super) products: Option<Vec<f64>>,
 }
 
 impl InputStats {
@@ -20,7 +47,7 @@ impl InputStats {
         Self {
             k,
             tokens: 0,
-            amax: 0.0,
+            amax: vec![0.0; k],
             squares: vec![0.0; k],
             products: products.then(|| vec![0.0; k * k]),
         }
@@ -40,10 +67,11 @@ impl InputStats {
         let finite = x.iter().all(|value| value.is_finite());
         ensure!(finite, "an input is not finite");
         self.tokens += (x.len() / k) as u64;
-        self.amax = x.iter().fold(self.amax, |amax, x| amax.max(x.abs()));
         for row in x.chunks_exact(k) {
-            for (sum, &x) in self.squares.iter_mut().zip(row) {
+            let sums = self.squares.iter_mut().zip(&mut self.amax);
+            for ((sum, amax), &x) in sums.zip(row) {
                 *sum += f64::from(x) * f64::from(x);
+                *amax = amax.max(x.abs());
             }
         }
         if let Some(products) = &mut self.products {
@@ -73,8 +101,8 @@ impl InputStats {
     }
 
     /// The largest magnitude.
-    pub const fn amax(&self) -> f32 {
-        self.amax
+    pub fn amax(&self) -> f32 {
+        self.amax.iter().fold(0.0, |amax, x| amax.max(*x))
     }
 
     /// `E[x²]` of each input feature; 1 each where no token was counted.

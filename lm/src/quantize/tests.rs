@@ -1,17 +1,19 @@
 //! The tools' codes, and the order of the methods by the errors that they leave.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use nvfp4_kernels::format::e2m1;
 use regex::Regex;
 
+use super::journal::MadeFrom;
 use super::rules::block_amax;
 use super::*;
 use crate::hf::TensorFolder;
 use crate::hf::golden::{Scratch, golden};
 use crate::interchange::names::fused_group;
-use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme};
+use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
 
 /// Deterministic numbers like those of a normal distribution: the sum of four uniform ones.
 fn noise(len: usize, seed: u32) -> Vec<f32> {
@@ -318,6 +320,7 @@ fn options(dialect: Dialect, scheme: Scheme, method: Method) -> QuantizeOptions 
         method,
         exclude: Vec::new(),
         input_scale: None,
+        kv_cache_fp8: false,
     }
 }
 
@@ -398,7 +401,7 @@ fn exclusions_take_their_fused_partners_along() {
 fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     let model = golden!("qwen3moe-tiny");
     let tensors = TensorFolder::open(&model).unwrap();
-    let mut calibration = folder::Calibration::new();
+    let mut calibration = Calibration::new();
     for tensor in tensors.iter() {
         let module = tensor.name.strip_suffix(".weight");
         let Some(module) = module.filter(|module| module.ends_with("_proj")) else {
@@ -417,7 +420,9 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
                 .collect();
             stats.add(&x).unwrap();
         }
-        calibration.insert(module.to_owned(), Arc::new(stats));
+        calibration
+            .inputs
+            .insert(module.to_owned(), Arc::new(stats));
     }
     for method in [Method::Search, Method::Gptq] {
         let scratch = Scratch::new(&format!("quantize-experts-{}", method.name()));
@@ -435,7 +440,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
             };
             assert_eq!(input(3), input(2), "the largest of the layer");
             assert_ne!(input(3), input(1));
-            let amax = calibration[&format!("{}.{projection}", experts(1))].amax();
+            let amax = calibration.inputs[&format!("{}.{projection}", experts(1))].amax();
             assert_eq!(input(1), GlobalScale::Multiply(amax / 2688.0));
         }
     }
@@ -460,4 +465,165 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     let checkpoint = Checkpoint::open(&scratch).unwrap();
     let mut layers = checkpoint.layers().values();
     assert!(layers.all(|layer| layer.input_global == Some(GlobalScale::Divide(1.0))));
+}
+
+/// A calibration that knows only what attention caches.
+fn caches(model: &Path) -> Calibration {
+    let mut calibration = Calibration::new();
+    for name in TensorFolder::open(model).unwrap().names() {
+        if let Some(attention) = name.strip_suffix(".k_proj.weight") {
+            let amax = [448.0 * 0.1, 3.0 + calibration.caches.len() as f32];
+            calibration.caches.insert(attention.to_owned(), amax);
+        }
+    }
+    calibration
+}
+
+#[test]
+fn scales_of_an_fp8_cache_are_written_and_converted() {
+    let root = golden!("");
+    for (name, layers) in [("llama3-tiny", 2), ("mixtral-tiny", 2)] {
+        let model = root.join(name);
+        let calibration = caches(&model);
+        for (dialect, rounded) in [
+            (Dialect::ModelOpt, 448.0f32 * 0.1 / 448.0),
+            (
+                Dialect::CompressedTensors,
+                half::bf16::from_f32(0.1).to_f32(),
+            ),
+        ] {
+            let scratch = Scratch::new(&format!("quantize-kv-{name}-{}", dialect.name()));
+            let (own, other) = (scratch.join("own"), scratch.join("other"));
+            let mut options = options(dialect, Scheme::W4a16, Method::Rtn);
+            options.kv_cache_fp8 = true;
+            quantize_folder(&model, &own, &options, &calibration, &mut |_, _, _| {}).unwrap();
+            let checkpoint = Checkpoint::open(&own).unwrap();
+            assert!(checkpoint.config().unwrap().kv_cache_fp8);
+            assert_eq!(checkpoint.kv_scales().len(), layers);
+            for [keys, values] in checkpoint.kv_scales().values() {
+                assert_eq!(*keys, Some(rounded));
+                assert_ne!(*values, *keys);
+            }
+            // The tool's own type and shape.
+            let attention = "model.layers.0.self_attn";
+            let scale = checkpoint.tensors().get(&dialect.kv_scale(attention, 'k'));
+            let scale = scale.unwrap();
+            let tool = match dialect {
+                Dialect::ModelOpt => "llama3-tiny-modelopt-nvfp4-kvfp8",
+                Dialect::CompressedTensors => "llama3-tiny-ct-nvfp4-kvfp8",
+            };
+            let theirs = TensorFolder::open(&root.join(tool)).unwrap();
+            let theirs = theirs.get(scale.name).unwrap();
+            assert_eq!((scale.dtype, scale.shape), (theirs.dtype, theirs.shape));
+            convert(&checkpoint, dialect.other(), &other, &mut |_, _| {}).unwrap();
+            let converted = Checkpoint::open(&other).unwrap();
+            assert_eq!(converted.kv_scales(), checkpoint.kv_scales());
+            assert!(converted.config().unwrap().kv_cache_fp8);
+        }
+        let scratch = Scratch::new("quantize-kv-unknown");
+        let mut options = options(Dialect::ModelOpt, Scheme::W4a16, Method::Rtn);
+        options.kv_cache_fp8 = true;
+        let refused = |calibration: &Calibration, says: &str| {
+            let out = scratch.join(says);
+            let error = quantize_folder(&model, &out, &options, calibration, &mut |_, _, _| {});
+            let error = format!("{:#}", error.unwrap_err());
+            assert!(error.contains(says), "{error}");
+        };
+        refused(&Calibration::new(), "calibrate on text");
+        let mut calibration = calibration;
+        let attention = "model.layers.1.self_attn";
+        calibration.caches.get_mut(attention).unwrap()[1] = 0.0;
+        refused(&calibration, "v_proj.v_scale");
+        calibration.caches.remove(attention);
+        refused(&calibration, "layers.1.self_attn: calibration");
+    }
+}
+
+/// All files of a folder, by name.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    let read = |path: std::path::PathBuf| (name(&path), std::fs::read(&path).unwrap());
+    paths.map(read).collect()
+}
+
+#[test]
+fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
+    let model = golden!("llama3-tiny");
+    let mut calibration = caches(&model);
+    for tensor in TensorFolder::open(&model).unwrap().iter() {
+        if let Some(module) = tensor.name.strip_suffix("_proj.weight") {
+            let mut stats = InputStats::new(tensor.shape[1], true);
+            stats.add(&noise(128 * tensor.shape[1], 3)).unwrap();
+            let module = format!("{module}_proj");
+            calibration.inputs.insert(module, Arc::new(stats));
+        }
+    }
+    // As calibration has it: the parts of a fused projection read one input.
+    let q = calibration.inputs["model.layers.0.self_attn.q_proj"].clone();
+    let k = "model.layers.0.self_attn.k_proj".to_owned();
+    calibration.inputs.insert(k, q);
+
+    let mut options = options(Dialect::CompressedTensors, Scheme::W4a4, Method::Gptq);
+    options.kv_cache_fp8 = true;
+    let reads = || -> MadeFrom { [("calibration".to_owned(), "a text".into())].into() };
+    let scratch = Scratch::new("quantize-resume");
+    let (whole, killed) = (scratch.join("whole"), scratch.join("killed"));
+    let start = |out: &Path| Quantization::start(&model, out, &options, reads());
+    let resume =
+        |options: &QuantizeOptions| Quantization::resume(&model, &killed, options, reads());
+    let run = start(&whole).unwrap();
+    let expected = run.finish(&calibration, &mut |_, _, _| {}).unwrap();
+
+    assert!(resume(&options).is_err(), "nothing to resume");
+    let run = start(&killed).unwrap();
+    assert!(run.calibration().unwrap().is_none());
+    run.keep_calibration(&calibration).unwrap();
+    // Killed in the second of two decoder layers: no destructor runs, and files are half written.
+    let journal = killed.join(journal::JOURNAL);
+    let dies = std::panic::AssertUnwindSafe(|| {
+        run.finish(&calibration, &mut |done, _, _| assert!(done < 9, "killed"))
+    });
+    std::panic::catch_unwind(dies).unwrap_err();
+    std::fs::create_dir_all(journal.join("part-00001.partial")).unwrap();
+    std::fs::write(journal.join("part-00001.partial/model.safetensors"), "half").unwrap();
+    std::fs::write(killed.join(".model-data-1.partial"), "half").unwrap();
+    std::fs::write(killed.join("model.safetensors"), "half").unwrap();
+
+    let error = start(&killed).err().unwrap().to_string();
+    assert!(error.contains("--resume"), "{error}");
+    let refused = |name: &str, change: &dyn Fn(&mut QuantizeOptions)| {
+        let mut options = options.clone();
+        change(&mut options);
+        let error = resume(&options).err().unwrap().to_string();
+        assert!(error.contains(&format!("its {name} was")), "{error}");
+    };
+    refused("method", &|options| options.method = Method::Rtn);
+    refused("scheme", &|options| options.scheme = Scheme::W4a16);
+    refused("dialect", &|options| options.dialect = Dialect::ModelOpt);
+    refused("kv", &|options| options.kv_cache_fp8 = false);
+    refused("input-scale", &|options| options.input_scale = Some(1.0));
+    refused("exclude", &|options| {
+        options.exclude = vec![Regex::new("q_proj").unwrap()];
+    });
+    let other = |reads: MadeFrom| Quantization::resume(&model, &killed, &options, reads).err();
+    let error = other([("calibration".to_owned(), "another".into())].into());
+    let error = error.unwrap().to_string();
+    assert!(error.contains("its calibration was \"a text\""), "{error}");
+    let base = golden!("qwen3-tiny");
+    let error = Quantization::resume(&base, &killed, &options, reads()).err();
+    let error = error.unwrap().to_string();
+    assert!(error.contains("its model was"), "{error}");
+
+    let run = resume(&options).unwrap();
+    let kept = run.calibration().unwrap().unwrap();
+    assert_eq!(kept, calibration);
+    let mut told = Vec::new();
+    let found = run.finish(&kept, &mut |done, total, _| told.push((done, total)));
+    assert_eq!(found.unwrap(), expected);
+    let now: Vec<_> = (7..14).map(|done| (done, 14)).collect();
+    assert_eq!(told, now, "the first layer is not quantized again");
+    assert_eq!(files(&killed), files(&whole));
+    assert!(resume(&options).is_err(), "it is finished");
 }

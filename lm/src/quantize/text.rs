@@ -1,15 +1,16 @@
 //! Calibration on text: the model reads it, and the inputs of its linear layers are counted.
 
 use anyhow::{Context, Result, ensure};
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 
 use super::calibrate::Collector;
-use super::folder::Calibration;
+use super::stats::Calibration;
 use crate::decoder::Decoder;
-use crate::decoder::names::expected;
+use crate::decoder::names::{attention, expected};
 use crate::decoder::observe::{LinearInput, Observer};
 use crate::hf::Family;
 use crate::interchange::names::is_linear;
+use crate::model::cast;
 
 /// How much of a text is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,6 +109,15 @@ impl Observer for Inputs {
         }
         Ok(())
     }
+
+    fn observe_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
+        let amax = |x: &Tensor<4>| -> f32 {
+            let amax = cast(x.clone().abs().max(), FloatDType::F32);
+            amax.into_scalar()
+        };
+        self.collector
+            .observe_cache(&attention(layer), [amax(k), amax(v)])
+    }
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -119,6 +129,7 @@ mod tests {
     use super::*;
     use crate::hf::golden::golden;
     use crate::hf::tensors::TensorFolder;
+    use crate::interchange::Checkpoint;
     use crate::interchange::names::expert_projection;
 
     const WHOLE: CalibrationText = CalibrationText {
@@ -160,6 +171,7 @@ mod tests {
         );
         let (ids, expected) = golden_calibration(&export);
         let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = found.inputs;
         assert_eq!(expected.len(), 14);
         assert_eq!(found.len(), 14);
         for (module, amax) in expected {
@@ -174,6 +186,7 @@ mod tests {
         let base = golden!("qwen3moe-tiny");
         let (ids, expected) = golden_calibration(&golden!("qwen3moe-tiny-modelopt-nvfp4"));
         let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = found.inputs;
         let mut compared = 0;
         for (module, amax) in expected {
             let of_experts = |leaf: &str| {
@@ -204,6 +217,46 @@ mod tests {
         );
     }
 
+    /// Keys are counted after the rotation, as both tools do. llm-compressor's observer keeps a moving
+    /// average, in which each sequence after the first has a weight of 0.01.
+    #[test]
+    fn caches_are_those_that_both_tools_saw() {
+        let root = golden!("");
+        let model = load(&root.join("llama3-tiny"));
+        // Three such weights move the average by less than 2^-6: no sequence's largest is half as large
+        // again as that of the first.
+        for (name, file, sequences, tolerance) in [
+            (
+                "modelopt-nvfp4-kvfp8",
+                "calibration.safetensors",
+                4,
+                2f32.powi(-6),
+            ),
+            ("ct-nvfp4-kvfp8", "reference.safetensors", 1, 2f32.powi(-5)),
+        ] {
+            let export = root.join(format!("llama3-tiny-{name}"));
+            let tensors = TensorFolder::open_file(&export.join(file)).unwrap();
+            let ids = tensors.get("calibration_input_ids").unwrap().bytes;
+            let ids: Vec<u32> = (ids.chunks_exact(8))
+                .map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32)
+                .collect();
+            let options = CalibrationText { sequences, ..WHOLE };
+            let found = calibrate(&model, &ids, options, &mut |_, _| ()).unwrap();
+            let export = Checkpoint::open(&export).unwrap();
+            assert_eq!(export.kv_scales().len(), 2);
+            for (attention, expected) in export.kv_scales() {
+                for (amax, scale) in found.caches[attention].iter().zip(expected) {
+                    let (found, expected) = (amax / 448.0, scale.unwrap());
+                    let error = (found - expected).abs() / expected;
+                    assert!(
+                        error < tolerance,
+                        "{name}: {attention}: {found}, not {expected}"
+                    );
+                }
+            }
+        }
+    }
+
     #[test]
     fn a_text_is_cut_into_sequences() {
         let model = load(&golden!("llama3-tiny"));
@@ -216,7 +269,7 @@ mod tests {
             };
             let mut told = Vec::new();
             let found = calibrate(&model, &ids, options, &mut |done, of| told.push((done, of)));
-            found.map(|found| (found["model.layers.1.mlp.down_proj"].tokens(), told))
+            found.map(|found| (found.inputs["model.layers.1.mlp.down_proj"].tokens(), told))
         };
         assert_eq!(read(16, 9).unwrap(), (48, vec![(0, 3), (1, 3), (2, 3)]));
         assert_eq!(read(16, 2).unwrap().0, 32);

@@ -135,6 +135,23 @@ fn windows_of_layers() {
 }
 
 #[test]
+fn counts_are_whole() {
+    for (changes, expected) in [
+        (
+            json!({"max_window_layers": 1.5}),
+            "`max_window_layers` is 1.5",
+        ),
+        (
+            json!({"max_window_layers": -1}),
+            "`max_window_layers` is -1",
+        ),
+    ] {
+        let error = format!("{:#}", read(llama(changes)).unwrap_err());
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn what_changes_the_arithmetic_is_refused_by_name() {
     for (changes, expected) in [
         (json!({"model_type": "gemma"}), "`model_type` is `gemma`"),

@@ -394,3 +394,45 @@ fn damaged_files_never_panic() {
         damaged[at..at + 8].copy_from_slice(&old);
     }
 }
+
+#[test]
+fn values_that_the_type_cannot_hold_are_refused_by_name() {
+    for (value, dtype, expected) in [
+        (1e5f32, Some(Dtype::F32), None),
+        (1e5, Some(Dtype::BF16), None),
+        (1e5, None, Some("value 3 is 1e5, which F16 cannot hold")),
+        (f32::MAX, Some(Dtype::BF16), Some("which BF16 cannot hold")),
+        (
+            f32::NAN,
+            Some(Dtype::F32),
+            Some("values that are not finite"),
+        ),
+    ] {
+        let mut made = model();
+        let name = string("output_norm.weight");
+        made.infos.retain(|info| !info.starts_with(&name));
+        let mut norm = values(1, D_MODEL);
+        norm[3] = value;
+        let norm: Vec<u8> = norm.iter().flat_map(|v| v.to_le_bytes()).collect();
+        made.tensor("output_norm.weight", &[D_MODEL], 0, &norm);
+        let folder = Scratch::new("gguf-range");
+        let path = write(&folder, &made);
+        let found = import(&path, &folder.join("out"), dtype.unwrap_or(Dtype::F16));
+        match expected {
+            None => assert_eq!(found.unwrap().config.d_model, D_MODEL),
+            Some(expected) => {
+                let error = format!("{:#}", found.unwrap_err());
+                assert!(error.contains("tensor `output_norm.weight`"), "{error}");
+                assert!(error.contains(expected), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_that_the_model_does_not_have_are_refused() {
+    let mut made = model();
+    made.number("tokenizer.ggml.padding_token_id", VOCAB as u32);
+    let error = error_of(&made);
+    assert!(error.contains("`pad_token_id` is 32"), "{error}");
+}

@@ -1,0 +1,302 @@
+//! Every parser of this crate, called with bytes that nobody vouches for.
+//!
+//! The folder `fuzz` of the repository calls these functions under libFuzzer, and the tests call
+//! them with changed seeds. None may panic, or take more memory than a multiple of its input.
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::eval::Question;
+use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer, gguf};
+use crate::interchange::{Checkpoint, QuantConfig};
+use crate::tokens::chat::{ChatTemplate, Message};
+use crate::tokens::encode::Encoder;
+use crate::tokens::shard::Shard;
+
+/// A parser, by the name of its fuzz target.
+pub struct Target {
+    /// The name.
+    pub name: &'static str,
+    /// Parses the bytes and uses what comes of them; errors are as good as results.
+    pub run: fn(&[u8]),
+}
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
+    Target {
+        name: "chat_template",
+        run: chat_template,
+    },
+    Target {
+        name: "checkpoint",
+        run: checkpoint,
+    },
+    Target {
+        name: "config",
+        run: config,
+    },
+    Target {
+        name: "generation_config",
+        run: generation_config,
+    },
+    Target {
+        name: "gguf",
+        run: gguf_file,
+    },
+    Target {
+        name: "index",
+        run: index,
+    },
+    Target {
+        name: "lines",
+        run: lines,
+    },
+    Target {
+        name: "quantization_config",
+        run: quantization_config,
+    },
+    Target {
+        name: "questions",
+        run: questions,
+    },
+    Target {
+        name: "safetensors",
+        run: safetensors,
+    },
+    Target {
+        name: "shard",
+        run: shard,
+    },
+    Target {
+        name: "tokenizer",
+        run: tokenizer,
+    },
+];
+
+/// A folder of one thread, removed with it.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Option<Scratch>> = const { RefCell::new(None) };
+}
+
+/// The folder `name` of this thread, which exists.
+fn folder(name: &str) -> PathBuf {
+    let root = SCRATCH.with_borrow_mut(|scratch| {
+        let scratch = scratch.get_or_insert_with(|| {
+            let (process, thread) = (std::process::id(), std::thread::current().id());
+            let name = format!("nvfp4-fuzz-{process}-{thread:?}");
+            Scratch(std::env::temp_dir().join(name))
+        });
+        scratch.0.clone()
+    });
+    let path = root.join(name);
+    fs::create_dir_all(&path).expect("the folder for temporary files can be written");
+    path
+}
+
+fn write(path: &Path, data: &[u8]) {
+    fs::write(path, data).expect("the folder for temporary files can be written");
+}
+
+/// A safetensors file.
+pub fn safetensors(data: &[u8]) {
+    let path = folder("safetensors").join("model.safetensors");
+    write(&path, data);
+    if let Ok(tensors) = TensorFolder::open_file(&path) {
+        for tensor in tensors.iter() {
+            let _ = tensor.to_f32();
+        }
+    }
+}
+
+/// `model.safetensors.index.json` beside two shards, of which each has one tensor.
+pub fn index(data: &[u8]) {
+    let folder = folder("index");
+    for (shard, tensor) in [("a", "x"), ("b", "y")] {
+        let path = folder.join(format!("{shard}.safetensors"));
+        if !path.exists() {
+            let header = format!(
+                "{{\"{tensor}\":{{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}}}"
+            );
+            let length = (header.len() as u64).to_le_bytes();
+            write(&path, &[&length, header.as_bytes(), &[7]].concat());
+        }
+    }
+    write(&folder.join("model.safetensors.index.json"), data);
+    if let Ok(tensors) = TensorFolder::open(&folder) {
+        assert!(tensors.iter().all(|tensor| tensor.bytes == [7]));
+    }
+}
+
+/// A model's `config.json`.
+pub fn config(data: &[u8]) {
+    let Ok(json) = serde_json::from_slice::<Map<String, Value>>(data) else {
+        return;
+    };
+    if let Ok(config) = DecoderConfig::from_json(&json) {
+        let _ = config.to_json("bfloat16");
+        let _ = config.rope.frequencies(config.head.min(1 << 10), 64);
+    }
+}
+
+/// `generation_config.json` of a model of 288 tokens.
+pub fn generation_config(data: &[u8]) {
+    let folder = folder("generation_config");
+    write(&folder.join("generation_config.json"), data);
+    if let Ok(found) = GenerationConfig::read(&folder, &small_config()) {
+        let ids = found.eos.iter().chain(&found.bos).chain(&found.pad);
+        assert!(ids.into_iter().all(|id| *id < 288));
+    }
+}
+
+fn small_config() -> DecoderConfig {
+    let json = serde_json::json!({
+        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64,
+        "vocab_size": 288, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    });
+    let json = json.as_object().expect("it is one");
+    DecoderConfig::from_json(json).expect("a small model")
+}
+
+/// An object of `config` (config.json) and `hf_quant_config`, which may be absent.
+pub fn quantization_config(data: &[u8]) {
+    let Ok(json) = serde_json::from_slice::<Value>(data) else {
+        return;
+    };
+    let config = json.get("config").unwrap_or(&Value::Null);
+    let Ok(Some(config)) = QuantConfig::read(config, json.get("hf_quant_config")) else {
+        return;
+    };
+    let _ = (config.inline(), config.hf_quant_config());
+    for exclusion in config.exclusions().into_iter().flatten() {
+        for module in ["lm_head", "model.layers.10.self_attn.q_proj", ""] {
+            let _ = exclusion.matches(module);
+        }
+    }
+}
+
+/// The tensors of a quantized folder of either dialect.
+pub fn checkpoint(data: &[u8]) {
+    let modelopt = serde_json::json!({"quantization_config": {
+        "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
+        "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
+    }});
+    let weights = serde_json::json!({
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+        "symmetric": true, "dynamic": false,
+    });
+    let compressed = serde_json::json!({"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }});
+    for (name, config) in [("modelopt", modelopt), ("compressed", compressed)] {
+        let folder = folder(name);
+        write(&folder.join("config.json"), config.to_string().as_bytes());
+        write(&folder.join("model.safetensors"), data);
+        let checkpoint = Checkpoint::scan(&folder);
+        if let Ok(checkpoint) = checkpoint
+            && let Some(dialect) = checkpoint.config().map(|config| config.dialect)
+        {
+            for module in checkpoint.layers().keys() {
+                if let Ok(weight) = checkpoint.weight(module) {
+                    let _ = weight.dequantize(dialect.arithmetic());
+                }
+            }
+        }
+    }
+}
+
+/// A GGUF file, imported.
+pub fn gguf_file(data: &[u8]) {
+    let folder = folder("gguf");
+    let path = folder.join("model.gguf");
+    write(&path, data);
+    let out = folder.join("out");
+    let _ = gguf::import(&path, &out, Dtype::F16);
+    if out.exists() {
+        fs::remove_dir_all(&out).expect("it was written just now");
+    }
+}
+
+/// `tokenizer.json` of a model of 288 tokens.
+pub fn tokenizer(data: &[u8]) {
+    let folder = folder("tokenizer");
+    write(&folder.join("tokenizer.json"), data);
+    if let Ok(tokenizer) = Tokenizer::read(&folder, 288, &[])
+        && let Ok(tokens) = tokenizer.encode("a b é 1", true)
+    {
+        let _ = tokenizer.decode(&tokens, true);
+    }
+}
+
+/// `tokenizer_config.json` with a template of conversations.
+pub fn chat_template(data: &[u8]) {
+    let folder = folder("chat_template");
+    write(&folder.join("tokenizer_config.json"), data);
+    if let Ok(Some(template)) = ChatTemplate::read(&folder) {
+        let _ = template.conversation(&conversation());
+    }
+}
+
+fn conversation() -> [Message; 2] {
+    [("user", "a"), ("assistant", "b")].map(|(role, content)| Message {
+        role: role.into(),
+        content: content.into(),
+    })
+}
+
+/// Lines of finetuning data: texts, completions and conversations in JSON.
+pub fn lines(data: &[u8]) {
+    let folder = folder("lines");
+    let path = folder.join("tokenizer.json");
+    if !path.exists() {
+        let json = serde_json::json!({
+            "version": "1.0", "added_tokens": [],
+            "pre_tokenizer": {"type": "Whitespace"},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
+        });
+        write(&path, json.to_string().as_bytes());
+    }
+    let tokenizer = Tokenizer::read(&folder, 3, &[]).expect("a tokenizer of three words");
+    let template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}";
+    let template = ChatTemplate::new(template.into(), String::new(), String::new());
+    let encoder = Encoder::new(&tokenizer, template.ok(), Some(1));
+    for line in String::from_utf8_lossy(data).lines() {
+        let _ = encoder.line(line);
+    }
+}
+
+/// A file of questions with choices.
+pub fn questions(data: &[u8]) {
+    let path = folder("questions").join("questions.jsonl");
+    write(&path, data);
+    let _ = Question::read(&path);
+}
+
+/// A file of tokens.
+pub fn shard(data: &[u8]) {
+    let path = folder("shard").join("tokens");
+    write(&path, data);
+    let Ok(shard) = Shard::open(&path) else {
+        return;
+    };
+    let _ = shard.verify();
+    for index in 0..shard.documents() {
+        let _ = shard.read(shard.document(index));
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests;

@@ -1,0 +1,263 @@
+//! The parsers with changed seeds, on a stable toolchain: bits flipped, numbers replaced, ends cut
+//! off, two seeds spliced. `cargo xtask fuzz` says for how long.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// Counts what this thread has allocated, and the most that it had at a time.
+struct Counting;
+
+thread_local! {
+    static LIVE: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+fn count(bytes: isize) {
+    // A thread that ends has no counters any more.
+    let _ = LIVE.try_with(|live| {
+        live.set(live.get() + bytes);
+        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(live.get())));
+    });
+}
+
+// SAFETY: every call goes to the system's allocator; counters of the thread are never allocated.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: as the caller's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: as the caller's.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size as isize - layout.size() as isize);
+        // SAFETY: as the caller's.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: as the caller's.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Memory that any input may take, and what each byte of one may take beside it: a code of half a
+/// byte becomes a value of four, in two copies and both dialects; a byte of JSON a map's node.
+const BOUND: (usize, usize) = (16 << 20, 512);
+
+/// A generator of SplitMix64: the same inputs for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, count: usize) -> usize {
+        (self.next() % count.max(1) as u64) as usize
+    }
+}
+
+/// What stands in JSON in place of a number or a word.
+const WORDS: [&str; 14] = [
+    "0",
+    "-1",
+    "1.5",
+    "1e400",
+    "2147483647",
+    "4294967296",
+    "18446744073709551615",
+    "9223372036854775808",
+    "null",
+    "true",
+    "[]",
+    "{}",
+    "\"\"",
+    "\"\\ud800\"",
+];
+
+/// One of `seeds`, changed in one to four ways.
+fn change(random: &mut Random, seeds: &[Vec<u8>]) -> Vec<u8> {
+    let mut data = seeds[random.below(seeds.len())].clone();
+    for _ in 0..=random.below(4) {
+        let at = random.below(data.len());
+        match random.below(8) {
+            _ if data.is_empty() => data.push(random.next() as u8),
+            0 => data[at] ^= 1 << random.below(8),
+            1 => data[at] = [0, 1, 0x7f, 0x80, 0xff][random.below(5)],
+            2 => data.truncate(at),
+            3 => {
+                let other = &seeds[random.below(seeds.len())];
+                let from = random.below(other.len());
+                data.truncate(at);
+                data.extend(&other[from..]);
+            }
+            4 => {
+                // Eight bytes, as sizes are.
+                let value = [0, 1, u64::from(u32::MAX), 1 << 40, 1 << 62, u64::MAX];
+                let bytes = value[random.below(6)].to_le_bytes();
+                let end = data.len().min(at + 8);
+                data[at..end].copy_from_slice(&bytes[..end - at]);
+            }
+            5 => {
+                let end = data.len().min(at + 1 + random.below(64));
+                let part = data[at..end].to_vec();
+                data.splice(at..at, part);
+            }
+            6 => {
+                let end = data.len().min(at + 1 + random.below(16));
+                data.drain(at..end);
+            }
+            _ => {
+                let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || b"-.".contains(byte);
+                let word = data[at..].iter().take_while(|byte| is_word(byte)).count();
+                let new = WORDS[random.below(WORDS.len())].bytes();
+                data.splice(at..at + word, new);
+            }
+        }
+    }
+    data
+}
+
+fn seeds(target: &str) -> Vec<Vec<u8>> {
+    let folder = repository().join("fuzz/seeds").join(target);
+    let entries = fs::read_dir(&folder).unwrap_or_else(|_| panic!("no seeds for {target}"));
+    let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths.iter().map(|path| fs::read(path).unwrap()).collect()
+}
+
+fn repository() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Runs `target` with `data`; what is wrong, if anything is.
+fn fault(target: &Target, data: &[u8]) -> Option<String> {
+    let live = LIVE.get();
+    PEAK.set(live);
+    let outcome = catch_unwind(AssertUnwindSafe(|| (target.run)(data)));
+    let taken = (PEAK.get() - live).max(0) as usize;
+    let bound = BOUND.0 + BOUND.1 * data.len();
+    match outcome {
+        Err(_) => Some("panicked".into()),
+        Ok(()) if taken > bound => Some(format!("took {taken} bytes, more than {bound}")),
+        Ok(()) => None,
+    }
+}
+
+/// A number that `cargo xtask fuzz` hands over.
+fn variable(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} is {text:?}, no number")),
+    )
+}
+
+/// Without `NVFP4_FUZZ_SECONDS` so few inputs of each target that it takes no time worth naming.
+#[test]
+fn parsers_survive_changed_seeds() {
+    if !repository().join("fuzz/seeds").exists() {
+        println!("SKIPPED: fuzz::tests::parsers_survive_changed_seeds: no folder fuzz/seeds");
+        return;
+    }
+    let seconds = variable("NVFP4_FUZZ_SECONDS");
+    let first = variable("NVFP4_FUZZ_SEED").unwrap_or(0);
+    let only = std::env::var("NVFP4_FUZZ_TARGET").ok();
+    let chosen = |target: &&Target| only.as_deref().is_none_or(|only| only == target.name);
+    let targets: Vec<&Target> = TARGETS.iter().filter(chosen).collect();
+    assert!(
+        !targets.is_empty(),
+        "NVFP4_FUZZ_TARGET is {only:?}, no target"
+    );
+    let share = seconds.map(|all| Duration::from_secs(all) / targets.len() as u32);
+    let mut faults = Vec::new();
+    for target in targets {
+        let seeds = seeds(target.name);
+        assert!(!seeds.is_empty(), "{} has no seed", target.name);
+        let mut random = Random(first);
+        let (start, mut inputs) = (Instant::now(), 0);
+        let is_over = |inputs: usize| match share {
+            Some(share) => start.elapsed() >= share,
+            None => inputs >= 50 + seeds.len(),
+        };
+        while !is_over(inputs) {
+            let data = match seeds.get(inputs) {
+                Some(seed) => seed.clone(),
+                None => change(&mut random, &seeds),
+            };
+            inputs += 1;
+            // A process that is aborted tells nothing else.
+            let name = format!("nvfp4-fuzz-{}", target.name);
+            let path = std::env::temp_dir().join(name);
+            if seconds.is_some() {
+                write(&path, &data);
+            }
+            if let Some(what) = fault(target, &data) {
+                write(&path, &data);
+                faults.push(format!("{} {what}: {}", target.name, path.display()));
+                break;
+            }
+        }
+        println!("fuzz {}: {inputs} inputs", target.name);
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// Each seed is something that its parser takes, so that changes to it reach what is behind.
+#[test]
+fn every_target_has_seeds_and_a_binary() {
+    let folder = repository().join("fuzz");
+    if !folder.exists() {
+        println!("SKIPPED: fuzz::tests::every_target_has_seeds_and_a_binary: no folder fuzz");
+        return;
+    }
+    let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap();
+    let names: BTreeSet<String> = TARGETS
+        .iter()
+        .map(|target| target.name.to_owned())
+        .collect();
+    let stems = |path: &str| -> BTreeSet<String> {
+        let entries = fs::read_dir(folder.join(path)).unwrap();
+        let stem = |path: PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
+        entries.map(|entry| stem(entry.unwrap().path())).collect()
+    };
+    assert_eq!(stems("fuzz_targets"), names);
+    assert_eq!(stems("seeds"), names);
+    for name in &names {
+        assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
+    }
+}
+
+#[test]
+fn the_bound_is_one() {
+    fn greedy(data: &[u8]) {
+        let taken = vec![1u8; (BOUND.0 + BOUND.1 * data.len()) * data.len()];
+        assert!(!taken.is_empty());
+    }
+    let target = Target {
+        name: "greedy",
+        run: greedy,
+    };
+    assert!(fault(&target, &[1, 2]).unwrap().contains("took"));
+    assert_eq!(fault(&target, &[]), Some("panicked".into()));
+}

@@ -1,0 +1,333 @@
+//! What of an unfinished quantization is on the disk, so that a run that was killed can go on.
+//!
+//! While a model is quantized to a folder, the folder `.nvfp4_quantize` in it has:
+//!
+//! - `made_from.json`: the version, a hash of the model, the options, what calibration reads;
+//! - `calibration`: what it found, bit for bit, once it is complete;
+//! - `part-N`: the tensors of decoder layer N of the plan, and their rows of the report.
+//!
+//! Each of them has its name only when it is complete. All model files are made of the parts, in
+//! one run or several: so the bytes are the same.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::hash::Hasher;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use fnv::FnvHasher;
+use rayon::prelude::*;
+use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::report::{LayerReport, PartReport};
+use super::stats::{Calibration, InputStats};
+use crate::checkpoint::{read_json, write_json};
+use crate::hf::{INDEX_FILE, TensorFolder, TensorWriter};
+use crate::interchange::convert::create_empty;
+
+/// The folder of the journal, in the one that is written.
+pub const JOURNAL: &str = ".nvfp4_quantize";
+
+const MADE_FROM: &str = "made_from.json";
+const CALIBRATION: &str = "calibration";
+const REPORT: &str = "report.json";
+/// What an incomplete entry has behind its name.
+const PARTIAL: &str = ".partial";
+
+/// What a run is made from, by the names of the options.
+pub type MadeFrom = BTreeMap<String, Value>;
+
+/// The journal of a run.
+pub(super) struct Journal {
+    out: PathBuf,
+    folder: PathBuf,
+}
+
+/// As it is in the file: the ratio by its bits, as JSON has no infinity.
+#[derive(Serialize, Deserialize)]
+struct StoredReport {
+    layers: Vec<(String, [usize; 2], usize, usize, u64)>,
+    unseen: Vec<String>,
+}
+
+/// Which input each module has, and the tokens of each input.
+#[derive(Serialize, Deserialize)]
+struct StoredInputs {
+    modules: BTreeMap<String, usize>,
+    tokens: Vec<u64>,
+}
+
+impl Journal {
+    /// The journal of a new run into the folder `out`, which must be empty or absent.
+    pub fn start(out: &Path, made_from: &MadeFrom) -> Result<Self> {
+        let folder = out.join(JOURNAL);
+        ensure!(
+            !folder.exists(),
+            "{} must be empty, but it holds a quantization that is not finished: --resume goes on \
+             with it",
+            out.display()
+        );
+        create_empty(out)?;
+        fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+        write_json(&folder.join(MADE_FROM), made_from)?;
+        let out = out.to_owned();
+        Ok(Self { out, folder })
+    }
+
+    /// The journal of a run into `out` that did not finish.
+    ///
+    /// # Errors
+    /// When there is none, or the run was made from something else: by its name.
+    pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
+        let folder = out.join(JOURNAL);
+        let path = folder.join(MADE_FROM);
+        ensure!(
+            path.exists(),
+            "there is nothing to resume in {}: it holds no quantization that is not finished",
+            out.display()
+        );
+        let found: MadeFrom = read_json(&path)?;
+        let names = found.keys().chain(made_from.keys());
+        for name in names {
+            let [then, now] = [&found, made_from].map(|of| of.get(name).unwrap_or(&Value::Null));
+            ensure!(
+                then == now,
+                "the run in {} cannot be resumed: its {name} was {then}, but now it is {now}",
+                out.display()
+            );
+        }
+        let journal = Self {
+            out: out.to_owned(),
+            folder,
+        };
+        journal.remove_incomplete()?;
+        Ok(journal)
+    }
+
+    /// Removes what a killed run left under the names of complete files, or of none.
+    fn remove_incomplete(&self) -> Result<()> {
+        let entries = |folder: &Path| -> Result<Vec<(PathBuf, String)>> {
+            let name = || folder.display().to_string();
+            let entries = fs::read_dir(folder).with_context(name)?;
+            let paths: Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
+            let named = |path: PathBuf| {
+                let name = path.file_name()?.to_str()?.to_owned();
+                Some((path, name))
+            };
+            Ok(paths?.into_iter().filter_map(named).collect())
+        };
+        for (path, name) in entries(&self.folder)? {
+            if name.ends_with(PARTIAL) && path.is_dir() {
+                fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
+            }
+        }
+        // The model's files come last: that this run is not finished says that they are not.
+        for (path, name) in entries(&self.out)? {
+            let is_model = name.starts_with("model") && name.ends_with(".safetensors");
+            let is_partial = name.starts_with(".model-") && name.ends_with(".partial");
+            if is_model || is_partial || name == INDEX_FILE {
+                fs::remove_file(&path).with_context(|| path.display().to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What calibration found, if it is complete.
+    pub fn calibration(&self) -> Result<Option<Calibration>> {
+        let folder = self.folder.join(CALIBRATION);
+        if !folder.exists() {
+            return Ok(None);
+        }
+        let read = || -> Result<Calibration> {
+            let stored: StoredInputs = read_json(&folder.join(REPORT))?;
+            let tensors = TensorFolder::open(&folder)?;
+            let mut inputs = Vec::new();
+            for (index, tokens) in stored.tokens.iter().enumerate() {
+                inputs.push(Arc::new(read_input(&tensors, index, *tokens)?));
+            }
+            let mut calibration = Calibration::new();
+            for (module, index) in stored.modules {
+                let input = inputs.get(index).context("a module has no input")?;
+                calibration.inputs.insert(module, input.clone());
+            }
+            for tensor in tensors.iter() {
+                if let Some(attention) = tensor.name.strip_prefix("cache.") {
+                    let amax = <[f32; 2]>::try_from(tensor.to_f32()?);
+                    let Ok(amax) = amax else {
+                        bail!("{tensor} has {:?} numbers, not 2", tensor.shape);
+                    };
+                    calibration.caches.insert(attention.to_owned(), amax);
+                }
+            }
+            Ok(calibration)
+        };
+        read()
+            .with_context(|| folder.display().to_string())
+            .map(Some)
+    }
+
+    /// Keeps what calibration found.
+    pub fn keep_calibration(&self, calibration: &Calibration) -> Result<()> {
+        self.entry(CALIBRATION, |folder| {
+            let mut writer = TensorWriter::create(folder, TensorWriter::SHARD_BYTES)?;
+            // Modules that read the same input share its statistics, also here.
+            let mut known: Vec<&Arc<InputStats>> = Vec::new();
+            let mut modules = BTreeMap::new();
+            for (module, stats) in &calibration.inputs {
+                let same = known.iter().position(|known| Arc::ptr_eq(known, stats));
+                let index = same.unwrap_or_else(|| {
+                    known.push(stats);
+                    known.len() - 1
+                });
+                modules.insert(module.clone(), index);
+            }
+            for (index, stats) in known.iter().enumerate() {
+                write_input(&mut writer, index, stats)?;
+            }
+            for (attention, amax) in &calibration.caches {
+                let name = format!("cache.{attention}");
+                writer.add(&name, Dtype::F32, &[2], &bytes_of(amax, f32::to_le_bytes))?;
+            }
+            writer.finish()?;
+            let tokens = known.iter().map(|stats| stats.tokens()).collect();
+            write_json(&folder.join(REPORT), &StoredInputs { modules, tokens })
+        })
+    }
+
+    fn part_folder(index: usize) -> String {
+        format!("part-{index:05}")
+    }
+
+    /// The tensors of part `index`, and what is known of them, if it is complete.
+    pub fn part(&self, index: usize) -> Result<Option<(TensorFolder, PartReport)>> {
+        let folder = self.folder.join(Self::part_folder(index));
+        if !folder.exists() {
+            return Ok(None);
+        }
+        let stored: StoredReport = read_json(&folder.join(REPORT))?;
+        let layers = stored.layers.into_iter();
+        let layers = layers.map(|(module, shape, bytes_before, bytes, sqnr)| LayerReport {
+            module,
+            shape,
+            bytes_before,
+            bytes,
+            sqnr: f64::from_bits(sqnr),
+        });
+        let report = PartReport {
+            layers: layers.collect(),
+            unseen: stored.unseen,
+        };
+        Ok(Some((TensorFolder::open(&folder)?, report)))
+    }
+
+    /// Writes part `index`: its tensors are those that `write` adds.
+    pub fn keep_part(
+        &self,
+        index: usize,
+        write: impl FnOnce(&mut TensorWriter) -> Result<PartReport>,
+    ) -> Result<()> {
+        self.entry(&Self::part_folder(index), |folder| {
+            let mut writer = TensorWriter::create(folder, TensorWriter::SHARD_BYTES)?;
+            let report = write(&mut writer)?;
+            writer.finish()?;
+            let stored = |layer: LayerReport| {
+                let LayerReport {
+                    module,
+                    shape,
+                    bytes_before,
+                    bytes,
+                    sqnr,
+                } = layer;
+                (module, shape, bytes_before, bytes, sqnr.to_bits())
+            };
+            let report = StoredReport {
+                layers: report.layers.into_iter().map(stored).collect(),
+                unseen: report.unseen,
+            };
+            write_json(&folder.join(REPORT), &report)
+        })
+    }
+
+    /// A folder of the journal that `write` fills, which gets its name when it is complete.
+    fn entry(&self, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+        let folder = self.folder.join(name);
+        let partial = self.folder.join(format!("{name}{PARTIAL}"));
+        let context = || partial.display().to_string();
+        if partial.exists() {
+            fs::remove_dir_all(&partial).with_context(context)?;
+        }
+        fs::create_dir(&partial).with_context(context)?;
+        write(&partial)?;
+        fs::rename(&partial, &folder).with_context(|| folder.display().to_string())
+    }
+
+    /// Removes the journal: the run is finished.
+    pub fn finish(self) -> Result<()> {
+        fs::remove_dir_all(&self.folder).with_context(|| self.folder.display().to_string())
+    }
+}
+
+/// A hash of everything of a model that quantization reads: names, types, shapes and elements.
+pub(super) fn hash_of(tensors: &TensorFolder) -> u64 {
+    let tensors: Vec<_> = tensors.iter().collect();
+    let of_one = |tensor: &crate::hf::StoredTensor<'_>| {
+        let mut hasher = FnvHasher::default();
+        hasher.write(tensor.name.as_bytes());
+        hasher.write(format!("{:?}{:?}", tensor.dtype, tensor.shape).as_bytes());
+        hasher.write(tensor.bytes);
+        hasher.finish()
+    };
+    let hashes: Vec<u64> = tensors.par_iter().map(of_one).collect();
+    let mut hasher = FnvHasher::default();
+    hashes
+        .iter()
+        .for_each(|hash| hasher.write(&hash.to_le_bytes()));
+    hasher.finish()
+}
+
+fn bytes_of<T: Copy, const N: usize>(values: &[T], to_bytes: fn(T) -> [u8; N]) -> Vec<u8> {
+    values.iter().flat_map(|value| to_bytes(*value)).collect()
+}
+
+fn write_input(writer: &mut TensorWriter, index: usize, stats: &InputStats) -> Result<()> {
+    let k = stats.k();
+    let name = |what: &str| format!("{what}.{index}");
+    let amax = bytes_of(&stats.amax, f32::to_le_bytes);
+    writer.add(&name("amax"), Dtype::F32, &[k], &amax)?;
+    let squares = bytes_of(&stats.squares, f64::to_le_bytes);
+    writer.add(&name("squares"), Dtype::F64, &[k], &squares)?;
+    if let Some(products) = &stats.products {
+        let products = bytes_of(products, f64::to_le_bytes);
+        writer.add(&name("products"), Dtype::F64, &[k, k], &products)?;
+    }
+    Ok(())
+}
+
+fn read_input(tensors: &TensorFolder, index: usize, tokens: u64) -> Result<InputStats> {
+    let name = |what: &str| format!("{what}.{index}");
+    let doubles = |name: &str| -> Result<Vec<f64>> {
+        let tensor = tensors.get(name)?;
+        ensure!(tensor.dtype == Dtype::F64, "{tensor} is not F64");
+        let values = tensor.bytes.chunks_exact(8);
+        let value = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("8 bytes"));
+        Ok(values.map(value).collect())
+    };
+    let amax = tensors.get(&name("amax"))?.to_f32()?;
+    let k = amax.len();
+    let mut stats = InputStats::new(k, false);
+    stats.tokens = tokens;
+    stats.amax = amax;
+    stats.squares = doubles(&name("squares"))?;
+    if tensors.contains(&name("products")) {
+        stats.products = Some(doubles(&name("products"))?);
+    }
+    let products = stats.products.as_ref().map_or(k * k, Vec::len);
+    ensure!(
+        (stats.squares.len(), products) == (k, k * k),
+        "the statistics of input {index} do not have {k} features"
+    );
+    Ok(stats)
+}

@@ -1,0 +1,58 @@
+//! `cargo xtask fuzz`: the fuzz targets on a stable toolchain.
+//!
+//! It runs a test of `nvfp4-lm`, whose binary `cargo xtask test` has built already.
+
+use anyhow::{Result, ensure};
+
+use crate::workspace::{self, FEATURES};
+
+/// Options of `cargo xtask fuzz`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Run for so many seconds, which all targets share
+    #[arg(long, value_name = "N", default_value_t = 60)]
+    seconds: u64,
+    /// Run only this target, a folder of fuzz/seeds [default: all of them]
+    #[arg(long, value_name = "NAME")]
+    target: Option<String>,
+    /// Draw the changes from this seed
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+impl Args {
+    /// All targets, together for `seconds`.
+    pub fn all(seconds: u64) -> Self {
+        Self {
+            seconds,
+            target: None,
+            seed: 0,
+        }
+    }
+}
+
+/// Calls every parser with changed seeds. Fails when one panics, or takes more memory than its input
+/// justifies; the input is written to the folder of temporary files.
+pub fn run(args: &Args) -> Result<()> {
+    ensure!(args.seconds > 0, "seconds is 0, but must be positive");
+    if let Some(target) = &args.target {
+        let folder = workspace::root().join("fuzz/seeds").join(target);
+        ensure!(
+            folder.is_dir(),
+            "target is {target:?}, but the targets are the folders of fuzz/seeds"
+        );
+    }
+    let mut command = workspace::cargo();
+    command
+        .args(["test", "--package", "nvfp4-lm", "--lib"])
+        .args(["--features", FEATURES, "--", "--nocapture", "--exact"])
+        .arg("fuzz::tests::parsers_survive_changed_seeds")
+        .env("NVFP4_FUZZ_SECONDS", args.seconds.to_string())
+        .env("NVFP4_FUZZ_SEED", args.seed.to_string())
+        // The trace of a panic that a parser turns into an error would count as its memory.
+        .env("RUST_BACKTRACE", "0");
+    if let Some(target) = &args.target {
+        command.env("NVFP4_FUZZ_TARGET", target);
+    }
+    workspace::spawn(&mut command)
+}
