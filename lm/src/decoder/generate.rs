@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use super::cache::KvPrecision;
 use super::sampling::{Sampler, SamplingConfig};
-use super::steps::{DecodeSteps, RING};
+use super::steps::{DecodeSteps, RING, read};
 use super::{Decoder, KvCache};
 use crate::hf::Tokenizer;
 
@@ -172,7 +172,7 @@ impl Decoder {
                         .narrow(0, index, 1)
                         .narrow(1, row.len() - 1, 1);
                     let [_, _, d_model] = last.dims();
-                    logits[index] = host(self.next_logits(last.reshape([1, d_model]))?)?;
+                    logits[index] = read(self.next_logits(last.reshape([1, d_model]))?)?;
                 }
             }
         }
@@ -183,11 +183,6 @@ impl Decoder {
         let time = tokens.len() / batch;
         Tensor::from_data(TensorData::new(tokens, [batch, time]), &self.device())
     }
-}
-
-pub(super) fn host<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
-    let logits = logits.into_data().try_to_vec::<f32>();
-    logits.map_err(|error| anyhow::anyhow!("the logits cannot be read: {error:?}"))
 }
 
 /// The texts of one call.

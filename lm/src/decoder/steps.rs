@@ -9,8 +9,8 @@ use anyhow::{Result, ensure};
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_nvfp4::decode::NextTokens;
 
-use super::attention::Call;
 use super::cache::Chunk;
+use super::call::Call;
 use super::feed_forward::FeedForward;
 use super::{Decoder, KvCache};
 use crate::capture::GraphSteps;
@@ -186,7 +186,7 @@ impl<'a> DecodeSteps<'a> {
     pub fn logits(&self) -> Result<Vec<f32>> {
         let logits = self.logits.clone();
         let logits = logits.ok_or_else(|| anyhow::anyhow!("there was no step yet"))?;
-        super::generate::host(logits)
+        read(logits)
     }
 
     /// From now on `tokens` come next, and texts go on or rest.
@@ -236,7 +236,7 @@ impl Decoder {
             let last = features.clone().narrow(0, row, 1).narrow(1, count - 1, 1);
             last.reshape([1, d_model])
         });
-        super::generate::host(self.next_logits(Tensor::cat(last.collect(), 0))?)
+        read(self.next_logits(Tensor::cat(last.collect(), 0))?)
     }
 
     /// The logits of `features` (`[rows, d_model]`), `f32[rows, vocab]`, as a constant to autodiff.
@@ -251,4 +251,10 @@ impl Decoder {
         }
         Ok(self.logits(features))
     }
+}
+
+/// The values of logits.
+pub(super) fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
+    let logits = logits.into_data().try_to_vec::<f32>();
+    logits.map_err(|error| anyhow::anyhow!("the logits cannot be read: {error:?}"))
 }
