@@ -4,8 +4,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::PathBuf;
+use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -16,6 +17,7 @@ struct Counting;
 thread_local! {
     static LIVE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
+    static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
 fn count(bytes: isize) {
@@ -150,11 +152,27 @@ fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
+/// From now on panics of a thread that is [`QUIET`] print no back trace, whose memory would count as
+/// the parser's: a parser may catch those of a library.
+fn without_traces() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = take_hook();
+        set_hook(Box::new(move |info| match QUIET.get() {
+            true => eprintln!("{info}"),
+            false => before(info),
+        }));
+    });
+}
+
 /// Runs `target` with `data`; what is wrong, if anything is.
 fn fault(target: &Target, data: &[u8]) -> Option<String> {
     let live = LIVE.get();
     PEAK.set(live);
+    without_traces();
+    QUIET.set(true);
     let outcome = catch_unwind(AssertUnwindSafe(|| (target.run)(data)));
+    QUIET.set(false);
     let taken = (PEAK.get() - live).max(0) as usize;
     let bound = BOUND.0 + BOUND.1 * data.len();
     match outcome {
