@@ -3,6 +3,7 @@
 use burn::tensor::TensorData;
 
 use super::*;
+#[cfg(feature = "cuda")]
 use crate::decoder::sampling::SamplingConfig;
 use crate::hf::golden::golden;
 use crate::interchange::{Checkpoint, Scheme};
