@@ -14,7 +14,7 @@ use crate::workspace::{self, FEATURES};
 use crate::{book, fuzz, imports, packages, results, setup, tools, unified};
 
 /// Seconds that the fuzz targets have together.
-const FUZZ_SECONDS: u64 = 60;
+const FUZZ_SECONDS: u64 = 20;
 
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {

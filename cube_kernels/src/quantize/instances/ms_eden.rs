@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-        EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs,
+        EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs, Grouping,
         SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
     },
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
@@ -145,11 +145,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
 
 /// How the result of a source is stored, and the other forms that it has, with their names.
 fn forms(source: SourcePlan) -> (EdenForm, Option<(&'static str, EdenForm)>) {
+    let unscaled = ("-unscaled", EdenForm::Bf16Unscaled);
     match source.swizzled {
         true => (EdenForm::Packed(ScaleLayout::Swizzled128x4), None),
         false => (
             EdenForm::Packed(ScaleLayout::Compact),
-            Some(("-unscaled", EdenForm::Bf16Unscaled)),
+            (source.grouping == Grouping::One).then_some(unscaled),
         ),
     }
 }
