@@ -3,7 +3,7 @@
 //!
 //! The unit of work is a tile of 128 positions along the contraction (a group) by 32 lines. On CUDA
 //! one plane works on a tile: eight neighbouring units share a group, 16 values each, and transform
-//! it by shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between
+//! it by shuffles. Elsewhere, and across a packed source, a cube works on a tile, in `f32` in shared memory, in phases between
 //! barriers; each phase is cut into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
@@ -177,9 +177,14 @@ pub fn store_segment(
 }
 
 /// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task
-/// is two times eight values, 16 positions apart.
+/// is two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
+/// another NaN and the same of everything else.
 #[cube]
-pub fn transform_between_segments(tile: &mut [f32], #[comptime] across: bool) {
+pub fn transform_between_segments(
+    tile: &mut [f32],
+    #[comptime] across: bool,
+    #[comptime] hardware: bool,
+) {
     let step = comptime!(if across { 16usize * 33 + 20 } else { 17 });
     let mut task = UNIT_POS as usize;
     while task < comptime!(TASKS) {
@@ -215,8 +220,14 @@ pub fn transform_between_segments(tile: &mut [f32], #[comptime] across: bool) {
                 let low = values[comptime!(pair * 2)] * comptime!(HadamardSize::H128.factor());
                 let high = values[comptime!(pair * 2 + 1)] * comptime!(HadamardSize::H128.factor());
                 let at = base + comptime!(pair * 2 * step);
-                tile[at] = round_to_bf16(low);
-                tile[at + step] = round_to_bf16(high);
+                if comptime!(hardware) {
+                    let word = ptx::cvt_rn_bf16x2(low, high);
+                    tile[at] = f32::reinterpret(word << 16u32);
+                    tile[at + step] = f32::reinterpret(word & 0xFFFF_0000u32);
+                } else {
+                    tile[at] = round_to_bf16(low);
+                    tile[at + step] = round_to_bf16(high);
+                }
             }
         }
         task += CUBE_DIM as usize;
@@ -275,7 +286,16 @@ fn nearest(magnitude: f32) -> Nearest {
 
 /// Codes and sums of a block.
 #[cube]
-pub fn quantize_block(block: &Array<f32>, multiplier: f32) -> EdenBlock {
+pub fn quantize_block(
+    block: &Array<f32>,
+    multiplier: f32,
+    #[comptime] conversion: Conversion,
+) -> EdenBlock {
+    let mut scaled = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        scaled[i] = block[i] * multiplier;
+    }
     let mut codes = Vector::<u32, Const<2>>::empty();
     let mut xx = 0.0f32;
     let mut xq = 0.0f32;
@@ -284,7 +304,7 @@ pub fn quantize_block(block: &Array<f32>, multiplier: f32) -> EdenBlock {
         let mut word = 0u32;
         #[unroll]
         for i in 0..8usize {
-            let y = block[comptime!(half * 8 + i)] * multiplier;
+            let y = scaled[comptime!(half * 8 + i)];
             let bits = u32::reinterpret(y);
             let magnitude = bits & 0x7FFF_FFFFu32;
             // Saturates at 6, NaN too: the rest is on finite values.
@@ -296,8 +316,15 @@ pub fn quantize_block(block: &Array<f32>, multiplier: f32) -> EdenBlock {
             xx = fma(y, y, xx);
             xq = fma(y, found.value, xq);
         }
-        // A value is NaN where the multiplier is, and then all are: 6 without a sign.
-        codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
+        if comptime!(conversion.has_nearest()) {
+            codes.insert(
+                half,
+                nearest_codes(&scaled, comptime!(half * 8), conversion),
+            );
+        } else {
+            // A value is NaN where the multiplier is, and then all are: 6 without a sign.
+            codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
+        }
     }
     EdenBlock { codes, xx, xq }
 }

@@ -8,14 +8,14 @@
 //!
 //! The bits are those of [`reference::attention`](crate::reference::attention), on every device.
 
+mod append;
 pub(crate) mod instances;
 mod kernel;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
 
-use self::kernel::{
-    CacheShapeLaunch, NewTokensLaunch, append_kernel, decode_run_kernel, merge_runs_kernel,
-};
+use self::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
+use self::kernel::{decode_run_kernel, merge_runs_kernel};
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
@@ -26,14 +26,12 @@ use crate::{
     tensor::FloatKind,
 };
 
-pub use kernel::CacheKind;
+pub use append::CacheKind;
 
 /// The kernels, for the registry and tests.
 pub mod kernels {
-    pub use super::kernel::{
-        CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel, decode_run_kernel,
-        merge_runs_kernel,
-    };
+    pub use super::append::{CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel};
+    pub use super::kernel::{decode_run_kernel, merge_runs_kernel};
 }
 
 /// Units of a cube on a GPU.
@@ -290,12 +288,12 @@ fn plan(
     new: &NewTokens<'_>,
     cache: &KvCache,
     params: Option<&AttentionParams>,
-) -> kernel::DecodePlan {
+) -> append::DecodePlan {
     let rows = new.q.heads / cache.kv_heads * new.time(cache);
     // Sums of the slices have to fit into shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
     let halves = (cache.head / 2).is_multiple_of(8);
-    kernel::DecodePlan {
+    append::DecodePlan {
         head: cache.head,
         rows: rows.next_power_of_two().min(most),
         width: if halves && new.q.dtype != FloatKind::F32 {

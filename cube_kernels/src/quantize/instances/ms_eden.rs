@@ -37,8 +37,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         };
         EdenOutLaunch::new(values, b(8))
     };
-    let policy = |across, source, form| EdenPolicy {
+    let policy = |across, packed, source, form| EdenPolicy {
         across,
+        packed,
         source,
         swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
@@ -56,7 +57,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             let tag = format!("packed-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
-                units 128,
                 ms_eden_amax_kernel,
                 &tag,
                 Expected::NONE,
@@ -66,14 +66,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy(across, source, form),
+                policy(across, true, source, form),
                 FloatKind::F32,
                 FloatKind::F32.storage_type()
             ));
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,
-                    units 128,
                     ms_eden_kernel,
                     format!("{tag}{suffix}"),
                     e2m1,
@@ -84,7 +83,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
                     EdenDrawLaunch::new(b(2), random(), signs()),
-                    policy(across, source, form),
+                    policy(across, true, source, form),
                     FloatKind::F32,
                     FloatKind::F32.storage_type()
                 ));
@@ -105,7 +104,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
-                units 128,
                 ms_eden_amax_kernel,
                 &tag,
                 Expected::NONE,
@@ -115,14 +113,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy(across, source, form),
+                policy(across, false, source, form),
                 dtype,
                 elem
             ));
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,
-                    units 128,
                     ms_eden_kernel,
                     format!("{tag}{suffix}"),
                     e2m1,
@@ -133,7 +130,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
                     EdenDrawLaunch::new(b(2), random(), signs()),
-                    policy(across, source, form),
+                    policy(across, false, source, form),
                     dtype,
                     elem
                 ));

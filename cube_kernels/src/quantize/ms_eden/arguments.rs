@@ -221,7 +221,7 @@ pub(super) fn atomic_amax(
     #[comptime] policy: EdenPolicy,
 ) {
     let bits = canonical(bits);
-    if comptime!(policy.planes()) {
+    if comptime!(policy.conversion.has_ptx()) {
         let plane = plane_max(bits);
         if UNIT_POS_PLANE == 0u32 && plane > out[index].load() {
             out[index].fetch_max(plane);

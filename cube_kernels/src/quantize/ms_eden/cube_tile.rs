@@ -1,4 +1,5 @@
-//! A tile of a cube, in `f32` in shared memory: for devices without planes of 32 units.
+//! A tile of a cube, in `f32` in shared memory: for devices without planes of 32 units, and across a
+//! packed source, whose blocks of 16 lines a cube decodes once.
 
 use cubecl::prelude::*;
 
@@ -7,7 +8,7 @@ use super::{
     arguments::{EdenOut, EdenStored, EdenStoredExpand},
     packed::{decode_block, mask_block},
     position::{EdenPolicy, Position},
-    result::{BlockPlace, Blocks, Team},
+    result::{BlockPlace, Blocks},
 };
 use crate::{
     cube::{
@@ -187,7 +188,6 @@ pub(super) fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
 pub(super) fn take_tile(
     tile: &[f32],
     blocks: &mut Blocks,
-    team: Team,
     out: &mut EdenOut,
     at: &Position,
     global: &EdenScale,
@@ -203,8 +203,8 @@ pub(super) fn take_tile(
         let amax = f32::reinterpret(segment_amax(&block));
         let scale = global.block_scale(amax, policy.conversion);
         let multiplier = global.encode_multiplier(scale, policy.conversion);
-        let found = quantize_block(&block, multiplier);
-        blocks.take(&found, scale, place, team, at, out, policy);
+        let found = quantize_block(&block, multiplier, policy.conversion);
+        blocks.take(&found, scale, place, at, out, policy);
         task += CUBE_DIM as usize;
     }
 }

@@ -7,7 +7,7 @@ use super::{
         EdenDraw, EdenInputs, EdenOut, EdenSigns, EdenStored, KeptAmax, atomic_amax, write_amax,
     },
     cube_tile::{take_tile, tile_amax},
-    plane_tile::{plane_amax, take_plane},
+    plane_tile::{Reading, plane_amax, take_plane},
     position::{EdenPolicy, EdenTiles, is_filled, tile_position},
     result::{Blocks, Team},
 };
@@ -75,11 +75,15 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     let mut index = CUBE_POS * tiles_of_cube(policy) + team(policy).tile;
     let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
-        let own = own_signs(&signs);
+        let reading = Reading {
+            factor,
+            cols: shape.cols,
+            signs: own_signs(&signs),
+        };
         while index < count {
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
-                let bits = plane_amax::<F, N>(&source, &at, own, factor, shape.cols, policy, kind);
+                let bits = plane_amax::<F, N>(&source, &at, reading, policy, kind);
                 kept.include(bits, at.part, out, policy);
             }
             index += CUBE_COUNT * tiles_of_cube(policy);
@@ -90,7 +94,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 source.load_tile(&mut tile, &at, &signs, factor, shape.cols, policy, kind);
-                transform_between_segments(&mut tile, across);
+                transform_between_segments(&mut tile, across, policy.conversion.has_ptx());
                 sync_cube();
                 kept.include(tile_amax(&tile, across), at.part, out, policy);
                 sync_cube();
@@ -115,16 +119,23 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
 ) {
     let across = comptime!(policy.across);
     let shape = &tiles.shape;
-    let mut blocks = Blocks::new(comptime!(policy.tiles_of_cube()), policy.unscaled);
+    let mut blocks = Blocks::new(
+        team(policy),
+        comptime!(policy.tiles_of_cube()),
+        policy.unscaled,
+    );
     let random = draw.resolve(policy.device_offset);
     let signs = draw.signs.resolve(policy.redrawn_signs);
     let factor = source.factor();
     let mut kept = write_amax(&from, shape, &mut out, policy);
-    let team = team(policy);
-    let mut index = CUBE_POS * tiles_of_cube(policy) + team.tile;
+    let mut index = CUBE_POS * tiles_of_cube(policy) + team(policy).tile;
     let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
-        let own = own_signs(&signs);
+        let reading = Reading {
+            factor,
+            cols: shape.cols,
+            signs: own_signs(&signs),
+        };
         while index < count {
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
@@ -132,18 +143,15 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                 take_plane::<F, N>(
                     &source,
                     &mut blocks,
-                    team,
                     &mut out,
                     &at,
                     &kept.scale,
-                    own,
-                    factor,
-                    shape.cols,
+                    reading,
                     policy,
                     kind,
                 );
                 sync_plane();
-                blocks.finish(team, &at, &mut out, &random, policy);
+                blocks.finish(&at, &mut out, &random, policy);
                 sync_plane();
             }
             index += CUBE_COUNT * tiles_of_cube(policy);
@@ -154,12 +162,12 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 source.load_tile(&mut tile, &at, &signs, factor, shape.cols, policy, kind);
-                transform_between_segments(&mut tile, across);
+                transform_between_segments(&mut tile, across, policy.conversion.has_ptx());
                 sync_cube();
                 kept.turn_to(at.part, &from, policy);
-                take_tile(&tile, &mut blocks, team, &mut out, &at, &kept.scale, policy);
+                take_tile(&tile, &mut blocks, &mut out, &at, &kept.scale, policy);
                 sync_cube();
-                blocks.finish(team, &at, &mut out, &random, policy);
+                blocks.finish(&at, &mut out, &random, policy);
                 sync_cube();
             }
             index += CUBE_COUNT;

@@ -15,7 +15,7 @@ use super::{
     },
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
-    position::{EdenPolicy, EdenTilesLaunch, MOST_PLANES},
+    position::{EdenPolicy, EdenTilesLaunch},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
@@ -493,26 +493,24 @@ impl<'a> Geometry<'a> {
             0 => 0,
             _ => tile_rows * tile_cols,
         };
-        let conversion = Capabilities::of(client).conversion;
-        let (count, dim) = match conversion.has_ptx() {
-            true => {
-                let planes = (units(client) / 32).min(MOST_PLANES);
-                let (count, _) = tile_grid(client, tile_count.div_ceil(planes));
-                (count, CubeDim::new_1d(32 * planes as u32))
-            }
-            false => tile_grid(client, tile_count),
+        let policy = EdenPolicy {
+            across,
+            packed: matches!(source, Stored::Packed(_)),
+            source: plan,
+            swizzled,
+            device_offset: offset.is_some(),
+            redrawn_signs: transform.redrawn.is_some(),
+            unscaled,
+            conversion: Capabilities::of(client).conversion,
         };
+        let tiles_of_cube = match policy.planes() {
+            true => units(client) / 32,
+            false => 1,
+        };
+        let (count, dim) = tile_grid(client, tile_count.div_ceil(tiles_of_cube));
         Ok(Self {
             source,
-            policy: EdenPolicy {
-                across,
-                source: plan,
-                swizzled,
-                device_offset: offset.is_some(),
-                redrawn_signs: transform.redrawn.is_some(),
-                unscaled,
-                conversion,
-            },
+            policy,
             map_rows,
             tile_rows,
             tile_cols,

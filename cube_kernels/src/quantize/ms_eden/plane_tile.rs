@@ -4,17 +4,17 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::packed_source::{PackedRows, SourcePlan, scale_at},
+    super::packed_source::{PackedRows, SourcePlan},
     arguments::{EdenOut, EdenStored, EdenStoredExpand},
     packed::{decode_block, mask_block},
     position::{EdenPolicy, Position},
-    result::{BlockPlace, Blocks, Team},
+    result::{BlockPlace, Blocks},
 };
 use crate::{
     HadamardSize,
     cube::{
         block::{block_amax, pairs_amax},
-        codec::{BlockFactors, load},
+        codec::load,
         eden::{EdenScale, flip_segment, quantize_pairs},
         hadamard::{normalized_pairs, round_normalized},
     },
@@ -28,6 +28,18 @@ pub(super) const OWN: usize = 2;
 const LINES_AT_A_TIME: usize = 8;
 /// How often it takes lines of a tile.
 const TURNS: usize = 4;
+
+/// What a plane reads all its tiles with.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Reading {
+    /// The factor of a packed source with one amax.
+    pub factor: f32,
+    /// The columns of a matrix.
+    pub cols: usize,
+    /// The signs of this unit's segments.
+    pub signs: u32,
+}
 
 /// The part of a tile that a unit has at a time.
 #[derive(CubeType, Clone, Copy)]
@@ -64,8 +76,7 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
         &self,
         part: Part,
         at: &Position,
-        factor: f32,
-        cols: usize,
+        reading: Reading,
         #[comptime] policy: EdenPolicy,
         #[comptime] kind: FloatKind,
     ) -> Array<f32> {
@@ -74,18 +85,14 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
         match self {
             EdenStored::Matrix(x) => {
                 if comptime!(policy.across) {
-                    matrix_across::<F, N>(x, part, at, cols, kind)
+                    matrix_across::<F, N>(x, part, at, reading.cols, kind)
                 } else {
-                    matrix_along::<F, N>(x, part, at, cols, kind)
+                    matrix_along::<F, N>(x, part, at, reading.cols, kind)
                 }
             }
             EdenStored::Packed(rows) => {
-                let own = rows.factor_of(at.part, factor, plan);
-                if comptime!(policy.across) {
-                    packed_across(rows, part, at, own, plan)
-                } else {
-                    packed_along(rows, part, at, own, plan)
-                }
+                let own = rows.factor_of(at.part, reading.factor, plan);
+                packed_along(rows, part, at, own, plan)
             }
         }
     }
@@ -175,48 +182,6 @@ fn packed_along(
     values
 }
 
-#[cube]
-fn packed_across(
-    source: &PackedRows,
-    part: Part,
-    at: &Position,
-    own: f32,
-    #[comptime] plan: SourcePlan,
-) -> Array<f32> {
-    let mut values = Array::<f32>::new(32usize);
-    let line = at.line0 + part.line;
-    let block = line / 16usize;
-    // Two codes of the block.
-    let half = (line % 16usize) / 8usize;
-    let shift = u32::cast_from(line % 8usize) * 4u32;
-    #[unroll]
-    for k in 0..16usize {
-        let row = at.start + part.segment * 16usize + k;
-        let inside = row < at.end && line < at.lines;
-        let mut codes = 0u32;
-        let mut scale = 0u32;
-        let mut factor = 0.0f32;
-        if inside {
-            let words = source.codes[row * source.blocks + block];
-            codes = select(half == 0usize, words.extract(0usize), words.extract(1usize)) >> shift;
-            let byte = scale_at(row, row + at.padding, block, source.blocks, plan.swizzled);
-            scale = u32::cast_from(source.scales[byte]);
-            factor = if comptime!(plan.per_row) {
-                source.amax[row] / source.range
-            } else {
-                own
-            };
-        }
-        let factors = BlockFactors::new(scale, factor);
-        #[unroll]
-        for j in 0..OWN {
-            let value = factors.decode(codes >> comptime!(4 * j as u32));
-            values[comptime!(j * 16 + k)] = select(line + j < at.lines, value, 0.0f32);
-        }
-    }
-    values
-}
-
 /// Line `j` of a part, transformed but for the factor. All units of the plane must be here.
 #[cube]
 fn transformed(
@@ -242,19 +207,17 @@ fn transformed(
 pub(super) fn plane_amax<F: Numeric, N: Size>(
     source: &EdenStored<F, N>,
     at: &Position,
-    signs: u32,
-    factor: f32,
-    cols: usize,
+    reading: Reading,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
 ) -> u32 {
     let mut most = 0u32;
     for turn in 0..TURNS {
         let part = part_of(turn, policy.across);
-        let values = source.load_part(part, at, factor, cols, policy, kind);
+        let values = source.load_part(part, at, reading, policy, kind);
         #[unroll]
         for j in 0..OWN {
-            let block = transformed(&values, j, part.segment, signs, policy);
+            let block = transformed(&values, j, part.segment, reading.signs, policy);
             let amax = block_amax(&block, 0usize, policy.conversion);
             most = max(most, u32::reinterpret(amax));
         }
@@ -268,22 +231,19 @@ pub(super) fn plane_amax<F: Numeric, N: Size>(
 pub(super) fn take_plane<F: Numeric, N: Size>(
     source: &EdenStored<F, N>,
     blocks: &mut Blocks,
-    team: Team,
     out: &mut EdenOut,
     at: &Position,
     global: &EdenScale,
-    signs: u32,
-    factor: f32,
-    cols: usize,
+    reading: Reading,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
 ) {
     for turn in 0..TURNS {
         let part = part_of(turn, policy.across);
-        let values = source.load_part(part, at, factor, cols, policy, kind);
+        let values = source.load_part(part, at, reading, policy, kind);
         #[unroll]
         for j in 0..OWN {
-            let block = transformed(&values, j, part.segment, signs, policy);
+            let block = transformed(&values, j, part.segment, reading.signs, policy);
             let pairs = normalized_pairs(&block, 16usize, HadamardSize::H128);
             let amax = pairs_amax(&pairs, 0usize);
             let scale = global.block_scale(amax, policy.conversion);
@@ -293,7 +253,7 @@ pub(super) fn take_plane<F: Numeric, N: Size>(
                 line: part.line + comptime!(j * line_step(policy.across)),
                 segment: part.segment,
             };
-            blocks.take(&found, scale, place, team, at, out, policy);
+            blocks.take(&found, scale, place, at, out, policy);
         }
     }
 }

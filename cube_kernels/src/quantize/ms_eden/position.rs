@@ -13,6 +13,8 @@ use crate::cube::{codec::Conversion, eden::LINES, scale::swizzled_at};
 pub struct EdenPolicy {
     /// The contraction runs across the stored rows.
     pub across: bool,
+    /// The source is an NVFP4 tensor.
+    pub packed: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
     /// Scales are written in 128x4 tiles.
@@ -35,7 +37,7 @@ impl EdenPolicy {
 
     /// Whether a plane works on a tile by itself.
     pub(super) fn planes(self) -> bool {
-        self.conversion.has_ptx()
+        self.conversion.has_ptx() && !(self.packed && self.across)
     }
 
     /// The most tiles that a cube works on at a time.
@@ -44,8 +46,8 @@ impl EdenPolicy {
     }
 }
 
-/// Planes of a cube at most: small cubes fill the GPU evenly, since a plane has few tiles.
-pub(super) const MOST_PLANES: usize = 4;
+/// Planes of a cube at most.
+const MOST_PLANES: usize = 8;
 
 /// The tiles of a stored matrix and of its groups; `map` is what
 /// [`map_tiles()`](super::super::tile::map_tiles) wrote.

@@ -40,6 +40,8 @@ pub(super) struct Team {
 /// What the blocks of a cube's tiles leave in shared memory until their groups are corrected.
 #[derive(CubeType)]
 pub(super) struct Blocks {
+    /// Those that work on this unit's tile.
+    team: Team,
     xx: Shared<[f32]>,
     xq: Shared<[f32]>,
     /// Scale bytes: before the correction, and behind it where the result is not packed.
@@ -50,9 +52,10 @@ pub(super) struct Blocks {
 
 #[cube]
 impl Blocks {
-    pub fn new(#[comptime] tiles: usize, #[comptime] unscaled: bool) -> Blocks {
+    pub fn new(team: Team, #[comptime] tiles: usize, #[comptime] unscaled: bool) -> Blocks {
         let words = comptime!(if unscaled { tiles * LINES * WORDS } else { 1 });
         Blocks {
+            team,
             xx: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
             xq: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
             scales: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
@@ -66,12 +69,11 @@ impl Blocks {
         block: &EdenBlock,
         scale: u32,
         place: BlockPlace,
-        team: Team,
         at: &Position,
         out: &mut EdenOut,
         #[comptime] policy: EdenPolicy,
     ) {
-        let line = team.tile * LINES + place.line;
+        let line = self.team.tile * LINES + place.line;
         let slot = line * comptime!(SUMS) + place.segment;
         self.xx[slot] = block.xx;
         self.xq[slot] = block.xq;
@@ -87,18 +89,17 @@ impl Blocks {
         }
     }
 
-    /// Corrects the groups of a tile and writes what remains of it. All units of the `team` must be
+    /// Corrects the groups of a tile and writes what remains of it. All units of the team must be
     /// here, behind a barrier.
     pub fn finish(
         &mut self,
-        team: Team,
         at: &Position,
         out: &mut EdenOut,
         random: &Random,
         #[comptime] policy: EdenPolicy,
     ) {
-        let first = team.tile * LINES;
-        let mut line = team.unit;
+        let first = self.team.tile * LINES;
+        let mut line = self.team.unit;
         while line < LINES {
             let row = at.line0 + line;
             if row < at.lines {
@@ -126,7 +127,7 @@ impl Blocks {
                 out.values
                     .store_scales(Vector::new(0u32), at, row, policy.across);
             }
-            line += team.units;
+            line += self.team.units;
         }
         if comptime!(policy.unscaled) {
             if comptime!(policy.planes()) {
@@ -134,7 +135,7 @@ impl Blocks {
             } else {
                 sync_cube();
             }
-            let mut item = team.unit;
+            let mut item = self.team.unit;
             while item < comptime!(LINES * WORDS) {
                 let line = item / WORDS;
                 let word = item % WORDS;
@@ -147,7 +148,7 @@ impl Blocks {
                     out.values
                         .store_unscaled(values, group * comptime!(WORDS) + word);
                 }
-                item += team.units;
+                item += self.team.units;
             }
         }
     }

@@ -1,0 +1,339 @@
+//! What the kernels of decoding are told, and writing new tokens to the cache.
+
+use cubecl::prelude::*;
+
+use crate::{
+    attention::scalar::{kernels::HeadsView, math::product},
+    cube::{
+        codec::{Conversion, decode_e4m3_element, encode_e4m3_element, load, store},
+        exact::fma,
+    },
+    reference::attention::{DECODE_TILE, decode_slices},
+    tensor::FloatKind,
+};
+
+/// What is in a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheKind {
+    /// Elements of the type of the activations.
+    Float,
+    /// E4M3 elements, times a factor for all keys, and one for all values.
+    E4m3,
+}
+
+/// The comptime choices of the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DecodePlan {
+    /// Elements of a head, a multiple of 8.
+    pub head: usize,
+    /// Queries of a cube.
+    pub rows: usize,
+    /// Elements of a vector of the cache: 4 or 8.
+    pub width: usize,
+    /// Whether queries and keys are turned by their positions.
+    pub rotary: bool,
+    /// Whether scores are bounded.
+    pub softcap: bool,
+    /// Whether loops are unrolled, which takes many registers and a compiler that is quick.
+    pub unroll: bool,
+    /// Type of queries, and of new keys and values.
+    pub kind: FloatKind,
+    /// What is in the cache.
+    pub cache: CacheKind,
+    /// Who converts.
+    pub conversion: Conversion,
+}
+
+impl DecodePlan {
+    /// Vectors of a head.
+    pub(super) const fn columns(self) -> usize {
+        self.head / self.width
+    }
+
+    /// Slices of the keys of a tile.
+    pub(super) const fn slices(self) -> usize {
+        decode_slices(self.head)
+    }
+
+    /// Floats from one element of a vector to the next in the sums of the slices: some more than
+    /// there are, so that the units of a warp read from different banks.
+    pub(super) const fn pitch(self) -> usize {
+        (self.slices() + 1) * self.columns()
+    }
+
+    /// Floats of a row's part: its sums, the largest score and the sum of weights.
+    pub const fn part(self) -> usize {
+        self.head + 2
+    }
+}
+
+/// Queries, keys and values of the new tokens, `time` of each sequence, and where they lie.
+#[derive(CubeType, CubeLaunch)]
+pub struct NewTokens<F: Numeric> {
+    /// Queries.
+    pub q: HeadsView<F>,
+    /// Keys.
+    pub k: HeadsView<F>,
+    /// Values.
+    pub v: HeadsView<F>,
+    /// Tokens that each sequence has.
+    pub starts: Box<[u32]>,
+    /// New tokens of each that are no padding.
+    pub counts: Box<[u32]>,
+    /// New tokens of a sequence, padding included.
+    pub time: u32,
+    /// New tokens of all sequences.
+    pub tokens: u32,
+    /// Cosines, `[positions, head / 2]`. Read only with rotary positions.
+    pub cos: Box<[f32]>,
+    /// Sines.
+    pub sin: Box<[f32]>,
+    /// Positions.
+    pub positions: u32,
+}
+
+/// The sizes of a cache, `[batch, capacity, kv_heads, head]`, and how scores become weights.
+#[derive(CubeType, CubeLaunch)]
+pub struct CacheShape {
+    /// Tokens that a sequence has room for.
+    pub capacity: u32,
+    /// Heads of keys and values.
+    pub kv_heads: u32,
+    /// Heads of queries that read one of them.
+    pub group: u32,
+    /// Runs of tiles at most.
+    pub splits: u32,
+    /// Keys that a query sees at most, 0 for any number.
+    pub window: u32,
+    /// What products are multiplied by.
+    pub scale: f32,
+    /// The bound of scores, if there is one.
+    pub softcap: f32,
+    /// Its inverse.
+    pub inverse_cap: f32,
+    /// The factor of the keys' elements.
+    pub k_scale: f32,
+    /// Its inverse.
+    pub k_inverse: f32,
+    /// The factor of the values' elements.
+    pub v_scale: f32,
+    /// Its inverse.
+    pub v_inverse: f32,
+}
+
+/// Where the new tokens of a sequence lie, and how its keys are cut.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Extent {
+    /// Tokens before the new ones.
+    pub start: u32,
+    /// Tokens with the new ones.
+    pub end: u32,
+    /// The first key that a new token sees.
+    pub first: u32,
+    /// Keys of a run.
+    pub per: u32,
+    /// Runs.
+    pub runs: u32,
+}
+
+/// The extent of sequence `sequence`. What exceeds the room is not there.
+#[cube]
+pub(super) fn extent(
+    starts: &[u32],
+    counts: &[u32],
+    time: u32,
+    shape: &CacheShape,
+    sequence: u32,
+) -> Extent {
+    let start = min(starts[sequence as usize], shape.capacity);
+    let count = min(counts[sequence as usize], time);
+    let end = min(start + count, shape.capacity);
+    let before = select(
+        shape.window > 0u32,
+        min(start + 1u32, shape.window),
+        start + 1u32,
+    );
+    let first = start + 1u32 - before;
+    let keys = select(end > start, end - min(first, end), 0u32);
+    let tile = comptime!(DECODE_TILE as u32);
+    let per = max(keys.div_ceil(tile).div_ceil(shape.splits), 1u32) * tile;
+    Extent {
+        start,
+        end,
+        first,
+        per,
+        runs: keys.div_ceil(per),
+    }
+}
+
+/// A head of a token, and a position that there are angles for.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Element {
+    pub token: u32,
+    pub index: u32,
+    pub position: u32,
+}
+
+/// Element `d` of a head, turned by its position, in the type of the operands.
+#[cube]
+pub(super) fn turned<F: Numeric>(
+    view: &HeadsView<F>,
+    cos: &[f32],
+    sin: &[f32],
+    of: Element,
+    d: u32,
+    #[comptime] plan: DecodePlan,
+) -> F {
+    let head = comptime!(plan.head);
+    let at = view.offset + of.token as usize * view.stride + of.index as usize * head;
+    let stored = view.data[at + d as usize];
+    if comptime!(plan.rotary) {
+        let half = comptime!((plan.head / 2) as u32);
+        let upper = d >= half;
+        let other_at = select(upper, d - min(half, d), d + half);
+        let i = select(upper, other_at, d);
+        let x = load::<F>(stored, plan.kind);
+        let y = load::<F>(view.data[at + other_at as usize], plan.kind);
+        let angle = (of.position * half + i) as usize;
+        let other = select(upper, y, -y);
+        store::<F>(
+            fma(other, sin[angle], x * cos[angle], plan.conversion),
+            plan.kind,
+        )
+    } else {
+        stored
+    }
+}
+
+/// A new element as the cache has it.
+#[cube]
+fn cached<F: Numeric, C: Numeric>(value: F, inverse: f32, #[comptime] plan: DecodePlan) -> C {
+    if comptime!(plan.cache == CacheKind::E4m3) {
+        let value = load::<F>(value, plan.kind);
+        C::cast_from(encode_e4m3_element(product(
+            value,
+            inverse,
+            plan.conversion,
+        )))
+    } else {
+        C::cast_from(value)
+    }
+}
+
+/// An element of the cache.
+#[cube]
+pub(super) fn uncached<C: Numeric>(stored: C, scale: f32, #[comptime] plan: DecodePlan) -> f32 {
+    if comptime!(plan.cache == CacheKind::E4m3) {
+        let value = decode_e4m3_element(u32::cast_from(stored));
+        product(value, scale, plan.conversion)
+    } else {
+        load::<C>(stored, plan.kind)
+    }
+}
+
+/// A vector of a new key, and of the value beside it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct NewVector {
+    /// Its sequence.
+    pub sequence: u32,
+    /// Its token among the new ones of the sequence.
+    pub t: u32,
+    /// Its token among all of the sequence.
+    pub position: u32,
+    /// Its number in the token's row.
+    pub place: u32,
+}
+
+/// Writes a vector of a new key, and the one of its value.
+#[cube]
+pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
+    new: &NewTokens<F>,
+    k_cache: &mut [Vector<C, N>],
+    v_cache: &mut [Vector<C, N>],
+    shape: &CacheShape,
+    vector: NewVector,
+    #[comptime] plan: DecodePlan,
+) {
+    let columns = comptime!(plan.columns() as u32);
+    let index = vector.place / columns;
+    let column = vector.place % columns;
+    let token = vector.sequence * new.time + vector.t;
+    let of_table = min(vector.position, new.positions - 1u32);
+    let own = Element {
+        token,
+        index,
+        position: of_table,
+    };
+    let mut key = Vector::<C, N>::empty();
+    let mut value = Vector::<C, N>::empty();
+    #[unroll]
+    for e in 0..N::value() {
+        let d = column * comptime!(plan.width as u32) + comptime!(e as u32);
+        let k = turned::<F>(&new.k, &new.cos, &new.sin, own, d, plan);
+        key.insert(e, cached::<F, C>(k, shape.k_inverse, plan));
+        let at = new.v.offset + token as usize * new.v.stride;
+        let v = new.v.data[at + index as usize * comptime!(plan.head) + d as usize];
+        value.insert(e, cached::<F, C>(v, shape.v_inverse, plan));
+    }
+    let row = vector.sequence as usize * shape.capacity as usize + vector.position as usize;
+    let at = (row * shape.kv_heads as usize + index as usize) * comptime!(plan.columns())
+        + column as usize;
+    k_cache[at] = key;
+    v_cache[at] = value;
+}
+
+/// One unit writes every `units`-th vector of the new keys and values, and as much of the turned
+/// queries, `[tokens, heads, head]`.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn append_kernel<F: Numeric, C: Numeric, N: Size>(
+    new: NewTokens<F>,
+    k_cache: &mut [Vector<C, N>],
+    v_cache: &mut [Vector<C, N>],
+    shape: CacheShape,
+    queries: &mut [F],
+    #[comptime] plan: DecodePlan,
+    #[define(F)] _storage: ElemType,
+    #[define(C)] _cached: ElemType,
+) {
+    let columns = comptime!(plan.columns() as u32);
+    let heads = shape.kv_heads * shape.group;
+    let of_token = (heads + shape.kv_heads) * columns;
+    let mut item = ABSOLUTE_POS;
+    while item < new.tokens as usize * of_token as usize {
+        let token = (item / of_token as usize) as u32;
+        let place = (item - token as usize * of_token as usize) as u32;
+        let sequence = token / new.time;
+        let t = token - sequence * new.time;
+        let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+        let position = own.start + t;
+        if place < heads * columns {
+            let index = place / columns;
+            let first = (place - index * columns) * comptime!(plan.width as u32);
+            let own = Element {
+                token,
+                index,
+                position: min(position, new.positions - 1u32),
+            };
+            #[unroll]
+            for e in 0..N::value() {
+                let d = first + comptime!(e as u32);
+                let at = (token as usize * heads as usize + index as usize) * comptime!(plan.head)
+                    + d as usize;
+                queries[at] = turned::<F>(&new.q, &new.cos, &new.sin, own, d, plan);
+            }
+        } else if position < own.end {
+            let place = place - heads * columns;
+            let vector = NewVector {
+                sequence,
+                t,
+                position,
+                place,
+            };
+            write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
