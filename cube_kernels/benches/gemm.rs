@@ -380,7 +380,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         });
         let columns = |matrices: &[Matrix]| -> Vec<_> {
             let matrices = matrices.iter();
-            matrices.map(|matrix| transposed(client, matrix)).collect()
+            matrices.map(|matrix| transposed(client, matrix, 1)).collect()
         };
         let (x_columns, y_columns) = (columns(&x), columns(&y));
         // As a layer's forward and its weight gradient have them.
@@ -689,7 +689,7 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
         let operations = 6.0 * (tokens * inputs * outputs) as f64;
         let shape = format!("linear/{tokens} x {inputs} x {outputs}");
-        let stored = transposed(client, &w);
+        let stored = transposed(client, &w, 1);
         let (stored, x, dy) = (&stored, &x, &dy);
         let record = |kind: &str| Record::new(format!("{shape}, {kind}"), operations);
         time_on_device(criterion, client, record("bf16"), |_| {
@@ -700,7 +700,7 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         });
         time_on_device(criterion, client, record("bf16 after transposing"), |_| {
             use Elements::Bf16;
-            let [w, x_rows, dy_rows] = [stored, x, dy].map(|matrix| transposed(client, matrix));
+            let [w, x_rows, dy_rows] = [stored, x, dy].map(|matrix| transposed(client, matrix, 1));
             bf16(client, Bf16(x), Bf16(&w));
             bf16(client, Bf16(dy), Bf16(stored));
             bf16(client, Bf16(&x_rows), Bf16(&dy_rows));

@@ -79,10 +79,14 @@ pub(super) fn gemm(
 ) -> TensorSpec {
     let (m, n) = (outer(a), outer(b));
     let count = |offsets: &TensorSpec| offsets.shape[0] - 1;
-    let shape = match groups {
-        GemmGroupsMetadata::None => Shape::new([m, n]),
-        GemmGroupsMetadata::M(offsets) => Shape::new([m, n / count(offsets)]),
-        GemmGroupsMetadata::K { offsets, .. } => Shape::new([count(offsets), m, n]),
+    let shape = match (groups, b) {
+        (GemmGroupsMetadata::None, _) => Shape::new([m, n]),
+        // The matrices are one below the other along the contraction.
+        (GemmGroupsMetadata::M(_), OperandMetadata::Float(_, Usage::Columnwise)) => {
+            Shape::new([m, n])
+        }
+        (GemmGroupsMetadata::M(offsets), _) => Shape::new([m, n / count(offsets)]),
+        (GemmGroupsMetadata::K { offsets, .. }, _) => Shape::new([count(offsets), m, n]),
     };
     TensorSpec::new(shape, (*dtype).into())
 }

@@ -1,8 +1,9 @@
 //! From a matrix, a stack of weights or tokens in groups to the operands of GEMMs.
 //!
 //! A matrix, or tokens in groups, is `[rows, cols]`. A stack of weights is `[experts, rows, cols]`
-//! with [`RowGroups::Batch`]; its operands are rowwise ones, of the transposed matrices for
-//! [`Usage::Columnwise`], one below the other.
+//! with [`RowGroups::Batch`]; its quantized operands are rowwise ones, of the transposed matrices
+//! for [`Usage::Columnwise`], one below the other. Its operands that are not quantized are the
+//! matrices as they are, one below the other.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
@@ -136,11 +137,7 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     storage: Storage,
 ) -> Operand<B> {
     let OperandSpec::Quantized(params) = *spec else {
-        let x = cast::<B>(x.into_values(), dtype);
-        return match groups {
-            RowGroups::Batch(_) => Operand::Float(flat::<B>(x, usage), Usage::Rowwise),
-            RowGroups::Whole | RowGroups::Offsets(_) => Operand::Float(x, usage),
-        };
+        return Operand::Float(values::<B>(x, groups, dtype), usage);
     };
     let is_per_row = params.amax == AmaxGranularity::PerRow;
     // A quantized tensor with an amax for each row of the source does not depend on its groups.
@@ -197,6 +194,12 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
         };
         let (row, col) = x.quantize(groups.clone(), usages).into_both();
         return (Operand::Quantized(row), Operand::Quantized(col));
+    }
+    if [spec.rowwise, spec.columnwise] == [&OperandSpec::HighPrecision; 2] {
+        // One rounded copy serves both.
+        let x = values::<B>(x, groups, dtype);
+        let col = Operand::Float(x.clone(), Usage::Columnwise);
+        return (Operand::Float(x, Usage::Rowwise), col);
     }
     // Two kernels read it.
     let x = x.materialized();
@@ -258,16 +261,19 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
             Operand::Quantized(made)
         }
         (forward, spec) => {
-            let values = match forward {
-                Operand::Quantized(source) => {
+            let values = match (forward, groups) {
+                (Operand::Quantized(source), _) => {
                     let dtype = requantize_dtype(&spec, dtype);
-                    B::nvfp4_dequantize(source, groups.clone(), dtype)
+                    let values = B::nvfp4_dequantize(source, groups.clone(), dtype);
+                    match groups {
+                        RowGroups::Batch(count) => {
+                            B::float_swap_dims(stacked::<B>(values, *count), 1, 2)
+                        }
+                        RowGroups::Whole | RowGroups::Offsets(_) => values,
+                    }
                 }
-                Operand::Float(x, _) => x,
-            };
-            let values = match groups {
-                RowGroups::Batch(count) => B::float_swap_dims(stacked::<B>(values, *count), 1, 2),
-                RowGroups::Whole | RowGroups::Offsets(_) => values,
+                (Operand::Float(x, _), RowGroups::Batch(count)) => stacked::<B>(x, *count),
+                (Operand::Float(x, _), RowGroups::Whole | RowGroups::Offsets(_)) => x,
             };
             let values = QuantSource::Matrix(values);
             quantize::<B>(values, groups, &spec, usage, dtype, Storage::Packed)
@@ -281,6 +287,19 @@ fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
     match spec.params() {
         Some(params) if params.is_ms_eden() => FloatDType::F32,
         _ => dtype,
+    }
+}
+
+/// The values of an operand that is not quantized, in the type `dtype`.
+fn values<B: Nvfp4KernelOps>(
+    x: QuantSource<B>,
+    groups: &RowGroups<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let x = cast::<B>(x.into_values(), dtype);
+    match groups {
+        RowGroups::Batch(_) => flat::<B>(x, Usage::Rowwise),
+        RowGroups::Whole | RowGroups::Offsets(_) => x,
     }
 }
 

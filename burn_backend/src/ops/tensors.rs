@@ -213,7 +213,8 @@ impl<B: Backend> QuantizedPair<B> {
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
     Quantized(#[extension_type] QuantizedMatrix<B>),
-    /// The matrix itself, contracted along this axis of it.
+    /// The matrix itself, contracted along this axis of it; of a stack of weights, the matrices
+    /// one below the other, each contracted along this axis of it.
     Float(FloatTensor<B>, Usage),
 }
 

@@ -223,6 +223,7 @@ fn around(device: &DummyDevice) -> Vec<Instance> {
             b(1024),
             128,
             64,
+            1,
         );
         all.push(instance.of_gemm(GemmInstance::Transpose { vector }, Architectures::All));
     }
@@ -310,6 +311,7 @@ fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
             plans.extend([
                 (GroupedDim::None, PLAIN, [Major::K, Major::Mn]),
                 (GroupedDim::None, PLAIN, mn_major),
+                (GroupedDim::M, PLAIN, [Major::K, Major::Mn]),
                 (GroupedDim::K, out(FloatKind::F32), mn_major),
                 (GroupedDim::None, ALL, mn_major),
             ]);

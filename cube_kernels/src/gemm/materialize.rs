@@ -48,6 +48,8 @@ pub(crate) struct Materialized {
     pub layout: OperandLayout,
     /// Stored rows along K, or as many columns down it.
     pub rows: usize,
+    /// Matrices one below the other, along K: more than one in a stack that is MN-major.
+    pub stack: usize,
     /// Codes of a packed one.
     pub codes: Handle,
     /// Block scales of a packed one.
@@ -71,20 +73,23 @@ impl Materialized {
     }
 }
 
-/// `operand` as `reads` says. What is made for it lives until the last kernel that reads it has
-/// run.
+/// `operand`, which may be read as `layout` and has `stack` matrices one below the other along K,
+/// as `reads` says. What is made for it lives until the last kernel that reads it has run.
 ///
 /// # Errors
 /// When block scales cannot be brought into another layout.
 pub(crate) fn materialize(
     client: &Client,
     operand: &Operand,
+    stack: usize,
+    layout: OperandLayout,
     reads: Reads,
 ) -> Result<Materialized, Nvfp4Error> {
     let rows = operand.outer();
     let dense = |layout, handle: &Handle| Materialized {
         layout,
         rows,
+        stack: 1,
         codes: handle.clone(),
         scales: handle.clone(),
         dense: handle.clone(),
@@ -93,14 +98,19 @@ pub(crate) fn materialize(
         Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
         Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
         Elements::Bf16MnMajor(matrix) => {
-            // TMA reads stored rows of whole 16 bytes.
-            if reads.mn_major && operand.layout().as_read(rows) == OperandLayout::MnMajor {
-                return Ok(dense(OperandLayout::MnMajor, &matrix.handle));
+            if reads.mn_major && layout == OperandLayout::MnMajor {
+                return Ok(Materialized {
+                    stack,
+                    ..dense(OperandLayout::MnMajor, &matrix.handle)
+                });
             }
             let (rows, cols) = (matrix.rows, matrix.cols);
             tracing::debug!(rows, cols, "gemm: a transposed copy of an operand");
-            let copy = transposed(client, matrix);
-            Ok(dense(OperandLayout::KMajor, &copy.handle))
+            let copy = transposed(client, matrix, stack);
+            Ok(Materialized {
+                rows: copy.rows,
+                ..dense(OperandLayout::KMajor, &copy.handle)
+            })
         }
         Elements::Packed(packed) => {
             let scales = block_scales(client, packed, reads.packed)?;
@@ -111,6 +121,7 @@ pub(crate) fn materialize(
             Ok(Materialized {
                 layout: OperandLayout::Packed,
                 rows,
+                stack: 1,
                 codes: packed.codes.clone(),
                 scales,
                 dense: packed.codes.clone(),
@@ -208,23 +219,25 @@ const SIDE: usize = 64;
 /// one that spreads columns over the banks.
 const PITCH: usize = SIDE / 2 + 1;
 
-/// `out[j, i] = x[i, j]` for elements of 16 bits, `x` being `rows` x `cols`. Vectors divide the
-/// rows of either matrix. A tile at a time waits in shared memory, two rows of a column in a word:
-/// 128 bytes of a row are read together, and as many written.
+/// `out[s, j, i] = x[s, i, j]` for elements of 16 bits, `x` being `stack` matrices of `rows` x
+/// `cols`. Vectors divide the rows of either matrix. A tile at a time waits in shared memory, two
+/// rows of a column in a word: 128 bytes of a row are read together, and as many written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn transpose_kernel<R: Size, W: Size>(
     x: &[Vector<u16, R>],
     out: &mut [Vector<u16, W>],
     rows: usize,
     cols: usize,
+    stack: usize,
 ) {
     let (read, written) = (R::value().comptime(), W::value().comptime());
     let mut words: Shared<[u32]> = Shared::new_slice(comptime!(SIDE * PITCH));
     let across = cols.div_ceil(SIDE);
     let tiles = rows.div_ceil(SIDE) * across;
     let mut tile = CUBE_POS;
-    while tile < tiles {
-        let (row0, col0) = (tile / across * SIDE, tile % across * SIDE);
+    while tile < tiles * stack {
+        let (row0, col0) = (tile % tiles / across * SIDE, tile % across * SIDE);
+        let start = tile / tiles * rows * cols;
         // Eight columns of two rows.
         let mut item = UNIT_POS as usize;
         while item < comptime!(SIDE / 2 * (SIDE / 8)) {
@@ -237,10 +250,10 @@ pub fn transpose_kernel<R: Size, W: Size>(
                 let mut upper = Vector::<u16, R>::new(0u16);
                 let mut lower = Vector::<u16, R>::new(0u16);
                 if col < cols && row < rows {
-                    upper = x[(row * cols + col) / read];
+                    upper = x[(start + row * cols + col) / read];
                 }
                 if col < cols && row + 1usize < rows {
-                    lower = x[((row + 1usize) * cols + col) / read];
+                    lower = x[(start + (row + 1usize) * cols + col) / read];
                 }
                 #[unroll]
                 for j in 0..read {
@@ -268,7 +281,7 @@ pub fn transpose_kernel<R: Size, W: Size>(
                         let bits = (word >> comptime!(element as u32 % 2 * 16)) & 0xFFFFu32;
                         vector.insert(j, u16::cast_from(bits));
                     }
-                    out[(col * rows + row) / written] = vector;
+                    out[(start + col * rows + row) / written] = vector;
                 }
             }
             item += CUBE_DIM as usize;
@@ -278,12 +291,12 @@ pub fn transpose_kernel<R: Size, W: Size>(
     }
 }
 
-/// A transposed copy of a bf16 matrix. It lives until the last kernel that reads it has run.
-pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
-    let Matrix {
-        rows, cols, dtype, ..
-    } = *matrix;
-    let out = Matrix::empty(client, cols, rows, dtype);
+/// A transposed copy of a bf16 matrix, or of each of the `stack` matrices that it has one below the
+/// other. It lives until the last kernel that reads it has run.
+pub fn transposed(client: &Client, matrix: &Matrix, stack: usize) -> Matrix {
+    let Matrix { cols, dtype, .. } = *matrix;
+    let rows = matrix.rows / stack;
+    let out = Matrix::empty(client, stack * cols, rows, dtype);
     if out.is_empty() {
         return out;
     }
@@ -292,7 +305,8 @@ pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
         false => 1,
     };
     let (read, written) = (width(cols, is_aligned(&matrix.handle)), width(rows, true));
-    let (count, dim) = tile_grid(client, rows.div_ceil(SIDE) * cols.div_ceil(SIDE));
+    let tiles = stack * rows.div_ceil(SIDE) * cols.div_ceil(SIDE);
+    let (count, dim) = tile_grid(client, tiles);
     // SAFETY: the caller checked the memory against the shape, and the kernel masks by it.
     unsafe {
         transpose_kernel::launch_unchecked(
@@ -306,6 +320,7 @@ pub fn transposed(client: &Client, matrix: &Matrix) -> Matrix {
             BufferArg::from_raw_parts(out.handle.clone(), matrix.len() / written),
             rows,
             cols,
+            stack,
         );
     }
     out

@@ -67,9 +67,10 @@ pub enum Grouped<'a> {
     /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
     ///
     /// `a` has any rows, of which those between the first and the last offset are in groups; rows
-    /// outside all groups are not written. `b` stacks the groups' N rows each, and the `f32` bias
-    /// has a row for each group. Global scales may be one for the tensor, for each group or for
-    /// each of the rows.
+    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an
+    /// [MN-major](Elements::Bf16MnMajor) one the groups' K rows each, and the `f32` bias has a row
+    /// for each group. Global scales may be one for the tensor, for each group or for each of the
+    /// rows.
     M(&'a GroupOffsets),
     /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
     /// over the columns `k` of group `g`, one M x N output after another.
@@ -227,13 +228,23 @@ impl<'a> Gemm<'a> {
     /// The sizes, of a request that was checked.
     fn shape(&self) -> GemmShape {
         let n = match self.grouped {
-            Grouped::M(groups) => self.b.outer() / groups.count,
-            Grouped::None | Grouped::K(_) => self.b.outer(),
+            Grouped::M(groups) if self.b.layout() != OperandLayout::MnMajor => {
+                self.b.outer() / groups.count
+            }
+            Grouped::None | Grouped::M(_) | Grouped::K(_) => self.b.outer(),
         };
         GemmShape {
             m: self.a.outer(),
             n,
             k: self.a.stored(),
+        }
+    }
+
+    /// The matrices that `b` has one below the other along K.
+    fn stack(&self) -> usize {
+        match self.grouped {
+            Grouped::M(groups) if self.b.layout() == OperandLayout::MnMajor => groups.count,
+            Grouped::None | Grouped::M(_) | Grouped::K(_) => 1,
         }
     }
 
@@ -250,12 +261,14 @@ impl<'a> Gemm<'a> {
         }
         // What is not packed does not say how much of it is padding.
         let may_be_padded = groups.is_none() && !(a.is_packed() && b.is_packed());
-        let is_same = a.inner() == b.inner() || may_be_padded;
-        if !is_same || a.stored() != b.stored() {
+        let stack = self.stack();
+        let is_same = stack * a.inner() == b.inner() || may_be_padded;
+        if !is_same || stack * a.stored() != b.stored() {
+            let each = if stack == 1 { "" } else { " for each group" };
             return Err(Nvfp4Error::shape(
                 "b",
                 format!("{} x {} (stored)", b.outer(), b.inner()),
-                format!("a contraction of {}, that of `a`", a.inner()),
+                format!("a contraction of {}{each}, that of `a`", a.inner()),
             ));
         }
         Operand::check_same_transform(a, b)?;
@@ -267,10 +280,14 @@ impl<'a> Gemm<'a> {
         match self.grouped {
             Grouped::None => Ok(()),
             Grouped::M(groups) => {
-                if groups.count == 0 || !b.outer().is_multiple_of(groups.count) {
+                let rows = match b.layout() {
+                    OperandLayout::MnMajor => b.inner(),
+                    OperandLayout::Packed | OperandLayout::KMajor => b.outer(),
+                };
+                if groups.count == 0 || !rows.is_multiple_of(groups.count) {
                     return Err(Nvfp4Error::shape(
                         "b",
-                        format!("{} rows for {} groups", b.outer(), groups.count),
+                        format!("{rows} rows for {} groups", groups.count),
                         "the same number of rows for each group, and at least one group",
                     ));
                 }
@@ -329,7 +346,18 @@ impl<'a> Gemm<'a> {
                 },
             },
             backend: self.backend,
-            ..Problem::new([self.a.layout(), self.b.layout()], self.shape())
+            ..Problem::new([self.a.layout(), self.b_layout()], self.shape())
+        }
+    }
+
+    /// How kernels may read `b`. TMA brings K in steps of the instructions: what it would bring of
+    /// the next matrix of a stack is not multiplied.
+    fn b_layout(&self) -> OperandLayout {
+        match self.b.layout() {
+            OperandLayout::MnMajor if self.stack() > 1 && !self.shape().k.is_multiple_of(16) => {
+                OperandLayout::KMajor
+            }
+            layout => layout,
         }
     }
 
@@ -385,8 +413,8 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
 
     let kernel = dispatch::kernel_of(choice.plan);
     let reads = kernel.reads(choice.plan);
-    let a = materialize(client, &gemm.a, reads)?;
-    let b = materialize(client, &gemm.b, reads)?;
+    let a = materialize(client, &gemm.a, 1, problem.a, reads)?;
+    let b = materialize(client, &gemm.b, gemm.stack(), problem.b, reads)?;
 
     // What the epilogue does not read may be any memory.
     let unread = gemm.a.memory();

@@ -23,7 +23,8 @@ pub enum Elements<'a> {
     /// An MN-major bf16 matrix, whose *rows* are K: the transpose of what [`Self::Bf16`] takes,
     /// with the same result, bit for bit. The kernel of sm_90 reads it as it is, if it has a
     /// multiple of 8 columns. Elsewhere a transposed copy is made first, which a tracing event
-    /// says.
+    /// says. As `b` of a GEMM with groups along M it is the groups' K x N matrices, one below the
+    /// other.
     Bf16MnMajor(&'a Matrix),
 }
 

@@ -349,27 +349,46 @@ fn columns_equal_rows_in_groups() {
             }
 
             let rows = offsets(&sizes);
-            let (m, k) = (*rows.last().unwrap(), 48);
-            let (_, a, a_columns) = both_ways(&client, m, k, 3);
-            let (_, b, b_columns) = both_ways(&client, sizes.len() * n, k, 4);
-            let by_rows = |a, b| {
-                let (a, b) = (unscaled(a), unscaled(b));
-                let groups = groups(&client, &rows);
-                let path = Some(path);
-                let found = multiply(
-                    &client,
-                    Gemm::new(a, b).target(new).m_grouped(&groups).backend(path),
-                );
-                read(&client, &found.unwrap())
-            };
-            let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
-            let x_columns = Elements::Bf16MnMajor(&a_columns);
-            let y_columns = Elements::Bf16MnMajor(&b_columns);
-            let expected = by_rows(x, y);
-            for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
-                assert_same(&by_rows(a, b), &expected, &format!("{name}, rows"));
+            // A whole number of stages of the contraction, a part of one, and a length of which an
+            // instruction would multiply rows of the next matrix.
+            for k in [128, 48, 40] {
+                rows_either_way(&client, &rows, (n, k), path, &format!("{name}, k {k}"));
             }
         }
+    }
+}
+
+/// Rows in groups with operands stored either way: `a` as one matrix, `b` as a stack of matrices.
+fn rows_either_way(
+    client: &Client,
+    rows: &[usize],
+    (n, k): (usize, usize),
+    path: GemmBackend,
+    name: &str,
+) {
+    let (m, count) = (*rows.last().unwrap(), rows.len() - 1);
+    let (_, a, a_columns) = both_ways(client, m, k, 3);
+    let (values, b, _) = both_ways(client, count * n, k, 4);
+    let stack: Vec<bf16> = (0..count * k * n)
+        .map(|i| values[(i / (k * n) * n + i % n) * k + i / n % k])
+        .collect();
+    let stack = client.create_from_slice(bytemuck::cast_slice(&stack));
+    let stack = Matrix::new(stack, count * k, n, FloatKind::Bf16).unwrap();
+    let by_rows = |a, b| {
+        let (a, b) = (unscaled(a), unscaled(b));
+        let groups = groups(client, rows);
+        let request = Gemm::new(a, b)
+            .out(FloatKind::F32)
+            .m_grouped(&groups)
+            .backend(path);
+        read(client, &multiply(client, request).unwrap())
+    };
+    let (x, y) = (Elements::Bf16(&a), Elements::Bf16(&b));
+    let x_columns = Elements::Bf16MnMajor(&a_columns);
+    let y_columns = Elements::Bf16MnMajor(&stack);
+    let expected = by_rows(x, y);
+    for (a, b) in [(x_columns, y), (x, y_columns), (x_columns, y_columns)] {
+        assert_same(&by_rows(a, b), &expected, name);
     }
 }
 
@@ -747,6 +766,10 @@ fn arguments_are_named() {
     };
     let error = run(&Operand::from(&a), &Operand::from(&a), &short);
     assert!(error.contains("`groups`"), "{error}");
+    // A stack of two matrices has as many rows as two contractions.
+    let (_, x, columns) = both_ways(&client, 8, 32, 3);
+    let error = run(&Operand::from(&x), &Operand::mn_major(&columns), &two);
+    assert!(error.contains("`b`") && error.contains("for each group"), "{error}");
     let rows = Operand {
         elements: Elements::Packed(&a),
         scale: Scale::PerRow(&a.scales, 2688.0),

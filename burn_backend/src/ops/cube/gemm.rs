@@ -194,6 +194,14 @@ impl DeviceOperand {
         }
     }
 
+    /// The weights of a grouped GEMM, one below the other in memory.
+    pub fn stack(operand: Operand<CubeBackend>) -> Self {
+        Self::grouped(match operand {
+            Operand::Float(x, usage) => Operand::Float(into_contiguous(x), usage),
+            quantized => quantized,
+        })
+    }
+
     pub fn view(&self) -> gemm::Operand<'_> {
         match self {
             Self::Quantized(quantized, is_per_group) => {

@@ -12,7 +12,7 @@ use burn_cubecl::{
 };
 use nvfp4_kernels::gemm::{self, Gemm};
 use nvfp4_kernels::tensor::Matrix;
-use nvfp4_kernels::{BLOCK, moe};
+use nvfp4_kernels::{BLOCK, Usage, moe};
 
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, RowGroups};
@@ -37,21 +37,32 @@ pub(super) fn m_grouped(
 ) -> CubeTensor {
     let like = like(&a);
     let groups = group_offsets(offsets.clone());
-    let (rows, columns) = (stored_shape(&a).0, stored_shape(&b).0 / groups.count);
+    let stored = stored_shape(&b).0;
+    let columns = match &b {
+        // One below the other along the contraction.
+        Operand::Float(_, Usage::Columnwise) => stored,
+        Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored / groups.count,
+    };
+    let rows = stored_shape(&a).0;
     trace_op("gemm", "", rows, columns);
     let out = if is_wide(&a) || is_wide(&b) {
         let inner = matmul_dtype(&a, &b, dtype);
         trace_masked(rows, columns, groups.count, inner);
         let x = values(a, &RowGroups::Offsets(offsets.clone()), inner);
+        let is_transposed = matches!(b, Operand::Float(_, Usage::Columnwise));
         let w = values(b, &RowGroups::Batch(groups.count), inner);
         let w = stacked::<CubeBackend>(w, groups.count);
+        let w = match is_transposed {
+            true => CubeBackend::float_swap_dims(w, 1, 2),
+            false => w,
+        };
         let out = masked_m(x, w, bias, offsets);
         let out = into_contiguous(cast(out, dtype.into()));
         let kind = float_kind(dtype);
         launched(Matrix::new(out.handle, rows, columns, kind))
     } else {
         let bias = bias.map(bias_matrix);
-        let (a, b) = (DeviceOperand::grouped(a), DeviceOperand::grouped(b));
+        let (a, b) = (DeviceOperand::grouped(a), DeviceOperand::stack(b));
         let request = Gemm::new(a.view(), b.view())
             .m_grouped(&groups)
             .bias(bias.as_ref())
@@ -107,8 +118,8 @@ pub(super) fn k_grouped(
     new_tensor(&like, out.handle, shape, dtype.into())
 }
 
-/// The values of a rowwise operand with these groups, rounded to `dtype`; undefined for rows of no
-/// group.
+/// The values of an operand with these groups, as they are stored, rounded to `dtype`; undefined
+/// for rows of no group.
 fn values(
     operand: Operand<CubeBackend>,
     groups: &RowGroups<CubeBackend>,

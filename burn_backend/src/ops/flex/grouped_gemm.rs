@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn_core::backend::{Flex, ops::FloatTensorOps, ops::IntTensorOps};
 use burn_core::tensor::{DType, FloatDType, Shape, Slice};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::{AmaxGranularity, Layout};
+use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
 
 use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
 use super::gemm::dense;
@@ -21,11 +21,15 @@ pub(super) fn m_grouped(
 ) -> FlexTensor {
     let tokens = stored_outer(a);
     let groups = ranges(offsets, tokens);
-    let columns = stored_outer(b) / groups.len();
+    let columns = match b {
+        // One below the other along the contraction.
+        Operand::Float(_, Usage::Columnwise) => stored_outer(b),
+        Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored_outer(b) / groups.len(),
+    };
     let parts = groups.iter().enumerate().map(|(group, rows)| {
         let bias = bias.map(|bias| row(bias.clone(), group, columns));
         let a = stored_rows(a, rows.clone(), group);
-        let b = stored_rows(b, group * columns..(group + 1) * columns, group);
+        let b = weight(b, groups.len(), group);
         dense(a, b, bias, dtype)
     });
     with_rest(parts.collect(), tokens, columns, dtype)
@@ -78,7 +82,17 @@ fn stored_outer(operand: &Operand<Flex>) -> usize {
     }
 }
 
-/// Some rows of a rowwise operand, those of group `group`.
+/// The weight of group `group`, of a stack of `groups`.
+fn weight(stack: &Operand<Flex>, groups: usize, group: usize) -> Operand<Flex> {
+    let rows = match stack {
+        Operand::Quantized(quantized) => quantized.layout.outer(),
+        Operand::Float(x, _) => matrix(x).0,
+    };
+    let each = rows / groups;
+    stored_rows(stack, group * each..(group + 1) * each, group)
+}
+
+/// Some rows of an operand, those of group `group`; of a quantized one, stored rows.
 fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Operand<Flex> {
     match operand {
         Operand::Quantized(quantized) => {

@@ -227,8 +227,10 @@ pub(super) struct StageSource {
     pub row: u32,
     /// The first row of `b`, a column of the output.
     pub column: u32,
-    /// The first column of both.
+    /// The first column of `a`.
     pub depth: u32,
+    /// The first column of `b`.
+    pub b_depth: u32,
     /// Stages that were filled before. All units count alike: the ring needs no other state.
     pub used: u32,
 }
@@ -272,7 +274,7 @@ pub(super) fn fill_stage(
         &mut b_tiles[s * b_stage..(s + 1) * b_stage],
         ready,
         source.column,
-        source.depth,
+        source.b_depth,
         comptime!(tile.n()),
         comptime!(majors[1]),
     );
@@ -380,19 +382,27 @@ fn produce(
             let mut row = at.row;
             let mut column = at.column;
             let mut from = 0u32;
+            let mut b_from = 0u32;
             if comptime!(grouped == GroupedDim::M) {
                 row += extent(&problem.offsets, group, problem.shape.m).start;
-                column += group * problem.shape.n;
+                if comptime!(plan.majors[1] == Major::Mn) {
+                    b_from = group * problem.shape.k;
+                } else {
+                    column += group * problem.shape.n;
+                }
             }
             if comptime!(grouped == GroupedDim::K) {
                 from = extent(&problem.offsets, group, problem.shape.k).start;
+                b_from = from;
             }
             let depth = depth_of(problem, group, grouped);
             for step in 0..depth.stages() {
+                let within = step * comptime!(SM90_TILE_K as u32);
                 let source = StageSource {
                     row,
                     column,
-                    depth: from + step * comptime!(SM90_TILE_K as u32),
+                    depth: from + within,
+                    b_depth: b_from + within,
                     used,
                 };
                 fill_stage(
@@ -557,12 +567,15 @@ pub(super) fn major(operand: &Materialized) -> Major {
 }
 
 /// How TMA reads `operand`, stored with `k` columns: boxes of the `rows` rows of a tile, or of 64
-/// rows of an operand that is MN-major. Its memory holds so many elements.
+/// rows of an operand that is MN-major. Its memory holds so many elements of each of its matrices.
 pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> TensorMapArg<Tiled> {
     // A map may not be empty; with no contraction, none of it is read.
     let depth = if k == 0 { SM90_TILE_K } else { k };
     let (shape, tile_size) = if operand.is_mn_major() {
-        ([depth, operand.rows], [SM90_TILE_K, SM90_BOX])
+        (
+            [operand.stack * depth, operand.rows],
+            [SM90_TILE_K, SM90_BOX],
+        )
     } else {
         ([operand.rows, depth], [rows, SM90_TILE_K])
     };
@@ -606,6 +619,11 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
         GroupedDim::K => groups.groups * m * n,
         GroupedDim::None | GroupedDim::M => m * n,
     };
+    // Rows of `b` of all groups, however they are stored.
+    let b_rows = match groups.grouping {
+        GroupedDim::M => groups.groups * n,
+        GroupedDim::None | GroupedDim::K => n,
+    };
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked that the memory holds what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
@@ -625,7 +643,7 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
                 memory(&groups.offsets, groups.groups + 1),
                 band as u32,
             ),
-            epilogue.launch([m, b.rows], groups.groups, (out, bytes / 4), 1.0),
+            epilogue.launch([m, b_rows], groups.groups, (out, bytes / 4), 1.0),
             memory(out, bytes / 16),
             Sm90Plan {
                 grouped: groups.grouping,

@@ -394,10 +394,12 @@ fn produce(
         goes_on = piece.from < piece.to;
         let at = problem.place(piece.tile, tile);
         for step in piece.from..piece.to {
+            let first = step * comptime!(SM90_TILE_K as u32);
             let source = StageSource {
                 row: at.row,
                 column: at.column,
-                depth: step * comptime!(SM90_TILE_K as u32),
+                depth: first,
+                b_depth: first,
                 used,
             };
             fill_stage(
