@@ -6,8 +6,10 @@
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
+pub use nvfp4_kernels::reference::Router;
 
 use crate::functions::{into_bias, or_panic};
+use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors};
 use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
 use crate::validate;
 
@@ -204,6 +206,122 @@ pub(crate) fn check_grouped_parameters(
         validate::shape(bias_name, bias.dims(), [count, d_out], why)?;
     }
     Ok(())
+}
+
+/// What [`moe_route`] gives.
+#[derive(Clone, Debug)]
+pub struct MoeRoute {
+    /// The experts of each token, `i32[tokens, top_k]`, those of the largest logits, the largest
+    /// first.
+    pub chosen: Tensor<2, Int>,
+    /// Their weights, `f32[tokens, top_k]`: their probabilities, divided by their sum where the
+    /// router normalizes. Differentiable.
+    pub weights: Tensor<2>,
+    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each
+    /// expert (no gradient passes) and `P` the mean probabilities. Differentiable.
+    pub balance_loss: Tensor<1>,
+    /// `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`. Differentiable.
+    pub z_loss: Tensor<1>,
+    /// Number of choices that went to each expert, `i32[experts]`.
+    pub counts: Tensor<1, Int>,
+}
+
+/// Softmax of `logits` (`f32[tokens, experts]`), the choice of each token's experts, their weights,
+/// and the losses that keep a router balanced: two kernels forward and one backward. The bits are
+/// those of [`reference::route`](nvfp4_kernels::reference::route) on every device.
+///
+/// # Errors
+/// When the device has no implementation, `logits` is not `f32`, there is no token, a number of
+/// `router` is not in its range, or `logits` has not a column for each expert.
+pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp4Error> {
+    router.check()?;
+    validate::operand("logits", &logits)?;
+    if logits.dtype() != DType::F32 {
+        return Err(Nvfp4Error::DType {
+            argument: "logits",
+            found: format!("{:?}", logits.dtype()),
+            expected: "F32".into(),
+        });
+    }
+    let [tokens, experts] = logits.dims();
+    if tokens == 0 || experts != router.experts {
+        return Err(Nvfp4Error::shape(
+            "logits",
+            format!("[{tokens}, {experts}]"),
+            format!("at least one token, and {} experts", router.experts),
+        ));
+    }
+    let RoutedTensors {
+        weights,
+        chosen,
+        counts,
+    } = Dispatch::nvfp4_route(logits.into_dispatch(), router);
+    let packed = Tensor::<1>::from_dispatch(weights);
+    let slots = tokens * router.top_k;
+    let weights = packed.clone().narrow(0, 0, slots);
+    Ok(MoeRoute {
+        chosen: Tensor::from_dispatch(chosen),
+        weights: weights.reshape([tokens, router.top_k]),
+        balance_loss: packed.clone().narrow(0, slots, 1),
+        z_loss: packed.narrow(0, slots + 1, 1),
+        counts: Tensor::from_dispatch(counts),
+    })
+}
+
+/// [`try_moe_route`], panicking where it fails.
+pub fn moe_route(logits: Tensor<2>, router: Router) -> MoeRoute {
+    or_panic("moe_route", try_moe_route(logits, router))
+}
+
+/// Choices in the order of their experts.
+#[derive(Clone, Debug)]
+pub(crate) struct SortedChoices {
+    /// Where the choices of each expert lie among the sorted ones.
+    pub experts: ExpertOffsets,
+    /// Choices of each expert, `i32[experts]`.
+    pub counts: Tensor<1, Int>,
+    /// The sorted place of each choice, `i32[slots]`.
+    pub places: Tensor<1, Int>,
+    /// The choice at each sorted place, `i32[slots]`.
+    pub choices: Tensor<1, Int>,
+}
+
+/// The order of `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer type)
+/// by expert, those of one expert in their own order.
+///
+/// # Errors
+/// When the device has no implementation, there is no choice or 2^31 or more, or `experts` is not 1
+/// to 512.
+pub(crate) fn sort_choices(
+    chosen: Tensor<2, Int>,
+    experts: usize,
+) -> Result<SortedChoices, Nvfp4Error> {
+    check_experts("experts", experts)?;
+    validate::device("chosen", &chosen.device())?;
+    let [tokens, top_k] = chosen.dims();
+    let slots = tokens * top_k;
+    if slots == 0 || i32::try_from(slots).is_err() {
+        return Err(Nvfp4Error::shape(
+            "chosen",
+            format!("[{tokens}, {top_k}]"),
+            "at least one token and one choice, and fewer than 2^31 choices",
+        ));
+    }
+    let SortedTensors {
+        choices,
+        places,
+        offsets,
+        counts,
+    } = Dispatch::nvfp4_sort_choices(chosen.cast(DType::I32).into_dispatch(), experts);
+    Ok(SortedChoices {
+        experts: ExpertOffsets {
+            offsets: Tensor::from_dispatch(offsets),
+            tokens: slots,
+        },
+        counts: Tensor::from_dispatch(counts),
+        places: Tensor::from_dispatch(places),
+        choices: Tensor::from_dispatch(choices),
+    })
 }
 
 /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]`, `[slots, width]`, for `index`

@@ -380,7 +380,9 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         });
         let columns = |matrices: &[Matrix]| -> Vec<_> {
             let matrices = matrices.iter();
-            matrices.map(|matrix| transposed(client, matrix, 1)).collect()
+            matrices
+                .map(|matrix| transposed(client, matrix, 1))
+                .collect()
         };
         let (x_columns, y_columns) = (columns(&x), columns(&y));
         // As a layer's forward and its weight gradient have them.

@@ -56,6 +56,9 @@ pub mod quantize;
 #[doc(hidden)]
 pub mod registry;
 #[cfg(feature = "cube")]
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+pub(crate) mod sort;
+#[cfg(feature = "cube")]
 pub mod tensor;
 
 #[cfg(feature = "cube")]

@@ -34,7 +34,7 @@ pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use packed::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
-pub use routing::{Routing, most_probable};
+pub use routing::Routing;
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
 

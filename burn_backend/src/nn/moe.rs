@@ -4,7 +4,6 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::activation::{log_softmax, softmax};
 use burn_core::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
@@ -12,9 +11,9 @@ use nvfp4_kernels::Nvfp4Error;
 use super::feed_forward::swiglu_between;
 use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
-    most_probable, rows,
+    rows,
 };
-use crate::experts::check_experts;
+use crate::experts::{MoeRoute, Router, check_experts, try_moe_route};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
 use crate::recipe::Nvfp4Recipe;
@@ -209,12 +208,18 @@ impl Nvfp4Moe {
             .reshape([parts, tokens / parts, d_model])
             .matmul(router.unsqueeze::<3>())
             .reshape([tokens, experts]);
-        let probabilities = softmax(logits.clone(), 1);
-        let chosen = most_probable(probabilities.clone(), self.top_k);
-        let mut weights = probabilities.clone().gather(1, chosen.clone());
-        if self.normalize && self.top_k > 1 {
-            weights = weights.clone() / weights.sum_dim(1);
-        }
+        let router = Router {
+            experts,
+            top_k: self.top_k,
+            normalize: self.normalize,
+        };
+        let MoeRoute {
+            chosen,
+            weights,
+            balance_loss,
+            z_loss,
+            counts,
+        } = try_moe_route(logits, router)?;
         let routing = Routing::try_new(chosen, experts)?;
         let sorted = routing.dispatch(x.clone());
         self.gate_up.check(&sorted, routing.experts())?;
@@ -226,19 +231,10 @@ impl Nvfp4Moe {
         if let Some(shared) = &self.shared {
             output = output + shared.try_forward(x)?;
         }
-
-        let counts = routing.counts().clone();
-        let slots = (tokens * self.top_k) as f64;
-        let shares = cast(counts.clone().float(), FloatDType::F32).div_scalar(slots);
-        let balance_loss = (shares * column_means(probabilities))
-            .sum()
-            .mul_scalar(experts as f64);
-        // The same number in every column.
-        let log_sums = (logits.clone() - log_softmax(logits, 1)).narrow(1, 0, 1);
         Ok(MoeOutput {
             output: output.reshape(dims),
             balance_loss,
-            z_loss: column_means(log_sums.square()),
+            z_loss,
             counts,
         })
     }
@@ -278,14 +274,4 @@ impl Nvfp4Moe {
 /// A power of two, at most `2^log`, that divides `rows`.
 fn equal_parts(rows: usize, log: u32) -> usize {
     1 << rows.trailing_zeros().min(log)
-}
-
-/// The mean of each column of `x` (`[rows, columns]`, at least one row), in two steps: one sum for
-/// each of a few columns leaves a GPU idle.
-fn column_means(x: Tensor<2>) -> Tensor<1> {
-    let [rows, columns] = x.dims();
-    let parts = equal_parts(rows, 8);
-    let sums: Tensor<3> = x.reshape([rows / parts, parts, columns]).sum_dim(0);
-    let sums: Tensor<2> = sums.reshape([parts, columns]).sum_dim(0);
-    sums.reshape([columns]).div_scalar(rows as f64)
 }

@@ -52,6 +52,7 @@ mod meta;
 pub(crate) mod operands;
 pub mod optimizer;
 mod probe;
+pub mod routing;
 mod rows;
 mod spec;
 mod tensors;

@@ -10,8 +10,8 @@ use super::{
 };
 use crate::reference::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, EXP_CUTOFF, EXP_POLYNOMIAL, Gelu, INV_SQRT_2,
-    INV_SQRT_2PI, LN2_HIGH, LN2_LOW, LOG2_E, SUM_LANES, TANH_CUBE, TANH_SCALE, TANH_SLOPE,
-    TO_INTEGER,
+    INV_SQRT_2PI, LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, SQRT_HALF,
+    SUM_LANES, TANH_CUBE, TANH_SCALE, TANH_SLOPE, TO_INTEGER,
 };
 
 /// See [`reference::exp_of_negative`](crate::reference::exp_of_negative).
@@ -30,6 +30,32 @@ pub fn exp_of_negative(x: f32, #[comptime] conversion: Conversion) -> f32 {
     value = fma(value, r, 1.0f32, conversion);
     let bits = u32::reinterpret(value) + (u32::reinterpret(shifted) << 23u32);
     select(x < EXP_CUTOFF, 0.0f32, f32::reinterpret(bits))
+}
+
+/// See [`reference::ln`](crate::reference::ln).
+#[allow(
+    clippy::needless_range_loop,
+    clippy::eq_op,
+    reason = "cube code has no iterators and no is_nan that every runtime has"
+)]
+#[cube]
+pub fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
+    let bits = u32::reinterpret(x);
+    let mantissa = f32::reinterpret((bits & 0x007F_FFFFu32) | 0x3F00_0000u32);
+    let small = mantissa < SQRT_HALF;
+    let exponent = i32::cast_from(bits >> 23u32) - 126i32 - i32::cast_from(small);
+    let exponent = f32::cast_from(exponent);
+    let r = select(small, mantissa + mantissa, mantissa) - 1.0f32;
+    let square = r * r;
+    let mut y = f32::new(comptime!(LN_POLYNOMIAL[0]));
+    #[unroll]
+    for i in 1..9usize {
+        y = fma(y, r, comptime!(LN_POLYNOMIAL[i]), conversion);
+    }
+    let low = fma(exponent, LN_2_LOW, (y * r) * square, conversion);
+    let low = fma(square, comptime!(-0.5f32), low, conversion);
+    let value = fma(exponent, LN_2_HIGH, r + low, conversion);
+    select(x != x, x, value)
 }
 
 /// A sigmoid, and 1 less it.

@@ -14,6 +14,7 @@ pub mod exact;
 pub mod hadamard;
 pub mod mx;
 pub mod philox;
+pub mod plane;
 pub mod ptx;
 pub mod row_blocks;
 pub mod scale;

@@ -7,8 +7,6 @@
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;
-#[allow(missing_docs)]
-mod sort;
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -22,6 +20,7 @@ use crate::{
     moe::groups::to_u32,
     quantize::amax::zeros,
     reference::EMBEDDING_RUN,
+    sort,
     tensor::{FloatKind, Matrix},
 };
 use kernel::{
@@ -31,12 +30,10 @@ use kernel::{
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
-    pub use super::{
-        kernel::{
-            LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
-        },
-        sort::{TokensLaunch, count_digits_kernel, place_kernel, scan_kernel},
+    pub use super::kernel::{
+        LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
     };
+    pub use crate::sort::{TokensLaunch, count_digits_kernel, place_kernel, scan_kernel};
 }
 
 /// Row `ids[i]` (`u32`) of `table` (`[vocab, cols]`) for each of `tokens` `i`, rounded to `dtype`:

@@ -4,13 +4,14 @@ use cubecl::prelude::*;
 
 use crate::{
     cube::{
-        activation::exp_of_negative,
+        activation::{exp_of_negative, ln},
         codec::Conversion,
         exact::{fma, reciprocal},
+        plane::{plane_largest, plane_tree},
         ptx,
         row_blocks::{ROW_BLOCK, RowPlan, block_sum, block_values, block_vector, vector_index},
     },
-    reference::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOG2_E, LOSS_LANES, SQRT_HALF},
+    reference::{LOG2_E, LOSS_LANES},
 };
 
 /// Blocks that a unit loads before it looks at the first.
@@ -68,32 +69,6 @@ fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
     } else {
         exp_of_negative(x, conversion)
     }
-}
-
-/// See [`reference::ln`](crate::reference::ln).
-#[allow(
-    clippy::needless_range_loop,
-    clippy::eq_op,
-    reason = "cube code has no iterators and no is_nan that every runtime has"
-)]
-#[cube]
-fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
-    let bits = u32::reinterpret(x);
-    let mantissa = f32::reinterpret((bits & 0x007F_FFFFu32) | 0x3F00_0000u32);
-    let small = mantissa < SQRT_HALF;
-    let exponent = i32::cast_from(bits >> 23u32) - 126i32 - i32::cast_from(small);
-    let exponent = f32::cast_from(exponent);
-    let r = select(small, mantissa + mantissa, mantissa) - 1.0f32;
-    let square = r * r;
-    let mut y = f32::new(comptime!(LN_POLYNOMIAL[0]));
-    #[unroll]
-    for i in 1..9usize {
-        y = fma(y, r, comptime!(LN_POLYNOMIAL[i]), conversion);
-    }
-    let low = fma(exponent, LN_2_LOW, (y * r) * square, conversion);
-    let low = fma(square, comptime!(-0.5f32), low, conversion);
-    let value = fma(exponent, LN_2_HIGH, r + low, conversion);
-    select(x != x, x, value)
 }
 
 /// A running maximum, the sum of exponentials below it, and the sum of the values.
@@ -173,41 +148,6 @@ fn fold_group<F: Numeric, N: Size>(
             }
         }
     }
-}
-
-/// `value` of the unit of this plane whose number differs by the bits of `mask`.
-#[cube]
-fn exchange(value: f32, #[comptime] mask: u32, #[comptime] conversion: Conversion) -> f32 {
-    if comptime!(conversion.has_ptx()) {
-        ptx::shfl_sync_bfly(value, mask)
-    } else {
-        plane_shuffle_xor(value, mask)
-    }
-}
-
-/// The largest value of a plane.
-#[cube]
-fn plane_largest(value: f32, #[comptime] conversion: Conversion) -> f32 {
-    let mut largest = value;
-    #[unroll]
-    for stage in 0..5u32 {
-        largest = max(
-            largest,
-            exchange(largest, comptime!(1u32 << stage), conversion),
-        );
-    }
-    largest
-}
-
-/// The sum of a plane's values, in a tree of neighbours.
-#[cube]
-fn plane_tree(value: f32, #[comptime] conversion: Conversion) -> f32 {
-    let mut sum = value;
-    #[unroll]
-    for stage in 0..5u32 {
-        sum += exchange(sum, comptime!(1u32 << stage), conversion);
-    }
-    sum
 }
 
 /// The row of lanes that are units: the same for all of them.

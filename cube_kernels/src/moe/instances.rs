@@ -3,9 +3,11 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    GroupRowsLaunch, UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
-    broadcast_group_values_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel,
-    move_groups_kernel, rescale_kernel, segment_sum_kernel, zero_padding_rows_kernel,
+    GroupRowsLaunch, RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan,
+    RouterSumsLaunch, SortedKeysLaunch, UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
+    broadcast_group_values_kernel, choice_places_kernel, moe_unpermute_backward_kernel,
+    moe_unpermute_kernel, move_groups_kernel, rescale_kernel, route_backward_kernel, route_kernel,
+    route_sums_kernel, segment_sum_kernel, zero_padding_rows_kernel,
 };
 use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},
@@ -20,7 +22,7 @@ const BLOCKS: usize = ROWS * COLS / 16;
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
-    let mut all = Vec::new();
+    let mut all = router(device);
     all.push(instance!(
         device,
         rescale_kernel,
@@ -145,6 +147,69 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ));
             }
         }
+    }
+    all
+}
+
+/// The kernels of the router, with few experts and with the most.
+fn router(device: &DummyDevice) -> Vec<Instance> {
+    let b = |len| device.buffer(len);
+    let args = || RouterArgsLaunch::new(ROWS, 16, 2, 1.0, 1.0, 1.0);
+    let sums = || RouterSumsLaunch::new(b(BLOCKS), b(BLOCKS));
+    let sorted = SortedKeysLaunch::new(b(ROWS), b(ROWS));
+    let mut all = vec![instance!(
+        device,
+        choice_places_kernel,
+        "",
+        Expected::NONE,
+        sorted,
+        b(ROWS),
+        b(17),
+        b(16),
+        ROWS,
+        16
+    )];
+    for (per_lane, normalizes) in [(1, true), (1, false), (16, true)] {
+        let plan = RouterPlan {
+            per_lane,
+            planes: true,
+            normalizes,
+            conversion: device.conversion,
+        };
+        let tag = format!("{per_lane}-{normalizes}");
+        all.push(instance!(
+            device,
+            route_kernel,
+            &tag,
+            Expected::NONE,
+            b(BLOCKS),
+            RouterOutLaunch::new(b(ROWS), b(ROWS)),
+            sums(),
+            args(),
+            plan
+        ));
+        all.push(instance!(
+            device,
+            route_sums_kernel,
+            &tag,
+            Expected::NONE,
+            sums(),
+            b(16),
+            b(ROWS),
+            args(),
+            plan
+        ));
+        all.push(instance!(
+            device,
+            route_backward_kernel,
+            &tag,
+            Expected::NONE,
+            b(BLOCKS),
+            RoutedArgsLaunch::new(b(ROWS), b(ROWS), b(ROWS), b(16)),
+            b(BLOCKS),
+            args(),
+            plan
+        ));
     }
     all
 }

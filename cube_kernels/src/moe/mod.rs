@@ -13,11 +13,14 @@ mod padding;
 #[allow(missing_docs)]
 mod permute;
 #[allow(missing_docs)]
+pub(crate) mod router;
+#[allow(missing_docs)]
 pub(crate) mod segments;
 
 pub use groups::GroupOffsets;
 pub use padding::{pad_groups, unpad_groups};
 pub use permute::{moe_unpermute, moe_unpermute_backward};
+pub use router::{DeviceRouted, DeviceSortedChoices, route, route_backward, sort_choices};
 pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 
 /// The kernels themselves, for tests that compile them without launching.
@@ -29,6 +32,11 @@ pub mod kernels {
         permute::{
             UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
             moe_unpermute_backward_kernel, moe_unpermute_kernel,
+        },
+        router::kernel::{
+            RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan, RouterSumsLaunch,
+            SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel,
+            route_sums_kernel,
         },
         segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
     };

@@ -31,6 +31,7 @@ mod panels;
 mod quantize;
 mod random_bits;
 mod rounding;
+mod router;
 mod scaling;
 mod simd;
 
@@ -84,4 +85,9 @@ pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};
+#[cfg(feature = "cube")]
+pub(crate) use router::{ROUTER_CHUNK, ROUTER_PLANES, ROUTER_SEGMENTS};
+pub use router::{
+    Routed, Router, RouterGradients, SortedChoices, route, route_backward, sort_choices,
+};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};

@@ -769,7 +769,10 @@ fn arguments_are_named() {
     // A stack of two matrices has as many rows as two contractions.
     let (_, x, columns) = both_ways(&client, 8, 32, 3);
     let error = run(&Operand::from(&x), &Operand::mn_major(&columns), &two);
-    assert!(error.contains("`b`") && error.contains("for each group"), "{error}");
+    assert!(
+        error.contains("`b`") && error.contains("for each group"),
+        "{error}"
+    );
     let rows = Operand {
         elements: Elements::Packed(&a),
         scale: Scale::PerRow(&a.scales, 2688.0),

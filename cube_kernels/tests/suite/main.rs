@@ -59,6 +59,8 @@ mod quantize;
 #[cfg(feature = "cube")]
 mod repeated;
 #[cfg(feature = "cube")]
+mod router;
+#[cfg(feature = "cube")]
 mod shapes;
 #[cfg(feature = "cube")]
 mod units;

@@ -2,10 +2,10 @@
 
 use anyhow::Result;
 use burn::module::{Module, Param};
-use burn::tensor::activation::softmax;
 use burn::tensor::{FloatDType, Tensor};
+use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
 use burn_nvfp4::functions::try_swiglu;
-use burn_nvfp4::nn::{Routing, most_probable};
+use burn_nvfp4::nn::Routing;
 
 use super::call::Call;
 use super::names::Site;
@@ -74,11 +74,19 @@ impl Moe {
         let [_, experts] = self.router.dims();
         let router = cast(self.router.val(), FloatDType::F32);
         let logits = cast(x.clone(), FloatDType::F32).matmul(router);
-        let probabilities = softmax(logits, 1);
-        let chosen = most_probable(probabilities.clone(), self.top_k);
-        let mut weights = probabilities.gather(1, chosen.clone());
-        if self.normalize {
-            weights = weights.clone() / weights.sum_dim(1);
+        let router = Router {
+            experts,
+            top_k: self.top_k,
+            normalize: self.normalize,
+        };
+        let MoeRoute {
+            chosen,
+            mut weights,
+            ..
+        } = try_moe_route(logits, router)?;
+        if self.normalize && self.top_k == 1 {
+            // transformers divides here too, which leaves 1.
+            weights = weights.clone() / weights;
         }
         let routing = Routing::try_new(chosen, experts)?;
         let (x, experts) = (routing.dispatch(x), routing.experts());

@@ -1,4 +1,5 @@
-//! Tokens sorted by id, those of one id in their order: a radix sort of 8 bits at a time.
+//! Tokens sorted by id, those of one id in their order: a radix sort of 8 bits at a time. Ids are
+//! rows of an embedding, or experts.
 //!
 //! A tile of 1024 tokens is one cube's. Each of 256 digits is counted, and later placed, by one
 //! unit that goes through the tile in order, so that no two units ever compete for a place.
@@ -12,14 +13,14 @@ use crate::{
 };
 
 /// Tokens of a tile.
-pub(super) const TILE: usize = 1024;
+const TILE: usize = 1024;
 /// Values of a digit.
 const DIGITS: usize = 256;
 /// Bits of a digit.
 const BITS: u32 = 8;
 
 /// Tokens in the order of their ids.
-pub(super) struct Sorted {
+pub(crate) struct Sorted {
     /// Their ids; those that are no row are `vocab`.
     pub keys: Handle,
     /// Their numbers.
@@ -27,7 +28,7 @@ pub(super) struct Sorted {
 }
 
 /// Sorts `tokens` ids, `u32`.
-pub(super) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -> Sorted {
+pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -> Sorted {
     let tiles = tokens.div_ceil(TILE);
     let counts = allocate(client, tiles * DIGITS * 4);
     let words = || allocate(client, tokens * 4);

@@ -1,0 +1,206 @@
+//! The router of a mixture of experts, and the order of tokens by expert: an extension trait of its
+//! own.
+//!
+//! Arguments are trusted here; [`experts`](crate::experts) checks them before anything is queued.
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod cube;
+#[cfg(feature = "flex")]
+mod flex;
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Autodiff, AutodiffBackend, Backend, ExtensionType,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind},
+    },
+    backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
+use nvfp4_kernels::reference::Router;
+
+use super::gradients::register;
+
+/// What a router gives.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct RoutedTensors<B: Backend> {
+    /// The weights of the choices, one token after another, the balance loss, and the mean of the
+    /// squared log-sums: `f32[tokens * top_k + 2]`.
+    pub weights: FloatTensor<B>,
+    /// The experts of each token, `i32[tokens, top_k]`.
+    pub chosen: IntTensor<B>,
+    /// Choices of each expert, `i32[experts]`.
+    pub counts: IntTensor<B>,
+}
+
+/// Choices in the order of their experts.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct SortedTensors<B: Backend> {
+    /// The choice at each place, `i32[slots]`.
+    pub choices: IntTensor<B>,
+    /// The place of each choice, `i32[slots]`.
+    pub places: IntTensor<B>,
+    /// Where each expert's choices begin, `u32[experts + 1]`.
+    pub offsets: IntTensor<B>,
+    /// Choices of each expert, `i32[experts]`.
+    pub counts: IntTensor<B>,
+}
+
+/// The router on the primitives of a backend. The bits are those of
+/// [`reference::route`](nvfp4_kernels::reference::route) on every device.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait RoutingOps: Backend {
+    /// Experts, weights and losses of `logits` (`f32[tokens, experts]`), differentiable in them.
+    #[fusion(meta = meta::route)]
+    fn nvfp4_route(logits: FloatTensor<Self>, router: Router) -> RoutedTensors<Self>;
+
+    /// The gradient by `logits`, given `grads`, that by [`RoutedTensors::weights`]. Under `Autodiff`
+    /// it is a constant.
+    #[fusion(meta = meta::route_backward)]
+    fn nvfp4_route_backward(
+        logits: FloatTensor<Self>,
+        #[extension_type] routed: RoutedTensors<Self>,
+        grads: FloatTensor<Self>,
+        router: Router,
+    ) -> FloatTensor<Self>;
+
+    /// The order of `chosen` (`i32`, any shape, numbers of experts) by expert. A number that is no
+    /// expert is behind all of them, and not counted.
+    #[fusion(meta = meta::sort_choices)]
+    fn nvfp4_sort_choices(chosen: IntTensor<Self>, experts: usize) -> SortedTensors<Self>;
+}
+
+#[cfg(feature = "cubecl-backend")]
+mod meta {
+    use burn_core::backend::fusion::custom::TensorSpec;
+    use burn_core::tensor::{DType, Shape};
+
+    use super::*;
+
+    fn tensor<const D: usize>(shape: [usize; D], dtype: DType) -> TensorSpec {
+        TensorSpec::new(Shape::new(shape), dtype)
+    }
+
+    pub(super) fn route(logits: &TensorSpec, router: &Router) -> RoutedTensorsMetadata {
+        let tokens = logits.shape[0];
+        RoutedTensorsMetadata {
+            weights: tensor([tokens * router.top_k + 2], DType::F32),
+            chosen: tensor([tokens, router.top_k], DType::I32),
+            counts: tensor([router.experts], DType::I32),
+        }
+    }
+
+    pub(super) fn route_backward(
+        logits: &TensorSpec,
+        _routed: &RoutedTensorsMetadata,
+        _grads: &TensorSpec,
+        _router: &Router,
+    ) -> TensorSpec {
+        logits.clone()
+    }
+
+    pub(super) fn sort_choices(chosen: &TensorSpec, experts: &usize) -> SortedTensorsMetadata {
+        let slots = chosen.shape.num_elements();
+        SortedTensorsMetadata {
+            choices: tensor([slots], DType::I32),
+            places: tensor([slots], DType::I32),
+            offsets: tensor([experts + 1], DType::U32),
+            counts: tensor([*experts], DType::I32),
+        }
+    }
+}
+
+/// What the backward of a router needs.
+#[derive(Clone, Debug)]
+struct SavedRoute<B: Backend> {
+    logits: FloatTensor<B>,
+    routed: RoutedTensors<B>,
+    router: Router,
+}
+
+/// A router: parents `[logits]`.
+#[derive(Debug)]
+struct Route;
+
+impl<B: RoutingOps> Backward<B, 1> for Route {
+    type State = SavedRoute<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let SavedRoute {
+            logits,
+            routed,
+            router,
+        } = ops.state;
+        let grad = grads.consume::<B>(&ops.node);
+        let found = B::nvfp4_route_backward(logits, routed, grad, router);
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 1>(nodes, [Some(found)], grads);
+    }
+}
+
+impl<B: RoutingOps, C: CheckpointStrategy> RoutingOps for Autodiff<B, C> {
+    fn nvfp4_route(logits: FloatTensor<Self>, router: Router) -> RoutedTensors<Self> {
+        let (logits, node) = logits.into_parts();
+        let step = Route.prepare::<C>([node]);
+        let routed = B::nvfp4_route(logits.clone(), router);
+        let (chosen, counts) = (routed.chosen.clone(), routed.counts.clone());
+        let weights = routed.weights.clone();
+        let weights = match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let saved = SavedRoute {
+                    logits,
+                    routed,
+                    router,
+                };
+                prep.finish(saved, weights)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(weights),
+        };
+        RoutedTensors {
+            weights,
+            chosen,
+            counts,
+        }
+    }
+
+    fn nvfp4_route_backward(
+        logits: FloatTensor<Self>,
+        routed: RoutedTensors<Self>,
+        grads: FloatTensor<Self>,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let routed = RoutedTensors {
+            weights: routed.weights.into_primitive(),
+            chosen: routed.chosen,
+            counts: routed.counts,
+        };
+        let (logits, grads) = (logits.into_primitive(), grads.into_primitive());
+        let found = B::nvfp4_route_backward(logits, routed, grads, router);
+        <Self as AutodiffBackend>::from_inner(found)
+    }
+
+    fn nvfp4_sort_choices(chosen: IntTensor<Self>, experts: usize) -> SortedTensors<Self> {
+        let sorted = B::nvfp4_sort_choices(chosen, experts);
+        SortedTensors {
+            choices: sorted.choices,
+            places: sorted.places,
+            offsets: sorted.offsets,
+            counts: sorted.counts,
+        }
+    }
+}

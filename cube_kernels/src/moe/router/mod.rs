@@ -1,0 +1,224 @@
+//! The router: from logits to experts, weights and losses in two launches, and back in one; and the
+//! order of tokens by expert. Nothing waits for the device.
+
+pub(crate) mod kernel;
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::groups::to_u32;
+use crate::{
+    Nvfp4Error,
+    capabilities::{conversion_of, is_cpu},
+    launch::{buffer, cubes, grid, units},
+    memory::{allocate, check_memory},
+    reference::{ROUTER_CHUNK, Router},
+    sort::sort,
+};
+use kernel::{
+    RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan, RouterSumsLaunch,
+    SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel, route_sums_kernel,
+};
+
+/// What [`route`] gives, in device memory.
+#[derive(Debug, Clone)]
+pub struct DeviceRouted {
+    /// The weights of the choices, `f32[tokens, top_k]`; behind them the balance loss and the mean
+    /// of the squared log-sums.
+    pub weights: Handle,
+    /// The experts of each token, `u32[tokens, top_k]`.
+    pub chosen: Handle,
+    /// Choices of each expert, `u32[experts]`.
+    pub counts: Handle,
+}
+
+/// Choices in the order of their experts, in device memory; see
+/// [`reference::SortedChoices`](crate::reference::SortedChoices).
+#[derive(Debug, Clone)]
+pub struct DeviceSortedChoices {
+    /// The choice at each place, `u32[slots]`.
+    pub choices: Handle,
+    /// The place of each choice, `u32[slots]`.
+    pub places: Handle,
+    /// Where each expert's choices begin, `u32[experts + 1]`.
+    pub offsets: Handle,
+    /// Choices of each expert, `u32[experts]`.
+    pub counts: Handle,
+}
+
+fn plan_of(client: &Client, router: Router) -> RouterPlan {
+    RouterPlan {
+        per_lane: router.experts.div_ceil(32),
+        planes: !is_cpu(client),
+        normalizes: router.normalizes(),
+        conversion: conversion_of(client),
+    }
+}
+
+fn args(tokens: usize, router: Router) -> RouterArgsLaunch {
+    let factors = router.factors(tokens);
+    RouterArgsLaunch::new(
+        tokens,
+        router.experts,
+        router.top_k,
+        factors.balance,
+        factors.mean,
+        factors.z,
+    )
+}
+
+fn check(logits: &Handle, tokens: usize, router: Router) -> Result<(), Nvfp4Error> {
+    router.check()?;
+    if tokens == 0 {
+        return Err(Nvfp4Error::value("tokens", "0", "at least 1"));
+    }
+    to_u32("logits", tokens * router.experts)?;
+    check_memory("logits", logits, tokens * router.experts * 4)
+}
+
+/// Experts, weights and losses of the logits `f32[tokens, experts]`; see
+/// [`reference::route`](crate::reference::route), whose bits these are.
+///
+/// # Errors
+/// When there is no token, a number of `router` is not in its range, a buffer is smaller than its
+/// shape, or a size does not fit 32 bits.
+pub fn route(
+    client: &Client,
+    logits: &Handle,
+    tokens: usize,
+    router: Router,
+) -> Result<DeviceRouted, Nvfp4Error> {
+    check(logits, tokens, router)?;
+    let Router { experts, top_k, .. } = router;
+    let (slots, chunks) = (tokens * top_k, tokens.div_ceil(ROUTER_CHUNK));
+    let words = |len: usize| allocate(client, len * 4);
+    let routed = DeviceRouted {
+        weights: words(slots + 2),
+        chosen: words(slots),
+        counts: words(experts),
+    };
+    let (values, counts) = (words(chunks * (experts + 1)), words(chunks * experts));
+    let plan = plan_of(client, router);
+    let dim = CubeDim::new_1d(units(client) as u32);
+    // SAFETY: the kernels stay below the tokens, experts and chunks that the buffers were made for;
+    // chosen experts are below `experts`, since each token has at least `top_k`.
+    unsafe {
+        let sums = || {
+            RouterSumsLaunch::new(
+                buffer(&values, chunks * (experts + 1)),
+                buffer(&counts, chunks * experts),
+            )
+        };
+        route_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(chunks as u32, 1, 1),
+            dim,
+            buffer(logits, tokens * experts),
+            RouterOutLaunch::new(
+                buffer(&routed.weights, slots + 2),
+                buffer(&routed.chosen, slots),
+            ),
+            sums(),
+            args(tokens, router),
+            plan,
+        );
+        route_sums_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            dim,
+            sums(),
+            buffer(&routed.counts, experts),
+            buffer(&routed.weights, slots + 2),
+            args(tokens, router),
+            plan,
+        );
+    }
+    Ok(routed)
+}
+
+/// The gradient by the logits of [`route`], `f32[tokens, experts]`, given `grads`,
+/// `f32[tokens * top_k + 2]`, those by [`DeviceRouted::weights`]; see
+/// [`reference::route_backward`](crate::reference::route_backward), whose bits these are.
+///
+/// # Errors
+/// As [`route`].
+pub fn route_backward(
+    client: &Client,
+    logits: &Handle,
+    routed: &DeviceRouted,
+    grads: &Handle,
+    (tokens, router): (usize, Router),
+) -> Result<Handle, Nvfp4Error> {
+    check(logits, tokens, router)?;
+    let Router { experts, top_k, .. } = router;
+    let slots = tokens * top_k;
+    check_memory("routed", &routed.weights, (slots + 2) * 4)?;
+    check_memory("routed", &routed.chosen, slots * 4)?;
+    check_memory("routed", &routed.counts, experts * 4)?;
+    check_memory("grads", grads, (slots + 2) * 4)?;
+    let out = allocate(client, tokens * experts * 4);
+    let (count, dim) = cubes(client, tokens.div_ceil(units(client).div_ceil(32)));
+    // SAFETY: the buffers were checked; the kernel stays below the tokens and experts.
+    unsafe {
+        route_backward_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            buffer(logits, tokens * experts),
+            RoutedArgsLaunch::new(
+                buffer(&routed.weights, slots + 2),
+                buffer(grads, slots + 2),
+                buffer(&routed.chosen, slots),
+                buffer(&routed.counts, experts),
+            ),
+            buffer(&out, tokens * experts),
+            args(tokens, router),
+            plan_of(client, router),
+        );
+    }
+    Ok(out)
+}
+
+/// Sorts `slots` choices (`u32`, numbers of experts) by expert; see
+/// [`reference::sort_choices`](crate::reference::sort_choices), whose result this is.
+///
+/// # Errors
+/// When there is no choice or no expert, a buffer is smaller than its shape, or a size does not fit
+/// 32 bits.
+pub fn sort_choices(
+    client: &Client,
+    chosen: &Handle,
+    slots: usize,
+    experts: usize,
+) -> Result<DeviceSortedChoices, Nvfp4Error> {
+    for (argument, found) in [("slots", slots), ("experts", experts)] {
+        if found == 0 {
+            return Err(Nvfp4Error::value(argument, "0", "at least 1"));
+        }
+        to_u32(argument, found)?;
+    }
+    check_memory("chosen", chosen, slots * 4)?;
+    let sorted = sort(client, chosen, slots, experts);
+    let words = |len: usize| allocate(client, len * 4);
+    let made = DeviceSortedChoices {
+        choices: sorted.order,
+        places: words(slots),
+        offsets: words(experts + 1),
+        counts: words(experts),
+    };
+    let (count, dim) = grid(client, slots.max(experts + 1));
+    // SAFETY: the kernel stays below the choices and experts that the buffers were made for.
+    unsafe {
+        choice_places_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            SortedKeysLaunch::new(buffer(&sorted.keys, slots), buffer(&made.choices, slots)),
+            buffer(&made.places, slots),
+            buffer(&made.offsets, experts + 1),
+            buffer(&made.counts, experts),
+            slots,
+            experts,
+        );
+    }
+    Ok(made)
+}

@@ -1,0 +1,427 @@
+//! The router of a mixture of experts: softmax, choice of experts, weights and the losses that keep
+//! it balanced; and the order of tokens by expert.
+//!
+//! Every sum has an order that does not depend on who computes it. Expert `e` belongs to lane
+//! `e % 32`; a lane goes through its experts in ascending order, and lanes are added in a tree:
+//! neighbours first, then neighbouring pairs, and so on. Sums over tokens are those of chunks of
+//! `ROUTER_CHUNK` tokens, in each of which token `t` belongs to part `t % ROUTER_PLANES`; chunk `c`
+//! belongs to segment `c % ROUTER_SEGMENTS`.
+
+use super::{exp_of_negative, ln};
+
+/// Lanes of a row.
+const LANES: usize = 32;
+/// Tokens of a chunk.
+pub(crate) const ROUTER_CHUNK: usize = 32;
+/// Parts of a chunk.
+pub(crate) const ROUTER_PLANES: usize = 8;
+/// Segments of the chunks.
+pub(crate) const ROUTER_SEGMENTS: usize = 16;
+
+/// How tokens choose experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Router {
+    /// Experts, 1 to 512.
+    pub experts: usize,
+    /// Experts of a token, 1 to `experts`.
+    pub top_k: usize,
+    /// Divide the weights of a token by their sum. It has no effect for a `top_k` of 1.
+    pub normalize: bool,
+}
+
+impl Router {
+    /// An error unless its numbers are in their ranges.
+    ///
+    /// # Errors
+    /// When there is no expert or more than 512, or `top_k` is not 1 to `experts`.
+    pub fn check(&self) -> Result<(), crate::Nvfp4Error> {
+        let Self { experts, top_k, .. } = *self;
+        if !(1..=512).contains(&experts) {
+            return Err(crate::Nvfp4Error::value(
+                "experts",
+                experts.to_string(),
+                "1 to 512",
+            ));
+        }
+        if !(1..=experts).contains(&top_k) {
+            return Err(crate::Nvfp4Error::value(
+                "top_k",
+                top_k.to_string(),
+                format!("1 to {experts}, the number of experts"),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether weights are divided by their sum.
+    pub fn normalizes(&self) -> bool {
+        self.normalize && self.top_k > 1
+    }
+
+    /// The factors of the losses and of their gradients for `tokens` tokens.
+    pub(crate) fn factors(&self, tokens: usize) -> RouterFactors {
+        let (experts, tokens) = (self.experts as f64, tokens as f64);
+        RouterFactors {
+            balance: (experts / (tokens * tokens * self.top_k as f64)) as f32,
+            mean: (1.0 / tokens) as f32,
+            z: (2.0 / tokens) as f32,
+        }
+    }
+}
+
+/// Factors of sums over tokens, each rounded once.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RouterFactors {
+    /// `experts / (tokens² · top_k)`: of count times sum of probabilities.
+    pub balance: f32,
+    /// `1 / tokens`.
+    pub mean: f32,
+    /// `2 / tokens`.
+    pub z: f32,
+}
+
+/// What a router gives for each token, and of all of them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Routed {
+    /// The experts of each token, `[tokens, top_k]`: those of the largest logits, the largest
+    /// first; of equal ones the first. (0 is above -0, and NaN with a clear sign above all.)
+    pub chosen: Vec<u32>,
+    /// Their weights, `[tokens, top_k]`.
+    pub weights: Vec<f32>,
+    /// Choices of each expert, `[experts]`.
+    pub counts: Vec<u32>,
+    /// `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each expert and `P`
+    /// the mean probabilities: 1 where experts are chosen alike.
+    pub balance: f32,
+    /// The mean over tokens of `(log Σₑ exp(logitₑ))²`.
+    pub z: f32,
+}
+
+/// The gradients of what a router gives.
+#[derive(Debug, Clone, Copy)]
+pub struct RouterGradients<'a> {
+    /// By the weights, `[tokens, top_k]`.
+    pub weights: &'a [f32],
+    /// By [`Routed::balance`].
+    pub balance: f32,
+    /// By [`Routed::z`].
+    pub z: f32,
+}
+
+/// The softmax of a row: exponentials, their sum's reciprocal, and `log Σ exp`.
+struct Softmax {
+    exponentials: Vec<f32>,
+    scale: f32,
+    log_sum: f32,
+}
+
+impl Softmax {
+    fn of(logits: &[f32]) -> Self {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let exponentials: Vec<f32> = logits.iter().map(|x| exp_of_negative(x - max)).collect();
+        let sum = lane_sum(logits.len(), |expert, sum| sum + exponentials[expert]);
+        Self {
+            exponentials,
+            scale: 1.0 / sum,
+            log_sum: max + ln(sum),
+        }
+    }
+}
+
+/// A sum over experts in the order of lanes; `add` adds a term to a partial sum.
+fn lane_sum(experts: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
+    let mut lanes = [0f32; LANES];
+    for (lane, sum) in lanes.iter_mut().enumerate() {
+        *sum = (lane..experts)
+            .step_by(LANES)
+            .fold(0.0, |sum, e| add(e, sum));
+    }
+    let mut distance = 1;
+    while distance < LANES {
+        for lane in (0..LANES).step_by(2 * distance) {
+            lanes[lane] += lanes[lane + distance];
+        }
+        distance *= 2;
+    }
+    lanes[0]
+}
+
+/// A key that orders numbers by size, whatever their signs; none is 0.
+fn key(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let key = match bits >> 31 {
+        0 => bits | 0x8000_0000,
+        _ => !bits,
+    };
+    key.max(1)
+}
+
+/// The experts of `top_k` of the largest logits.
+fn choose(logits: &[f32], top_k: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    // Stable: the first of equal ones stays the first.
+    order.sort_by_key(|&expert| std::cmp::Reverse(key(logits[expert])));
+    order.truncate(top_k);
+    order
+}
+
+/// Sums over tokens of `columns` terms each, in the order of chunks and segments. `add` adds the
+/// terms of a token to partial sums.
+fn token_sums(tokens: usize, columns: usize, add: impl Fn(usize, &mut [f32])) -> Vec<f32> {
+    let plus = |sums: &mut Vec<f32>, other: &[f32]| {
+        sums.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
+    };
+    let chunk = |chunk: usize| {
+        let mut sums = vec![0f32; columns];
+        for part in 0..ROUTER_PLANES {
+            let mut own = vec![0f32; columns];
+            let from = chunk * ROUTER_CHUNK + part;
+            for token in (from..(chunk + 1) * ROUTER_CHUNK).step_by(ROUTER_PLANES) {
+                if token < tokens {
+                    add(token, &mut own);
+                }
+            }
+            plus(&mut sums, &own);
+        }
+        sums
+    };
+    let mut all = vec![0f32; columns];
+    for segment in 0..ROUTER_SEGMENTS {
+        let mut own = vec![0f32; columns];
+        for number in (segment..tokens.div_ceil(ROUTER_CHUNK)).step_by(ROUTER_SEGMENTS) {
+            plus(&mut own, &chunk(number));
+        }
+        plus(&mut all, &own);
+    }
+    all
+}
+
+/// Choices, weights and losses of the logits `[tokens, experts]`.
+pub fn route(logits: &[f32], router: Router) -> Routed {
+    let Router { experts, top_k, .. } = router;
+    let rows: Vec<&[f32]> = logits.chunks_exact(experts).collect();
+    let softmax: Vec<Softmax> = rows.iter().map(|row| Softmax::of(row)).collect();
+    let mut chosen = Vec::with_capacity(rows.len() * top_k);
+    let mut weights = Vec::with_capacity(rows.len() * top_k);
+    let mut counts = vec![0u32; experts];
+    for (row, softmax) in rows.iter().zip(&softmax) {
+        let own = choose(row, top_k);
+        let exponentials = own.iter().map(|&expert| softmax.exponentials[expert]);
+        let scale = match router.normalizes() {
+            true => 1.0 / exponentials.clone().fold(0.0, |sum, x| sum + x),
+            false => softmax.scale,
+        };
+        weights.extend(exponentials.map(|x| x * scale));
+        own.iter().for_each(|&expert| counts[expert] += 1);
+        chosen.extend(own.iter().map(|&expert| expert as u32));
+    }
+    let sums = token_sums(rows.len(), experts + 1, |token, sums| {
+        let own = &softmax[token];
+        for (sum, x) in sums.iter_mut().zip(&own.exponentials) {
+            *sum = x.mul_add(own.scale, *sum);
+        }
+        sums[experts] = own.log_sum.mul_add(own.log_sum, sums[experts]);
+    });
+    let factors = router.factors(rows.len());
+    let balance = (counts.iter().zip(&sums)).fold(0f32, |sum, (&count, &probability)| {
+        (count as f32).mul_add(probability, sum)
+    });
+    Routed {
+        chosen,
+        weights,
+        counts,
+        balance: balance * factors.balance,
+        z: sums[experts] * factors.mean,
+    }
+}
+
+/// The gradient by the logits of [`route`], `[tokens, experts]`. No gradient passes through the
+/// choice, or through the counts.
+pub fn route_backward(
+    logits: &[f32],
+    routed: &Routed,
+    grads: RouterGradients<'_>,
+    router: Router,
+) -> Vec<f32> {
+    let Router { experts, top_k, .. } = router;
+    let factors = router.factors(logits.len() / experts);
+    let mut out = Vec::with_capacity(logits.len());
+    for (token, row) in logits.chunks_exact(experts).enumerate() {
+        let own = Softmax::of(row);
+        let probability = |expert: usize| own.exponentials[expert] * own.scale;
+        let slots = token * top_k..(token + 1) * top_k;
+        let (weights, by_weights) = (
+            &routed.weights[slots.clone()],
+            &grads.weights[slots.clone()],
+        );
+        // The sum of the weights' gradients, each times its weight.
+        let inner = (weights.iter().zip(by_weights)).fold(0f32, |sum, (w, dw)| w.mul_add(*dw, sum));
+        // The gradient by a probability of the balance loss.
+        let balance = grads.balance * factors.balance;
+        let by_probability = |expert: usize| balance * routed.counts[expert] as f32;
+        let mean = lane_sum(experts, |expert, sum| {
+            probability(expert).mul_add(by_probability(expert), sum)
+        });
+        let z = grads.z * factors.z * own.log_sum;
+        for expert in 0..experts {
+            let count = routed.counts[expert] as f32;
+            let mut factor = balance.mul_add(count, -mean) + z;
+            if !router.normalizes() {
+                factor -= inner;
+            }
+            let mut gradient = probability(expert) * factor;
+            let slot = (routed.chosen[slots.clone()].iter()).position(|&it| it as usize == expert);
+            if let Some(slot) = slot {
+                let by_weight = match router.normalizes() {
+                    true => by_weights[slot] - inner,
+                    false => by_weights[slot],
+                };
+                gradient = weights[slot].mul_add(by_weight, gradient);
+            }
+            out.push(gradient);
+        }
+    }
+    out
+}
+
+/// Choices in the order of their experts, those of one expert in their own order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SortedChoices {
+    /// The choice at each place.
+    pub choices: Vec<u32>,
+    /// The place of each choice.
+    pub places: Vec<u32>,
+    /// Where each expert's choices begin, and where those of the last end: `experts + 1`.
+    pub offsets: Vec<u32>,
+    /// Choices of each expert.
+    pub counts: Vec<u32>,
+}
+
+/// Sorts `chosen` by expert. A number that is no expert is behind all of them, and not counted.
+pub fn sort_choices(chosen: &[u32], experts: usize) -> SortedChoices {
+    let last = experts as u32;
+    let mut choices: Vec<u32> = (0..chosen.len() as u32).collect();
+    choices.sort_by_key(|&choice| chosen[choice as usize].min(last));
+    let mut places = vec![0; chosen.len()];
+    for (place, &choice) in choices.iter().enumerate() {
+        places[choice as usize] = place as u32;
+    }
+    let before =
+        |expert: u32| choices.partition_point(|&choice| chosen[choice as usize] < expert) as u32;
+    let offsets: Vec<u32> = (0..=last).map(before).collect();
+    SortedChoices {
+        counts: offsets.windows(2).map(|pair| pair[1] - pair[0]).collect(),
+        choices,
+        places,
+        offsets,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn logits(tokens: usize, experts: usize) -> Vec<f32> {
+        let value = |i: usize| ((i * 2_654_435_761) % 10_007) as f32 / 2500.0 - 2.0;
+        (0..tokens * experts).map(value).collect()
+    }
+
+    /// The loss `Σ g · weights + b · balance + z · z`, in f64, of choices that are given.
+    fn loss(x: &[f64], routed: &Routed, grads: RouterGradients<'_>, router: Router) -> f64 {
+        let Router { experts, top_k, .. } = router;
+        let tokens = x.len() / experts;
+        let (mut total, mut z) = (0.0, 0.0);
+        let mut means = vec![0.0; experts];
+        for (token, row) in x.chunks_exact(experts).enumerate() {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            z += sum.ln().powi(2) / tokens as f64;
+            (means.iter_mut().zip(row))
+                .for_each(|(mean, x)| *mean += x.exp() / sum / tokens as f64);
+            let slots = token * top_k..(token + 1) * top_k;
+            let own = |slot: usize| row[routed.chosen[slot] as usize].exp();
+            let scale = match router.normalizes() {
+                true => slots.clone().map(own).sum(),
+                false => sum,
+            };
+            let terms = slots.map(|slot| own(slot) / scale * grads.weights[slot] as f64);
+            total += terms.sum::<f64>();
+        }
+        let shares = routed.counts.iter().map(|&count| count as f64);
+        let balance: f64 = shares.zip(&means).map(|(count, mean)| count * mean).sum();
+        let balance = balance * experts as f64 / (tokens * top_k) as f64;
+        total + grads.balance as f64 * balance + grads.z as f64 * z
+    }
+
+    /// The losses and their gradients are those of the formulas in f64, by differences.
+    #[test]
+    fn gradients_are_the_derivatives() {
+        for (experts, top_k, normalize) in
+            [(7, 2, true), (7, 2, false), (40, 1, true), (5, 5, true)]
+        {
+            let router = Router {
+                experts,
+                top_k,
+                normalize,
+            };
+            let x = logits(9, experts);
+            let routed = route(&x, router);
+            let by_weights: Vec<f32> = (0..9 * top_k).map(|i| (i as f32).sin()).collect();
+            let grads = RouterGradients {
+                weights: &by_weights,
+                balance: 0.7,
+                z: 0.3,
+            };
+            let found = route_backward(&x, &routed, grads, router);
+            let wide: Vec<f64> = x.iter().map(|&x| x as f64).collect();
+            for (i, &found) in found.iter().enumerate() {
+                let at = |step: f64| {
+                    let mut moved = wide.clone();
+                    moved[i] += step;
+                    loss(&moved, &routed, grads, router)
+                };
+                let expected = (at(1e-4) - at(-1e-4)) / 2e-4;
+                let error = (found as f64 - expected).abs();
+                assert!(error < 1e-6, "{router:?} {i}: {found} {expected}");
+            }
+            let only = |balance, z| RouterGradients {
+                weights: &vec![0.0; 9 * top_k],
+                balance,
+                z,
+            };
+            let expected = loss(&wide, &routed, only(1.0, 0.0), router);
+            assert!((routed.balance as f64 - expected).abs() < 1e-6);
+            let expected = loss(&wide, &routed, only(0.0, 1.0), router);
+            assert!((routed.z as f64 - expected).abs() < 1e-5);
+        }
+    }
+
+    #[test]
+    fn largest_logits_are_chosen() {
+        let router = Router {
+            experts: 4,
+            top_k: 2,
+            normalize: true,
+        };
+        let nan = f32::NAN;
+        let x = [
+            [1.0, 3.0, 3.0, 2.0],
+            [-0.0, 0.0, -1.0, f32::NEG_INFINITY],
+            [nan, nan, nan, nan],
+        ];
+        let routed = route(&x.concat(), router);
+        assert_eq!(routed.chosen, [1, 2, 1, 0, 0, 1]);
+        assert_eq!(routed.weights[..2], [0.5, 0.5]);
+        assert_eq!(routed.weights[2..4], [0.5, 0.5]);
+        assert_eq!(routed.counts, [2, 3, 1, 0]);
+        assert!(routed.weights[4].is_nan() && routed.z.is_nan());
+    }
+
+    #[test]
+    fn choices_are_sorted() {
+        let sorted = sort_choices(&[2, 0, 9, 2, 1, 0], 4);
+        assert_eq!(sorted.choices, [1, 5, 4, 0, 3, 2]);
+        assert_eq!(sorted.places, [3, 0, 5, 4, 2, 1]);
+        assert_eq!(sorted.offsets, [0, 2, 3, 5, 5]);
+        assert_eq!(sorted.counts, [2, 1, 2, 0]);
+    }
+}

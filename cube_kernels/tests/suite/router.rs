@@ -1,0 +1,147 @@
+//! The router, its gradient and the order of choices, against the oracle, bit for bit.
+
+use cubecl::prelude::*;
+use nvfp4_kernels::{
+    moe,
+    reference::{self, Router, RouterGradients},
+};
+
+use crate::support::{
+    device::{assert_floats, read_f32s, read_u32, upload_bytes},
+    inputs::{Generator, Kind, values},
+};
+
+/// Tokens, experts and choices.
+fn sizes(client: &Client) -> Vec<(usize, usize, usize)> {
+    let mut sizes = vec![
+        (1, 1, 1),
+        (5, 4, 2),
+        (33, 16, 2),
+        (70, 33, 1),
+        (40, 6, 6),
+        (97, 128, 8),
+    ];
+    if client.name() != "cpu" {
+        sizes.extend([
+            (17, 512, 4),
+            (3, 512, 512),
+            (16384, 16, 2),
+            (20_001, 256, 8),
+        ]);
+    }
+    sizes
+}
+
+fn logits(kind: &str, tokens: usize, experts: usize) -> Vec<f32> {
+    let mut x = values(Kind::Normal, tokens * experts, 5);
+    match kind {
+        // Many equal logits, zeros of both signs among them.
+        "equal" => x.iter_mut().for_each(|x| *x = (*x * 2.0).round()),
+        "wide" => x.iter_mut().for_each(|x| *x *= 40.0),
+        _ => {}
+    }
+    x
+}
+
+fn upload_f32(client: &Client, x: &[f32]) -> cubecl::server::Handle {
+    upload_bytes(client, bytemuck::cast_slice(x))
+}
+
+#[test]
+fn routes_equal_the_oracle() {
+    let client = client!("routes_equal_the_oracle");
+    for (tokens, experts, top_k) in sizes(&client) {
+        for (kind, normalize) in [("normal", true), ("equal", true), ("wide", false)] {
+            let router = Router {
+                experts,
+                top_k,
+                normalize,
+            };
+            let what = format!("{kind}, {tokens} tokens, {router:?}");
+            let (slots, x) = (tokens * top_k, logits(kind, tokens, experts));
+            let on_device = upload_f32(&client, &x);
+            let expected = reference::route(&x, router);
+            let found = moe::route(&client, &on_device, tokens, router).unwrap();
+            let chosen = read_u32(&client, &found.chosen, slots);
+            assert_eq!(chosen, expected.chosen, "{what}");
+            let counts = read_u32(&client, &found.counts, experts);
+            assert_eq!(counts, expected.counts, "{what}");
+            let weights = read_f32s(&client, &found.weights, slots + 2);
+            assert_floats(&weights[..slots], &expected.weights, &what);
+            let losses = [expected.balance, expected.z];
+            assert_floats(&weights[slots..], &losses, &format!("{what}: losses"));
+
+            let mut grads = values(Kind::Normal, slots, 6);
+            grads.extend([0.75, -0.5]);
+            let on_host = RouterGradients {
+                weights: &grads[..slots],
+                balance: 0.75,
+                z: -0.5,
+            };
+            let grads = upload_f32(&client, &grads);
+            let place = (tokens, router);
+            let made = moe::route_backward(&client, &on_device, &found, &grads, place).unwrap();
+            let made = read_f32s(&client, &made, tokens * experts);
+            let expected = reference::route_backward(&x, &expected, on_host, router);
+            assert_floats(&made, &expected, &format!("{what}: gradient"));
+        }
+    }
+}
+
+#[test]
+fn sorted_choices_equal_the_oracle() {
+    let client = client!("sorted_choices_equal_the_oracle");
+    let mut sizes = vec![(1, 1), (7, 3), (1100, 16), (1500, 300)];
+    if client.name() != "cpu" {
+        sizes.extend([(32768, 16), (100_001, 512)]);
+    }
+    for (slots, experts) in sizes {
+        let mut random = Generator::new(slots as u32);
+        let random: Vec<u32> = (0..slots).map(|_| random.next_u32()).collect();
+        let count = experts as u32;
+        let kinds = [
+            random.iter().map(|x| x % count).collect::<Vec<_>>(),
+            // Some are no expert.
+            random.iter().map(|x| x % (count + 3)).collect(),
+            vec![count - 1; slots],
+            vec![u32::MAX; slots],
+        ];
+        for (kind, chosen) in kinds.iter().enumerate() {
+            let what = format!("{slots} of {experts}, {kind}");
+            let on_device = upload_bytes(&client, bytemuck::cast_slice(chosen));
+            let found = moe::sort_choices(&client, &on_device, slots, experts).unwrap();
+            let expected = reference::sort_choices(chosen, experts);
+            for (found, expected) in [
+                (&found.choices, &expected.choices),
+                (&found.places, &expected.places),
+                (&found.offsets, &expected.offsets),
+                (&found.counts, &expected.counts),
+            ] {
+                let found = read_u32(&client, found, expected.len());
+                assert_eq!(&found, expected, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn router_arguments_are_named() {
+    let client = client!("router_arguments_are_named");
+    let logits = upload_f32(&client, &[0.0; 12]);
+    let error = |tokens, experts, top_k| {
+        let router = Router {
+            experts,
+            top_k,
+            normalize: true,
+        };
+        let made = moe::route(&client, &logits, tokens, router);
+        made.unwrap_err().to_string()
+    };
+    assert!(error(3, 0, 1).contains("`experts`"));
+    assert!(error(3, 513, 1).contains("`experts`"));
+    assert!(error(3, 4, 5).contains("`top_k`"));
+    assert!(error(0, 4, 1).contains("`tokens`"));
+    assert!(error(4, 4, 1).contains("`logits`"));
+    let error = moe::sort_choices(&client, &logits, 13, 4).unwrap_err();
+    assert!(error.to_string().contains("`chosen`"), "{error}");
+}
