@@ -262,10 +262,10 @@ pub fn route_backward(
         let mean = lane_sum(experts, |expert, sum| {
             probability(expert).mul_add(by_probability(expert), sum)
         });
-        let z = grads.z * factors.z * own.log_sum;
+        let by_square = grads.z * factors.z;
         for expert in 0..experts {
             let count = routed.counts[expert] as f32;
-            let mut factor = balance.mul_add(count, -mean) + z;
+            let mut factor = by_square.mul_add(own.log_sum, balance.mul_add(count, -mean));
             if !router.normalizes() {
                 factor -= inner;
             }
@@ -383,8 +383,9 @@ mod tests {
                 let error = (found as f64 - expected).abs();
                 assert!(error < 1e-6, "{router:?} {i}: {found} {expected}");
             }
+            let none = vec![0.0; 9 * top_k];
             let only = |balance, z| RouterGradients {
-                weights: &vec![0.0; 9 * top_k],
+                weights: &none,
                 balance,
                 z,
             };

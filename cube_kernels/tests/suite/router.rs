@@ -13,14 +13,7 @@ use crate::support::{
 
 /// Tokens, experts and choices.
 fn sizes(client: &Client) -> Vec<(usize, usize, usize)> {
-    let mut sizes = vec![
-        (1, 1, 1),
-        (5, 4, 2),
-        (33, 16, 2),
-        (70, 33, 1),
-        (40, 6, 6),
-        (97, 128, 8),
-    ];
+    let mut sizes = vec![(1, 1, 1), (5, 4, 2), (33, 16, 2), (70, 33, 1), (40, 6, 6)];
     if client.name() != "cpu" {
         sizes.extend([
             (17, 512, 4),
@@ -91,9 +84,9 @@ fn routes_equal_the_oracle() {
 #[test]
 fn sorted_choices_equal_the_oracle() {
     let client = client!("sorted_choices_equal_the_oracle");
-    let mut sizes = vec![(1, 1), (7, 3), (1100, 16), (1500, 300)];
+    let mut sizes = vec![(1, 1), (7, 3), (1100, 16)];
     if client.name() != "cpu" {
-        sizes.extend([(32768, 16), (100_001, 512)]);
+        sizes.extend([(1500, 300), (32768, 16), (100_001, 512)]);
     }
     for (slots, experts) in sizes {
         let mut random = Generator::new(slots as u32);

@@ -65,11 +65,11 @@ pub struct RouterArgs {
 
 /// The number of value `i` of this unit.
 #[cube]
-fn expert_of(#[comptime] i: usize, #[comptime] plan: RouterPlan) -> usize {
+fn expert_of(i: usize, #[comptime] plan: RouterPlan) -> usize {
     if comptime!(plan.planes) {
-        UNIT_POS as usize % LANES + comptime!(LANES * i)
+        UNIT_POS as usize % LANES + LANES * i
     } else {
-        comptime!(i).runtime()
+        i
     }
 }
 
@@ -82,7 +82,7 @@ fn load_row(
     #[comptime] plan: RouterPlan,
 ) -> Array<f32> {
     let mut row = Array::<f32>::new(comptime!(plan.own()));
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own()) {
         let expert = expert_of(i, plan);
         let mut value = f32::reinterpret(NEGATIVE_INFINITY.runtime());
@@ -106,12 +106,10 @@ fn lane_sum(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
         plane_tree(sum, plan.conversion)
     } else {
         let mut lanes = Array::<f32>::new(LANES);
-        #[unroll]
         for lane in 0..LANES {
             let mut sum = 0.0f32;
-            #[unroll]
             for i in 0..comptime!(plan.per_lane) {
-                sum += values[comptime!(lane + LANES * i)];
+                sum += values[lane + LANES * i];
             }
             lanes[lane] = sum;
         }
@@ -131,12 +129,10 @@ fn lane_dot(a: &Array<f32>, b: &Array<f32>, #[comptime] plan: RouterPlan) -> f32
         plane_tree(sum, plan.conversion)
     } else {
         let mut lanes = Array::<f32>::new(LANES);
-        #[unroll]
         for lane in 0..LANES {
             let mut sum = 0.0f32;
-            #[unroll]
             for i in 0..comptime!(plan.per_lane) {
-                let at = comptime!(lane + LANES * i);
+                let at = lane + LANES * i;
                 sum = fma(a[at], b[at], sum, plan.conversion);
             }
             lanes[lane] = sum;
@@ -165,7 +161,7 @@ fn tree(lanes: &mut Array<f32>) -> f32 {
 #[cube]
 fn row_max(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     let mut most = values[0];
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 1..comptime!(plan.own()) {
         most = max(most, values[i]);
     }
@@ -188,7 +184,7 @@ struct Softmax {
 #[cube]
 fn exponentials(row: &Array<f32>, max: f32, #[comptime] plan: RouterPlan) -> Array<f32> {
     let mut values = Array::<f32>::new(comptime!(plan.own()));
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own()) {
         values[i] = exp_of_negative(row[i] - max, plan.conversion);
     }
@@ -219,7 +215,7 @@ fn key(x: f32) -> u32 {
 fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
     let mut most = 0u32;
     let mut at = 0u32;
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own()) {
         if keys[i] > most {
             most = keys[i];
@@ -232,7 +228,7 @@ fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
         let distance = select(most == largest, 0xFFFF_FFFFu32 - at, 0u32);
         at = 0xFFFF_FFFFu32 - plane_largest_u32(distance, plan.conversion);
     }
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 0..comptime!(plan.own()) {
         if expert_of(i, plan) as u32 == at {
             keys[i] = 0u32;
@@ -278,7 +274,7 @@ pub fn route_kernel(
     while part < ROUTER_PLANES {
         let mut probabilities = Array::<f32>::new(own);
         let mut counts = Array::<u32>::new(own);
-        #[unroll]
+        #[unroll(plan.planes)]
         for i in 0..own {
             probabilities[i] = 0.0f32;
             counts[i] = 0u32;
@@ -290,14 +286,14 @@ pub fn route_kernel(
                 let row = load_row(logits, token, args, plan);
                 let max = row_max(&row, plan);
                 let mut keys = Array::<u32>::new(own);
-                #[unroll]
+                #[unroll(plan.planes)]
                 for i in 0..own {
                     keys[i] = select(expert_of(i, plan) < args.experts, key(row[i]), 0u32);
                 }
                 let values = exponentials(&row, max, plan);
                 let softmax = softmax(&values, max, plan);
                 squares = fma(softmax.log_sum, softmax.log_sum, squares, plan.conversion);
-                #[unroll]
+                #[unroll(plan.planes)]
                 for i in 0..own {
                     probabilities[i] =
                         fma(values[i], softmax.scale, probabilities[i], plan.conversion);
@@ -307,7 +303,7 @@ pub fn route_kernel(
                 let mut sum = 0.0f32;
                 for slot in 0..args.top_k {
                     let expert = take_largest(&mut keys, plan);
-                    #[unroll]
+                    #[unroll(plan.planes)]
                     for i in 0..own {
                         counts[i] += u32::cast_from(expert_of(i, plan) as u32 == expert);
                     }
@@ -329,7 +325,7 @@ pub fn route_kernel(
                 }
             }
         }
-        #[unroll]
+        #[unroll(plan.planes)]
         for i in 0..own {
             part_sums[part * comptime!(all + 1) + expert_of(i, plan)] = probabilities[i];
             part_counts[part * all + expert_of(i, plan)] = counts[i];
@@ -463,7 +459,7 @@ pub fn route_backward_kernel(
     let by_square = routed.grads[losses + 1] * args.z;
     let mut counts = Array::<f32>::new(own);
     let mut by_probability = Array::<f32>::new(own);
-    #[unroll]
+    #[unroll(plan.planes)]
     for i in 0..own {
         let expert = expert_of(i, plan);
         let mut count = 0.0f32;
@@ -479,7 +475,7 @@ pub fn route_backward_kernel(
         let max = row_max(&row, plan);
         let mut values = exponentials(&row, max, plan);
         let softmax = softmax(&values, max, plan);
-        #[unroll]
+        #[unroll(plan.planes)]
         for i in 0..own {
             values[i] *= softmax.scale;
         }
@@ -494,10 +490,10 @@ pub fn route_backward_kernel(
             );
         }
         let mean = lane_dot(&values, &by_probability, plan);
-        let z = by_square * softmax.log_sum;
-        #[unroll]
+        #[unroll(plan.planes)]
         for i in 0..own {
-            let mut factor = fma(balance, counts[i], -mean, plan.conversion) + z;
+            let aside = fma(balance, counts[i], -mean, plan.conversion);
+            let mut factor = fma(by_square, softmax.log_sum, aside, plan.conversion);
             if comptime!(!plan.normalizes) {
                 factor -= inner;
             }
@@ -510,14 +506,14 @@ pub fn route_backward_kernel(
                 by_weight -= inner;
             }
             let weight = routed.weights[slot];
-            #[unroll]
+            #[unroll(plan.planes)]
             for i in 0..own {
                 if expert_of(i, plan) as u32 == expert {
                     values[i] = fma(weight, by_weight, values[i], plan.conversion);
                 }
             }
         }
-        #[unroll]
+        #[unroll(plan.planes)]
         for i in 0..own {
             let expert = expert_of(i, plan);
             if expert < args.experts {
