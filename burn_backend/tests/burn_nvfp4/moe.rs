@@ -6,6 +6,7 @@ mod waits;
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::activation::{silu, softmax};
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_nvfp4::experts::{MoeRoute, Router, moe_route};
 use burn_nvfp4::functions::{linear, swiglu};
 use burn_nvfp4::nn::Routing;
 use burn_nvfp4::{
@@ -144,12 +145,14 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
         let spec = recipe.spec(&moe.gate_up.state.rng_state());
         let looped = |x: Tensor<2>| {
             let logits = x.clone().matmul(moe.router.weight.val());
-            let probabilities = softmax(logits, 1);
-            let (_, chosen) = probabilities.clone().detach().topk_with_indices(top_k, 1);
-            let mut weights = probabilities.gather(1, chosen.clone());
-            if top_k > 1 {
-                weights = weights.clone() / weights.sum_dim(1);
-            }
+            let router = Router {
+                experts,
+                top_k,
+                normalize: true,
+            };
+            let MoeRoute {
+                chosen, weights, ..
+            } = moe_route(logits, router);
             let routing = Routing::try_new(chosen, experts).unwrap();
             let sorted = routing.dispatch(x);
             let counts: Vec<i64> = routing.counts().clone().into_data().iter().collect();
