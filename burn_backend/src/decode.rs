@@ -396,7 +396,9 @@ impl NextTokens {
         Ok(Self {
             tokens: Tensor::from_data(data, (device, DType::I32)),
             places: Places::new(starts, counts, device),
-            ring: Tensor::zeros([length, batch], (device, DType::I32)),
+            // A matrix of its own may have rows that are padded, on CUDA.
+            ring: Tensor::<1, Int>::zeros([length * batch], (device, DType::I32))
+                .reshape([length, batch]),
             step: Tensor::zeros([batch], (device, DType::U32)),
         })
     }
