@@ -269,7 +269,7 @@ pub fn route_kernel(
     let mut part_sums: Shared<[f32]> = Shared::new_slice(comptime!(ROUTER_PLANES * (all + 1)));
     let mut part_counts: Shared<[u32]> = Shared::new_slice(comptime!(ROUTER_PLANES * all));
     let lanes = comptime!(if plan.planes { LANES } else { 1 });
-    let first = UNIT_POS as usize % lanes == 0;
+    let first = (UNIT_POS as usize % lanes) < 1usize;
     let mut part = UNIT_POS as usize / lanes;
     while part < ROUTER_PLANES {
         let mut probabilities = Array::<f32>::new(own);
