@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 use crate::counts::Reader;
 use crate::workspace::FEATURES;
-use crate::{setup, workspace};
+use crate::{interop, setup, workspace};
 
 /// Tells the tests not to leave anything out.
 const FULL: &str = "NVFP4_TEST_FULL";
@@ -27,6 +27,10 @@ pub struct Args {
     /// Also compile the kernels for the architectures that CI leaves out; sets NVFP4_TEST_FULL=1
     #[arg(long)]
     full: bool,
+    /// Instead, check that transformers, compressed-tensors, ModelOpt and PEFT read what nvfp4 writes
+    /// as nvfp4 does; installs them into the target folder (5.5 GB)
+    #[arg(long, conflicts_with_all = ["package", "full", "release", "rest"])]
+    interop: bool,
     /// Pass these arguments to the test binaries, for example a part of a test's name
     #[arg(last = true, value_name = "ARGUMENTS")]
     rest: Vec<String>,
@@ -37,6 +41,10 @@ pub struct Args {
 /// Fails when a test failed, when something did not compile, and when no test ran at all.
 pub fn run(args: &Args) -> Result<ExitCode> {
     setup::run(&setup::Args::default())?;
+    if args.interop {
+        interop::run()?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut reader = Reader::new();
     let mut broken = Vec::new();
     for (mut command, options) in commands(args) {

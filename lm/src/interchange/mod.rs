@@ -155,3 +155,5 @@ impl Scheme {
 
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, feature = "flex"))]
+mod tools;
