@@ -5,7 +5,7 @@
 //! | `cargo xtask setup` | installs LLVM for CubeCL and the CUDA compiler for the source tests |
 //! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
 //! | `cargo xtask test --full` | the same, and the kernels compiled for all architectures |
-//! | `cargo xtask test --interop` | what nvfp4 writes, read by transformers, compressed-tensors, ModelOpt and PEFT |
+//! | `cargo xtask test --interop` | what nvfp4 writes, read by other tools |
 //! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
 //! | `cargo xtask fuzz` | the parsers with changed seeds, for a number of seconds |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
