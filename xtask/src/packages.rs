@@ -13,11 +13,12 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::workspace::{self, Member};
 
 /// The features that docs.rs builds with, by package: as in `package.metadata.docs.rs`.
-const DOCS_RS: [(&str, &str); 4] = [
+const DOCS_RS: [(&str, &str); 5] = [
     ("nvfp4-kernels", "cube"),
     ("burn-nvfp4", "flex,cubecl-backend,train"),
     ("nvfp4", "flex,train"),
     ("nvfp4-lm", "flex"),
+    ("nvfp4-parallel", "cuda"),
 ];
 
 /// Crates that bring a CubeCL runtime or LLVM into a build, by the start of their names.

@@ -1,0 +1,61 @@
+//! Processes that train one model together, a process for each device. It knows nothing of Burn.
+//!
+//! - [`environment`] reads the rank and the address of rank 0 that a launcher has set: this
+//!   project's own ([`launch`]), torchrun, Open MPI, PMI, Slurm or Kubernetes.
+//! - [`layout`] numbers the ranks of data, tensor, expert and pipeline parallelism.
+//! - [`store`] is the rendezvous: a small server on rank 0 with a shared token, through which ranks
+//!   find each other, and which notices when one of them dies or hangs.
+//! - [`watchdog`] is the other end of that, in each process.
+//! - [`collective`] has the operations: [`Collective`] is implemented over host memory by
+//!   [`HostGroup`], between threads ([`loopback`]) or between processes over TCP ([`tcp`]).
+//! - `nccl` (feature `cuda`) has the same operations on the memory of NVIDIA GPUs.
+//! - [`world`] joins all of it: what a process calls once.
+//! - [`launch`] starts the processes on one machine.
+//!
+//! ```
+//! use nvfp4_parallel::{BufferMut, Collective, Reduction, loopback};
+//!
+//! let ranks = loopback::groups(2, std::time::Duration::from_secs(5));
+//! let sums = loopback::run(ranks, |group| {
+//!     let mut values = [1.0f32, group.rank() as f32];
+//!     group.all_reduce(BufferMut::F32(&mut values), Reduction::Sum)?;
+//!     Ok(values)
+//! });
+//! assert!(sums.into_iter().all(|sum| sum.unwrap() == [2.0, 1.0]));
+//! ```
+//!
+//! # Order of reductions
+//!
+//! Reductions over host memory always add in the order of ranks, in `f32`, and round once to the
+//! type of the buffer. They are the same bits on all ranks and in every run. NCCL chooses its order
+//! by topology and size.
+
+pub mod buffer;
+pub mod call;
+pub mod collective;
+pub mod environment;
+pub mod error;
+pub mod launch;
+pub mod layout;
+pub mod loopback;
+#[cfg(feature = "cuda")]
+pub mod nccl;
+pub mod store;
+pub mod tcp;
+pub mod token;
+pub mod watchdog;
+pub mod world;
+
+mod activity;
+mod inbox;
+mod reduction;
+mod wire;
+
+pub use buffer::{Buffer, BufferMut, DType};
+pub use call::{Call, Operation};
+pub use collective::{Collective, HostGroup};
+pub use environment::Environment;
+pub use error::{Failure, ParallelError, Result};
+pub use layout::{Axis, Layout};
+pub use reduction::Reduction;
+pub use world::World;

@@ -1,0 +1,459 @@
+//! The operations over the memory of NVIDIA GPUs, by NCCL.
+//!
+//! The library is found at run time (`libnccl.so.2`, or the file that `NVFP4_NCCL` names) and never
+//! linked. Its interface is declared with plain integers; numbers and meanings are those of
+//! `nccl.h` (NCCL 2.10 and later, for bf16).
+//!
+//! **None of this has run on a GPU yet.** What a machine without the library can test is tested: the
+//! error when it, or a function of it, is missing.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::activity::Activity;
+use crate::buffer::{BufferMut, DType};
+use crate::call::{Call, Operation};
+use crate::collective::{Collective, HostGroup};
+use crate::error::{ParallelError, Result};
+use crate::reduction::Reduction;
+
+/// Name of the variable with the path of the library.
+pub const PATH: &str = "NVFP4_NCCL";
+/// Names under which the loader is asked for it.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// The first version with bf16.
+const OLDEST: i32 = 21000;
+
+type Status = c_int;
+type Handle = *mut c_void;
+/// `cudaStream_t`.
+pub type Stream = *mut c_void;
+
+/// `ncclSuccess`.
+const SUCCESS: Status = 0;
+/// `ncclInProgress`.
+const IN_PROGRESS: Status = 7;
+
+/// `ncclUniqueId`: what the ranks of a communicator have in common.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct UniqueId([u8; UniqueId::BYTES]);
+
+impl UniqueId {
+    /// `NCCL_UNIQUE_ID_BYTES`.
+    const BYTES: usize = 128;
+
+    /// A new one, unless the library is missing or finds no network.
+    fn new() -> Result<Self> {
+        let mut id = Self([0; Self::BYTES]);
+        let interface = Interface::get()?;
+        // SAFETY: the result is written to a local of the size of `ncclUniqueId`.
+        let status = unsafe { (interface.unique_id)(&mut id) };
+        interface.check("ncclGetUniqueId", status)?;
+        Ok(id)
+    }
+}
+
+/// Declares the functions that are loaded.
+macro_rules! interface {
+    ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        struct Interface {
+            $($field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+            /// Unloaded never.
+            _library: Library,
+        }
+
+        impl Interface {
+            /// The functions of `library`, or the name of the first one that it lacks.
+            fn of(library: Library) -> std::result::Result<Self, String> {
+                // SAFETY: the signatures are those of `nccl.h`, in which every enumeration has the
+                // size of an int.
+                unsafe {
+                    Ok(Self {
+                        $($field: *library
+                            .get($name)
+                            .map_err(|error| {
+                                let name = String::from_utf8_lossy($name);
+                                format!("it has no {name}: {error}")
+                            })?,)*
+                        _library: library,
+                    })
+                }
+            }
+        }
+    };
+}
+
+interface! {
+    version = b"ncclGetVersion": fn(*mut c_int) -> Status;
+    error_text = b"ncclGetErrorString": fn(Status) -> *const c_char;
+    unique_id = b"ncclGetUniqueId": fn(*mut UniqueId) -> Status;
+    init = b"ncclCommInitRank": fn(*mut Handle, c_int, UniqueId, c_int) -> Status;
+    destroy = b"ncclCommDestroy": fn(Handle) -> Status;
+    abort = b"ncclCommAbort": fn(Handle) -> Status;
+    async_error = b"ncclCommGetAsyncError": fn(Handle, *mut Status) -> Status;
+    all_reduce = b"ncclAllReduce":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> Status;
+    reduce_scatter = b"ncclReduceScatter":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> Status;
+    all_gather = b"ncclAllGather":
+        fn(*const c_void, *mut c_void, usize, c_int, Handle, Stream) -> Status;
+    broadcast = b"ncclBroadcast":
+        fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> Status;
+    send = b"ncclSend": fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> Status;
+    receive = b"ncclRecv": fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> Status;
+    group_start = b"ncclGroupStart": fn() -> Status;
+    group_end = b"ncclGroupEnd": fn() -> Status;
+}
+
+impl Interface {
+    /// The library of this process, loaded once.
+    fn get() -> Result<&'static Self> {
+        static INTERFACE: OnceLock<Result<Interface>> = OnceLock::new();
+        let load = || match std::env::var_os(PATH) {
+            Some(path) => Self::load(&[path.to_string_lossy().as_ref()]),
+            None => Self::load(&NAMES),
+        };
+        INTERFACE.get_or_init(load).as_ref().map_err(Clone::clone)
+    }
+
+    /// The first library that the loader finds under one of `names`.
+    fn load(names: &[&str]) -> Result<Self> {
+        let mut reasons = Vec::new();
+        for name in names {
+            // SAFETY: loading runs the library's initialisers, which are NVIDIA's.
+            match unsafe { Library::new(*name) } {
+                Ok(library) => {
+                    let interface = Self::of(library).map_err(|reason| missing(name, reason))?;
+                    interface.check_version(name)?;
+                    return Ok(interface);
+                }
+                Err(error) => reasons.push(error.to_string()),
+            }
+        }
+        let reasons = reasons.join("; ");
+        let reason = format!(
+            "{reasons}; install NCCL 2.10 or later, or set {PATH} to the path of libnccl.so.2"
+        );
+        Err(missing(&names.join(", "), reason))
+    }
+
+    fn check_version(&self, name: &str) -> Result<()> {
+        let mut version = 0;
+        // SAFETY: the result is written to a local.
+        let status = unsafe { (self.version)(&mut version) };
+        self.check("ncclGetVersion", status)?;
+        match version < OLDEST {
+            true => Err(missing(
+                name,
+                format!("its version is {version}; bf16 needs {OLDEST}"),
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// The error of a status, named by the library.
+    fn check(&self, operation: &str, status: Status) -> Result<()> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the library returns a constant string for every number.
+        let text = unsafe { CStr::from_ptr((self.error_text)(status)) };
+        Err(ParallelError::Library {
+            library: "NCCL",
+            operation: operation.into(),
+            reason: format!("{} (status {status})", text.to_string_lossy()),
+        })
+    }
+}
+
+fn missing(names: &str, reason: String) -> ParallelError {
+    ParallelError::Library {
+        library: "NCCL",
+        operation: format!("loading {names}"),
+        reason,
+    }
+}
+
+/// `ncclDataType_t`.
+fn type_of(dtype: DType) -> c_int {
+    match dtype {
+        DType::U8 => 1,
+        DType::U32 => 3,
+        DType::F32 => 7,
+        DType::Bf16 => 9,
+    }
+}
+
+/// `ncclRedOp_t`.
+fn reduction_of(reduction: Reduction) -> c_int {
+    match reduction {
+        Reduction::Sum => 0,
+        Reduction::Max => 2,
+        Reduction::Min => 3,
+        Reduction::Avg => 4,
+    }
+}
+
+/// A part of an all-to-all: counts of elements, parts one after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Counts<'a> {
+    /// Elements for each rank.
+    pub send: &'a [usize],
+    /// Elements from each rank.
+    pub receive: &'a [usize],
+}
+
+/// A rank's end of a communicator. One thread queues operations; any thread may poll it for errors
+/// and abort it.
+pub struct Communicator {
+    interface: &'static Interface,
+    handle: Handle,
+    rank: usize,
+    size: usize,
+    activity: Activity,
+}
+
+// SAFETY: NCCL allows calls from any thread, one at a time for a communicator; queueing takes
+// `&mut self`, and aborting and polling while another thread queues is what they are for.
+unsafe impl Send for Communicator {}
+
+impl Communicator {
+    /// The communicator of the ranks of `group`, for the device whose context is the current one.
+    /// All of them call it, and wait for each other; a rank that does not come is the watchdog's to
+    /// notice. Rank 0 draws the id, which travels over `group`.
+    ///
+    /// # Errors
+    /// When the library is missing or fails, or the group does.
+    pub fn new(group: &HostGroup) -> Result<Self> {
+        let (rank, size) = (group.rank(), group.size());
+        let interface = Interface::get()?;
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        if rank == 0 {
+            id = UniqueId::new()?;
+        }
+        group.broadcast(BufferMut::U8(&mut id.0), 0)?;
+        let activity = group.activity().clone();
+        let inside = activity.enter("ncclCommInitRank".into());
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the result is written to a local.
+        let status = unsafe { (interface.init)(&mut handle, size as c_int, id, rank as c_int) };
+        interface.check("ncclCommInitRank", status)?;
+        drop(inside);
+        Ok(Self {
+            interface,
+            handle,
+            rank,
+            size,
+            activity,
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Queues `call` on `stream`: from the device address `input` to `output`. They may be equal
+    /// for all-reduce and broadcast; for all-gather and reduce-scatter the smaller one may be this
+    /// rank's part of the larger one.
+    ///
+    /// # Safety
+    /// The current context is that of the communicator's device, and `stream` one of its streams.
+    /// The addresses are those of device memory that holds what `call` says (all ranks' parts of
+    /// the input of a reduce-scatter and of the output of an all-gather), alive until the stream
+    /// has passed the operation, and not written by others until then.
+    ///
+    /// # Errors
+    /// When `call` is not a collective of equal parts, a rank or reduction is not one that there
+    /// is, or the library refuses.
+    pub unsafe fn queue(
+        &mut self,
+        call: &Call,
+        input: u64,
+        output: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let _inside = self.activity.enter(call.to_string());
+        let (dtype, handle) = (type_of(call.dtype), self.handle);
+        let (from, to) = (input as *const c_void, output as *mut c_void);
+        let library = self.interface;
+        let supported = |reduction: Reduction| match call.dtype.supports(reduction) {
+            true => Ok(reduction_of(reduction)),
+            false => Err(self.refuse(call, "reduction", reduction.to_string())),
+        };
+        // SAFETY: the caller's promise.
+        let (name, status) = match call.operation {
+            Operation::AllReduce(reduction) => {
+                let op = supported(reduction)?;
+                ("ncclAllReduce", unsafe {
+                    (library.all_reduce)(from, to, call.count, dtype, op, handle, stream)
+                })
+            }
+            Operation::ReduceScatter(reduction) => {
+                let op = supported(reduction)?;
+                ("ncclReduceScatter", unsafe {
+                    (library.reduce_scatter)(from, to, call.count, dtype, op, handle, stream)
+                })
+            }
+            Operation::AllGather => ("ncclAllGather", unsafe {
+                (library.all_gather)(from, to, call.count, dtype, handle, stream)
+            }),
+            Operation::Broadcast { root } => {
+                if root >= self.size {
+                    return Err(self.refuse(call, "root", root.to_string()));
+                }
+                let root = root as c_int;
+                ("ncclBroadcast", unsafe {
+                    (library.broadcast)(from, to, call.count, dtype, root, handle, stream)
+                })
+            }
+            Operation::Send { .. } | Operation::AllToAll | Operation::Barrier => {
+                let found = call.operation;
+                return Err(self.refuse(call, "operation", format!("{found:?}")));
+            }
+        };
+        library.check(name, status)
+    }
+
+    /// Queues sends to all ranks and receives from them as one group; counts of zero are left out.
+    /// A send to one rank alone has one count that is not zero.
+    ///
+    /// # Safety
+    /// As [`queue`](Self::queue), with memory for all counts.
+    ///
+    /// # Errors
+    /// When there is not one count for each rank, or the library refuses.
+    pub unsafe fn all_to_all(
+        &mut self,
+        dtype: DType,
+        counts: Counts<'_>,
+        [input, output]: [u64; 2],
+        stream: Stream,
+    ) -> Result<()> {
+        let call = Call {
+            operation: Operation::AllToAll,
+            dtype,
+            count: 0,
+        };
+        let _inside = self.activity.enter(call.to_string());
+        for (argument, list) in [("send", counts.send), ("receive", counts.receive)] {
+            if list.len() != self.size {
+                return Err(self.refuse(&call, argument, format!("{} counts", list.len())));
+            }
+        }
+        let (library, handle) = (self.interface, self.handle);
+        let number = type_of(dtype);
+        // SAFETY: no memory is passed.
+        library.check("ncclGroupStart", unsafe { (library.group_start)() })?;
+        let (mut from, mut to) = (input, output);
+        let mut queued = Ok(());
+        for peer in 0..self.size {
+            let (sent, received) = (counts.send[peer], counts.receive[peer]);
+            let peer = peer as c_int;
+            if sent > 0 && queued.is_ok() {
+                // SAFETY: the caller's promise.
+                let status = unsafe {
+                    (library.send)(from as *const c_void, sent, number, peer, handle, stream)
+                };
+                queued = library.check("ncclSend", status);
+            }
+            if received > 0 && queued.is_ok() {
+                // SAFETY: the caller's promise.
+                let status = unsafe {
+                    (library.receive)(to as *mut c_void, received, number, peer, handle, stream)
+                };
+                queued = library.check("ncclRecv", status);
+            }
+            from += (sent * dtype.size()) as u64;
+            to += (received * dtype.size()) as u64;
+        }
+        // A group that was begun is ended, whatever is in it.
+        // SAFETY: no memory is passed.
+        let ended = library.check("ncclGroupEnd", unsafe { (library.group_end)() });
+        queued.and(ended)
+    }
+
+    /// Fails when an operation that was queued earlier has failed.
+    ///
+    /// # Errors
+    /// The library's error: another rank is gone, the network, the device.
+    pub fn poll(&self) -> Result<()> {
+        let mut state = SUCCESS;
+        // SAFETY: the result is written to a local; the communicator is alive.
+        let status = unsafe { (self.interface.async_error)(self.handle, &mut state) };
+        self.interface.check("ncclCommGetAsyncError", status)?;
+        match state {
+            IN_PROGRESS => Ok(()),
+            state => self.interface.check("an operation of NCCL", state),
+        }
+    }
+
+    /// Ends the operations that wait on the device, so that the process can go on.
+    ///
+    /// # Errors
+    /// When the library fails.
+    pub fn abort(mut self) -> Result<()> {
+        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
+        // SAFETY: the communicator is alive, and not used afterwards.
+        let status = unsafe { (self.interface.abort)(handle) };
+        self.interface.check("ncclCommAbort", status)
+    }
+
+    fn refuse(&self, call: &Call, argument: &'static str, found: String) -> ParallelError {
+        let expected = match argument {
+            "reduction" => "sum, max or min of integers".into(),
+            "root" => format!("less than {}", self.size),
+            "operation" => "a collective of equal parts".into(),
+            _ => format!("{} counts, one for each rank", self.size),
+        };
+        ParallelError::Call {
+            rank: self.rank,
+            call: call.to_string(),
+            argument,
+            found,
+            expected,
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if !self.handle.is_null() {
+            // SAFETY: the communicator is alive, and not used afterwards.
+            unsafe { (self.interface.destroy)(self.handle) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_not_there() {
+        let error = Interface::load(&["libnccl-that-is-not-there.so"])
+            .err()
+            .unwrap();
+        let text = error.to_string();
+        for part in ["NCCL", "libnccl-that-is-not-there.so", PATH] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+
+    /// Another library has none of the functions; the first one is named.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_library_without_the_functions() {
+        let error = Interface::load(&["libc.so.6"]).err().unwrap().to_string();
+        assert!(error.contains("it has no ncclGetVersion"), "{error}");
+        assert!(error.contains("libc.so.6"), "{error}");
+    }
+}

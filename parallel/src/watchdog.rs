@@ -1,0 +1,94 @@
+//! The heartbeats of a rank, and the end of its process when the run has failed.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::activity::Activity;
+use crate::error::{Failure, ParallelError, Result};
+use crate::store::{Request, Response, StoreClient};
+
+/// Between two heartbeats.
+pub(crate) const INTERVAL: Duration = Duration::from_millis(500);
+
+/// Sends heartbeats over a connection of its own, in a thread of its own, until it is
+/// [stopped](Self::stop). Dropped without that, the connection ends, by which the store knows that
+/// the rank is gone.
+pub(crate) struct Watchdog {
+    stop: Sender<()>,
+    thread: Option<JoinHandle<()>>,
+    failure: Arc<Mutex<Option<Failure>>>,
+}
+
+impl Watchdog {
+    /// Begins. `on_failure` is called once, in that thread, when the run was ended or the store is
+    /// gone.
+    pub fn start(
+        client: StoreClient,
+        activity: Activity,
+        on_failure: impl FnOnce(&Failure) + Send + 'static,
+    ) -> Result<Self> {
+        // The first one here: who has joined is watched.
+        beat(&client, &activity).map_err(ParallelError::Aborted)?;
+        let (stop, stopped) = channel();
+        let failure = Arc::new(Mutex::new(None));
+        let known = failure.clone();
+        let body = move || {
+            let failure = loop {
+                match stopped.recv_timeout(INTERVAL) {
+                    Ok(()) => {
+                        // Nobody waits for an answer: the store may end first.
+                        let _ = client.ask(&Request::Leave);
+                        return;
+                    }
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    Err(RecvTimeoutError::Timeout) => {}
+                }
+                if let Err(failure) = beat(&client, &activity) {
+                    break failure;
+                }
+            };
+            *known.lock().unwrap_or_else(|held| held.into_inner()) = Some(failure.clone());
+            on_failure(&failure);
+        };
+        let thread = thread::Builder::new()
+            .name("watchdog".into())
+            .spawn(body)
+            .map_err(|error| ParallelError::Launch(format!("starting the watchdog: {error}")))?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+            failure,
+        })
+    }
+
+    /// Why the run was ended, if it was.
+    pub fn failure(&self) -> Option<Failure> {
+        let failure = self.failure.lock();
+        failure.unwrap_or_else(|held| held.into_inner()).clone()
+    }
+
+    /// Tells the store that this rank has finished.
+    pub fn stop(mut self) {
+        let _ = self.stop.send(());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// One heartbeat; why the run was ended, if it was.
+fn beat(client: &StoreClient, activity: &Activity) -> std::result::Result<(), Failure> {
+    let reason = match client.ask(&Request::Heartbeat(activity.snapshot())) {
+        Ok(Response::Done) => return Ok(()),
+        Ok(Response::Aborted(failure)) => return Err(failure),
+        Ok(other) => format!("answered a heartbeat by {other:?}"),
+        Err(error) => format!("is gone, and the store with it: {error}"),
+    };
+    Err(Failure {
+        rank: 0,
+        doing: String::new(),
+        reason,
+    })
+}
