@@ -108,6 +108,31 @@ impl<'a> Buffer<'a> {
     }
 }
 
+/// A type of elements: how a slice of them becomes a buffer.
+pub trait Element: Pod + Default {
+    /// To read.
+    fn buffer(values: &[Self]) -> Buffer<'_>;
+
+    /// To write.
+    fn buffer_mut(values: &mut [Self]) -> BufferMut<'_>;
+}
+
+macro_rules! element {
+    ($($kind:ident: $type:ty),*) => {
+        $(impl Element for $type {
+            fn buffer(values: &[Self]) -> Buffer<'_> {
+                Buffer::$kind(values)
+            }
+
+            fn buffer_mut(values: &mut [Self]) -> BufferMut<'_> {
+                BufferMut::$kind(values)
+            }
+        })*
+    };
+}
+
+element!(F32: f32, Bf16: bf16, U8: u8, U32: u32);
+
 /// Elements that a collective writes.
 #[derive(Debug)]
 pub enum BufferMut<'a> {

@@ -51,7 +51,7 @@ mod inbox;
 mod reduction;
 mod wire;
 
-pub use buffer::{Buffer, BufferMut, DType};
+pub use buffer::{Buffer, BufferMut, DType, Element};
 pub use call::{Call, Operation};
 pub use collective::{Collective, HostGroup};
 pub use environment::Environment;

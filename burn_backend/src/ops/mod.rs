@@ -28,6 +28,7 @@
 
 pub mod attention;
 mod autodiff;
+pub mod collective;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;

@@ -31,6 +31,7 @@ mod muon;
 mod operations;
 mod optim;
 mod packed;
+mod parallel;
 mod recipe;
 mod state;
 mod support;

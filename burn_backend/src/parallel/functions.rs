@@ -1,0 +1,117 @@
+//! Collectives that autodiff differentiates: each names what happens to a tensor in the forward and
+//! to its gradient in the backward. Megatron's names of the first four are f, g, g with sequence
+//! parallelism, and f with sequence parallelism.
+//!
+//! | function | forward | backward | between |
+//! |---|---|---|---|
+//! | [`copy`] | nothing | sum | an input that all ranks have, and layers with parts of the weights |
+//! | [`reduce`] | sum | nothing | partial sums, and an output that all ranks have |
+//! | [`reduce_scatter`] | sum, part of it | gather | partial sums, and parts of the output's rows |
+//! | [`gather_sum`] | gather | sum, part of it | parts of an input, and layers with parts of the weights |
+//! | [`gather`] | gather | part | parts, and a tensor with which all ranks do the same |
+//! | [`scatter`] | part | gather | a tensor that all ranks have, and parts of it |
+//! | [`all_to_all`] | rows to other ranks | rows back | tokens, and their experts |
+//!
+//! # Panics
+//! All functions do when the group fails, and where a shape does not fit; the message names it. For
+//! a group of one rank they return their argument.
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::Tensor;
+use nvfp4_kernels::Nvfp4Error;
+use nvfp4_parallel::Reduction;
+
+use super::ProcessGroup;
+use crate::ops::collective::{CollectiveOps, Exchange, Step};
+
+/// `x`, which all ranks have; its gradient is the sum of all ranks' gradients.
+pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    let sum = Step::AllReduce(Reduction::Sum);
+    exchange(x, group, Step::Identity, sum)
+}
+
+/// The sum of all ranks' `x`; the gradient of each is that of the sum.
+pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    let sum = Step::AllReduce(Reduction::Sum);
+    exchange(x, group, sum, Step::Identity)
+}
+
+/// Part `rank` along axis `dim` of the sum of all ranks' `x`; the gradient is the parts of all ranks.
+pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
+    check(&x, dim, group);
+    along(x, dim, |x| {
+        exchange(x, group, Step::ReduceScatter, Step::AllGather)
+    })
+}
+
+/// The parts of all ranks along axis `dim`, for layers with parts of the weights: the gradient is
+/// this rank's part of the sum of all ranks' gradients.
+pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
+    along(x, dim, |x| {
+        exchange(x, group, Step::AllGather, Step::ReduceScatter)
+    })
+}
+
+/// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this
+/// rank's part of its own gradient.
+pub fn gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
+    along(x, dim, |x| exchange(x, group, Step::AllGather, Step::Slice))
+}
+
+/// Part `rank` along axis `dim` of `x`, which all ranks have; the gradient is the parts of all
+/// ranks.
+pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
+    check(&x, dim, group);
+    along(x, dim, |x| exchange(x, group, Step::Slice, Step::AllGather))
+}
+
+/// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that arrive,
+/// in the order of ranks. Gradients go back the same way.
+///
+/// # Panics
+/// When the counts do not fit `x`, the number of ranks or the counts of another rank, too.
+pub fn all_to_all<const D: usize>(
+    x: Tensor<D>,
+    send: &[usize],
+    receive: &[usize],
+    group: &ProcessGroup,
+) -> Tensor<D> {
+    let step = |send: &[usize], receive: &[usize]| Step::AllToAll {
+        send: send.into(),
+        receive: receive.into(),
+    };
+    exchange(x, group, step(send, receive), step(receive, send))
+}
+
+fn along<const D: usize>(
+    x: Tensor<D>,
+    dim: usize,
+    exchange: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    match dim {
+        0 => exchange(x),
+        dim => exchange(x.swap_dims(0, dim)).swap_dims(0, dim),
+    }
+}
+
+fn check<const D: usize>(x: &Tensor<D>, dim: usize, group: &ProcessGroup) {
+    let fits: Result<(), Nvfp4Error> = group.check_parts("x", x.dims()[dim]);
+    fits.unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn exchange<const D: usize>(
+    x: Tensor<D>,
+    group: &ProcessGroup,
+    forward: Step,
+    backward: Step,
+) -> Tensor<D> {
+    if group.size() == 1 {
+        return x;
+    }
+    let exchange = Exchange {
+        group: group.clone(),
+        forward,
+        backward,
+    };
+    Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
+}

@@ -1,0 +1,187 @@
+//! A rank's end of a group.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn_core::backend::Dispatch;
+use burn_core::tensor::{Int, Tensor};
+use nvfp4_kernels::Nvfp4Error;
+use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
+
+use crate::ops::collective::{CollectiveOps, Exchange, Step};
+
+/// The ranks that work together on something, such as the parts of a batch or of a weight: this
+/// rank's end. Clones are the same end.
+///
+/// All ranks of a group call the same operations in the same order. Tensors travel through the
+/// memory of the host. Sums are taken in the order of ranks, in `f32`, and rounded once, so that all
+/// ranks have the same bits, and every run has them.
+///
+/// # Panics
+/// The operations panic when the group fails: another rank is gone, late or does something else.
+/// The message names the rank.
+#[derive(Clone)]
+pub struct ProcessGroup {
+    group: Arc<HostGroup>,
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank(), self.size())
+    }
+}
+
+impl From<Arc<HostGroup>> for ProcessGroup {
+    fn from(group: Arc<HostGroup>) -> Self {
+        Self { group }
+    }
+}
+
+impl ProcessGroup {
+    /// A group of one rank: its operations change nothing.
+    pub fn single() -> Self {
+        let mut groups = Self::loopback(1, Duration::ZERO);
+        groups.remove(0)
+    }
+
+    /// The groups of `size` ranks, each for a thread of this process. A call waits for another rank
+    /// for at most `timeout`.
+    ///
+    /// # Panics
+    /// When `size` is zero.
+    pub fn loopback(size: usize, timeout: Duration) -> Vec<Self> {
+        let groups = loopback::groups(size, timeout).into_iter();
+        groups.map(|group| Self::from(Arc::new(group))).collect()
+    }
+
+    /// This rank, less than [`size`](Self::size).
+    pub fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// The group of `members`, ranks of this group in ascending order, this one among them. All of
+    /// them call this at the same point of their program; nothing is exchanged.
+    ///
+    /// # Errors
+    /// When `members` is not ascending, has a rank that there is not, or lacks this one.
+    pub fn subgroup(&self, members: &[usize]) -> Result<Self, ParallelError> {
+        Ok(Self::from(Arc::new(self.group.subgroup(members)?)))
+    }
+
+    /// The collectives over host memory.
+    pub fn collective(&self) -> &HostGroup {
+        &self.group
+    }
+
+    /// The reduction of all ranks' tensors, which have one shape; a constant for autodiff.
+    ///
+    /// # Panics
+    /// When `reduction` is the mean of a tensor that is not `f32`, `bf16` or `f16`, and when the
+    /// group fails.
+    pub fn all_reduce<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
+        self.constant(x, Step::AllReduce(reduction))
+    }
+
+    /// The tensors of all ranks, which have one shape, one after the other along axis `dim`; a
+    /// constant for autodiff.
+    ///
+    /// # Panics
+    /// When `dim` is not an axis, and when the group fails.
+    pub fn all_gather<const D: usize>(&self, x: Tensor<D>, dim: usize) -> Tensor<D> {
+        let x = x.swap_dims(0, dim);
+        self.constant(x, Step::AllGather).swap_dims(0, dim)
+    }
+
+    /// Part `rank` along the first axis of the sum of all ranks' tensors; a constant for autodiff.
+    ///
+    /// # Panics
+    /// When the axis is no multiple of the number of ranks, and when the group fails.
+    pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic(self.check_parts("x", x.dims()[0]));
+        self.constant(x, Step::ReduceScatter)
+    }
+
+    /// The tensor of rank `root`, in place of tensors of its shape; a constant for autodiff.
+    ///
+    /// # Panics
+    /// When there is no such rank, and when the group fails.
+    pub fn broadcast<const D: usize>(&self, x: Tensor<D>, root: usize) -> Tensor<D> {
+        self.constant(x, Step::Broadcast { root })
+    }
+
+    /// [`all_gather`](Self::all_gather) of integers along the first axis.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn all_gather_int<const D: usize>(&self, x: Tensor<D, Int>) -> Tensor<D, Int> {
+        self.exchange_int(x, Step::AllGather)
+    }
+
+    /// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that
+    /// arrive, in the order of ranks.
+    ///
+    /// # Panics
+    /// When the counts do not fit `x` or those of another rank, and when the group fails.
+    pub fn all_to_all_int<const D: usize>(
+        &self,
+        x: Tensor<D, Int>,
+        send: &[usize],
+        receive: &[usize],
+    ) -> Tensor<D, Int> {
+        let step = Step::AllToAll {
+            send: send.into(),
+            receive: receive.into(),
+        };
+        self.exchange_int(x, step)
+    }
+
+    /// Waits until all ranks have called it.
+    ///
+    /// # Errors
+    /// When the group fails.
+    pub fn barrier(&self) -> Result<(), ParallelError> {
+        self.group.barrier()
+    }
+
+    /// Fails unless `len` elements of `argument` have equal parts on all ranks.
+    pub(crate) fn check_parts(&self, argument: &'static str, len: usize) -> Result<(), Nvfp4Error> {
+        if len.is_multiple_of(self.size()) {
+            return Ok(());
+        }
+        Err(Nvfp4Error::shape(
+            argument,
+            format!("an axis of {len}"),
+            format!("a multiple of the {} ranks", self.size()),
+        ))
+    }
+
+    fn constant<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
+        let exchange = Exchange {
+            group: self.clone(),
+            forward: step,
+            backward: Step::Identity,
+        };
+        // Detaching alone keeps the requirement of a leaf.
+        let x = x.detach().set_require_grad(false).into_dispatch();
+        Tensor::from_dispatch(Dispatch::nvfp4_exchange(x, exchange))
+    }
+
+    fn exchange_int<const D: usize>(&self, x: Tensor<D, Int>, step: Step) -> Tensor<D, Int> {
+        let exchange = Exchange {
+            group: self.clone(),
+            forward: step,
+            backward: Step::Identity,
+        };
+        Tensor::from_dispatch(Dispatch::nvfp4_exchange_int(x.into_dispatch(), exchange))
+    }
+}
+
+fn or_panic(checked: Result<(), Nvfp4Error>) {
+    checked.unwrap_or_else(|error| panic!("{error}"));
+}

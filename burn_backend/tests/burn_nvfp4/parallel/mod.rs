@@ -1,0 +1,22 @@
+//! Layers and training of several ranks, as threads with groups over loopback.
+
+mod functions;
+
+use std::thread;
+use std::time::Duration;
+
+use burn_nvfp4::parallel::ProcessGroup;
+
+/// Runs `body` on each of `size` ranks, in a thread of its own; the results in the order of ranks.
+pub fn on_ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let body = &body;
+    thread::scope(|scope| {
+        let groups = ProcessGroup::loopback(size, Duration::from_secs(120)).into_iter();
+        let threads = groups.map(|group| scope.spawn(move || body(group)));
+        let threads: Vec<_> = threads.collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        results
+            .map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
