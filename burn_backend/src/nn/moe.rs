@@ -16,6 +16,7 @@ use super::{
 use crate::experts::{MoeRoute, Router, check_experts, try_moe_route};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
+use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
@@ -198,7 +199,7 @@ impl Nvfp4Moe {
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
-        let [d_model, experts] = self.router.weight.dims();
+        let [d_model, experts] = whole_dims(&self.router.weight);
         let [tokens, _] = x.dims();
         let router = cast(self.router.weight.val(), FloatDType::F32);
         // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
@@ -243,7 +244,7 @@ impl Nvfp4Moe {
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         let (dims, device) = (x.dims(), x.device());
         let router = &self.router.weight;
-        let [d_model, experts] = router.lazy_shape().dims();
+        let [d_model, experts] = whole_dims(router);
         if dims.last() != Some(&d_model) || dims.contains(&0) {
             return Err(Nvfp4Error::shape(
                 "x",
@@ -255,7 +256,7 @@ impl Nvfp4Moe {
         validate::parameter(&device, "router.weight", router)?;
         validate::operand("router.weight", router)?;
         check_experts("router.weight", experts)?;
-        let [_, _, both] = self.gate_up.weight.lazy_shape().dims();
+        let [_, _, both] = whole_dims(&self.gate_up.weight);
         let names = ["gate_up.weight", "gate_up.bias"];
         let shape = [experts, d_model, both];
         self.gate_up.check_part(names, &device, shape)?;

@@ -7,15 +7,16 @@
 //! in the thread that computed the gradients, which avoids both deadlocks. It works inside
 //! burn-train's strategy as well.
 
-use std::ops::Range;
 use std::sync::{Arc, Barrier, Once};
 
 use burn_core::backend::DispatchDevice;
-use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
-use burn_core::tensor::{DType, Device, Tensor};
+use burn_core::tensor::{Device, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
+
+use super::buckets::Buckets;
 
 /// The process group of a data-parallel run: the devices of its ranks, and their barrier. Clones
 /// belong to the same group.
@@ -134,28 +135,22 @@ impl DataParallel {
         if self.devices.len() == 1 {
             return;
         }
-        let mut buckets = Buckets {
-            gradients,
-            buckets: Vec::new(),
-        };
-        model.visit(&mut buckets);
-        let buckets = buckets.buckets.into_iter().map(Bucket::join);
-        let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
-        flush(device);
-        self.barrier.wait();
-        let means = sums
-            .into_iter()
-            .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
-            .collect::<Vec<_>>();
-        let means = means.into_iter().map(CollectiveTensor::resolve);
-        let means = means.collect::<Vec<_>>();
-        flush(device);
-        self.barrier.wait();
-        for (mean, parts) in means.into_iter().zip(parts) {
-            for part in parts {
-                part(gradients, &mean);
-            }
-        }
+        // One for each element type: a collective of many elements costs little more than one of
+        // few.
+        let buckets = Buckets::new(usize::MAX, |_| true);
+        buckets.exchange(model, gradients, |sums| {
+            flush(device);
+            self.barrier.wait();
+            let means = sums
+                .into_iter()
+                .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
+                .collect::<Vec<_>>();
+            let means = means.into_iter().map(CollectiveTensor::resolve);
+            let means = means.collect::<Vec<_>>();
+            flush(device);
+            self.barrier.wait();
+            means
+        });
     }
 
     fn check(&self, device: &Device) {
@@ -216,69 +211,6 @@ impl ModuleMapper for ClearDistributed {
             _ => tensor,
         };
         Param::from_mapped_value(id, tensor, mapper)
-    }
-}
-
-/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many
-/// elements costs little more than one of few. All ranks visit the same parameters in the same
-/// order.
-struct Buckets<'a> {
-    gradients: &'a mut GradientsParams,
-    buckets: Vec<Bucket>,
-}
-
-/// The concatenated gradients of one element type.
-struct Bucket {
-    dtype: DType,
-    flat: Vec<Tensor<1>>,
-    elements: usize,
-    parts: Vec<Part>,
-}
-
-/// Takes the mean of one gradient from that of its bucket.
-type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
-
-impl Bucket {
-    fn new(dtype: DType) -> Self {
-        Self {
-            dtype,
-            flat: Vec::new(),
-            elements: 0,
-            parts: Vec::new(),
-        }
-    }
-
-    /// Appends a tensor; returns its range of elements.
-    fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
-        let start = self.elements;
-        self.elements += tensor.shape().num_elements();
-        self.flat.push(tensor);
-        start..self.elements
-    }
-
-    fn join(self) -> (Tensor<1>, Vec<Part>) {
-        (Tensor::cat(self.flat, 0), self.parts)
-    }
-}
-
-impl ModuleVisitor for Buckets<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let id = param.id;
-        let Some(gradient) = self.gradients.remove::<D>(id) else {
-            return;
-        };
-        let (shape, dtype) = (gradient.shape(), gradient.dtype());
-        let place = self.buckets.iter().position(|b| b.dtype == dtype);
-        let place = place.unwrap_or_else(|| {
-            self.buckets.push(Bucket::new(dtype));
-            self.buckets.len() - 1
-        });
-        let bucket = &mut self.buckets[place];
-        let range = bucket.push(gradient.reshape([shape.num_elements()]));
-        bucket.parts.push(Box::new(move |gradients, mean| {
-            let mean = mean.clone().slice(range).reshape::<D, _>(shape);
-            gradients.register(id, mean);
-        }));
     }
 }
 

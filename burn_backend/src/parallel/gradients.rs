@@ -1,0 +1,77 @@
+//! Gradients of ranks that have a part of the batch each.
+
+use burn_core::module::{Module, ModuleMapper, Param, ParamId};
+use burn_core::tensor::Tensor;
+use burn_optim::GradientsParams;
+use nvfp4_parallel::Reduction;
+
+use super::ProcessGroup;
+use super::buckets::Buckets;
+use super::sharded::Shards;
+
+/// Elements of a bucket: one collective of so many is as fast as the connection.
+const BUCKET: usize = 1 << 23;
+
+/// `module` with the values of rank 0 in all its parameters, which have the same shapes on all
+/// ranks.
+///
+/// # Panics
+/// When the group fails.
+pub fn broadcast<M: Module>(module: M, group: &ProcessGroup) -> M {
+    match group.size() {
+        1 => module,
+        _ => module.map(&mut Broadcast { group }),
+    }
+}
+
+struct Broadcast<'a> {
+    group: &'a ProcessGroup,
+}
+
+impl ModuleMapper for Broadcast<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|own| {
+            let requires = own.is_require_grad();
+            self.group.broadcast(own, 0).set_require_grad(requires)
+        })
+    }
+}
+
+/// Replaces the gradients of `model` by their means over the ranks, all of which call this with
+/// gradients of the same parameters. The sums are in the order of ranks, in `f32`.
+///
+/// # Panics
+/// When the group fails.
+pub fn average_gradients<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    group: &ProcessGroup,
+) {
+    average(model, gradients, group, |_| true);
+}
+
+/// [`average_gradients`] of the parameters of `model` that [`fully_shard`](super::fully_shard) left
+/// whole: the backward has averaged the others.
+///
+/// # Panics
+/// When the group fails.
+pub fn reduce_replicated<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
+    average(model, gradients, &shards.group, |id| !shards.contains(id));
+}
+
+fn average<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    group: &ProcessGroup,
+    takes: impl Fn(ParamId) -> bool,
+) {
+    if group.size() == 1 {
+        return;
+    }
+    Buckets::new(BUCKET, takes).exchange(model, gradients, |flat| {
+        let means = flat.into_iter();
+        means
+            .map(|flat| group.all_reduce(flat, Reduction::Avg))
+            .collect()
+    });
+}
