@@ -37,8 +37,18 @@ impl ZeroAdamW {
         })
     }
 
-    /// The optimizer of this rank's parts, whose state is saved and restored as that of any AdamW.
-    pub fn parts(&mut self) -> &mut AdamW {
+    /// The ranks.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// The optimizer of this rank's parts, whose state is saved as that of any AdamW.
+    pub fn adamw(&self) -> &AdamW {
+        &self.adamw
+    }
+
+    /// The same, to restore its state.
+    pub fn adamw_mut(&mut self) -> &mut AdamW {
         &mut self.adamw
     }
 

@@ -140,9 +140,36 @@ impl Shards {
         }
     }
 
+    /// Those of `module`, whose parameters are whole, that [`fully_shard`] or
+    /// [`ZeroAdamW`](crate::optim::ZeroAdamW) would shard.
+    pub fn shardable<M: Module>(module: &M, group: &ProcessGroup) -> Self {
+        let mut find = FindShardable {
+            group,
+            ids: BTreeSet::new(),
+        };
+        module.visit(&mut find);
+        Self {
+            group: group.clone(),
+            ids: find.ids,
+        }
+    }
+
     /// Whether the parameter `id` is sharded.
     pub fn contains(&self, id: ParamId) -> bool {
         self.ids.contains(&id.val())
+    }
+}
+
+struct FindShardable<'a> {
+    group: &'a ProcessGroup,
+    ids: BTreeSet<u64>,
+}
+
+impl ModuleVisitor for FindShardable<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+            self.ids.insert(param.id.val());
+        }
     }
 }
 

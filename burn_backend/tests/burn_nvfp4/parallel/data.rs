@@ -232,7 +232,7 @@ fn zero(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
     let (losses, model) = train(&group, model, |model, gradients| {
         optimizer.step(RATE, model, gradients)
     });
-    let moments = optimizer.parts().moments().values();
+    let moments = optimizer.adamw().moments().values();
     let kept: usize = moments.map(|moments| moments.first.dims()[0]).sum();
     assert!(kept < elements / group.size() + 200);
     (losses, weights(&model))
