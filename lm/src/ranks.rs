@@ -87,3 +87,66 @@ pub(crate) fn gathered_bytes<const N: usize>(
         .map(|part| part.map_err(|error| anyhow!("{error}")))
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use anyhow::anyhow;
+
+    use super::*;
+
+    fn on_ranks<T: Send>(size: usize, body: impl Fn(&ProcessGroup) -> T + Sync) -> Vec<T> {
+        let body = &body;
+        let groups = ProcessGroup::loopback(size, Duration::from_secs(20));
+        thread::scope(|scope| {
+            let threads = groups.iter().map(|group| scope.spawn(move || body(group)));
+            let threads: Vec<_> = threads.collect();
+            let results = threads.into_iter().map(|thread| thread.join());
+            results.map(Result::unwrap).collect()
+        })
+    }
+
+    #[test]
+    fn an_error_of_one_rank_is_one_of_all() {
+        let found = on_ranks(3, |group| {
+            let own = match group.rank() {
+                0 => Ok(7),
+                rank => Err(anyhow!("the disk of {rank} is full")),
+            };
+            agree(group, own).unwrap_err().to_string()
+        });
+        assert_eq!(
+            found,
+            [
+                "rank 1 failed; its message says why",
+                "the disk of 1 is full",
+                "the disk of 2 is full"
+            ]
+        );
+        assert!(on_ranks(2, |group| agree(group, Ok(3)).unwrap()) == [3, 3]);
+    }
+
+    #[test]
+    fn ranks_share_what_they_know() {
+        let found = on_ranks(3, |group| {
+            let rank = group.rank();
+            let stops = any(group, rank == 1).unwrap();
+            assert!(!any(group, false).unwrap());
+            let mean = means(group, vec![rank as f32, 3.0]).unwrap();
+            // Five numbers in turns; the sixth is not counted.
+            let turns = in_turns(group, &[rank as f32, 3.0 + rank as f32], 5).unwrap();
+            let bytes = gathered_bytes(group, [rank as u8, 9]).unwrap();
+            let text = text_of_first(group, if rank == 0 { "päth" } else { "" }).unwrap();
+            (stops, mean, turns, bytes, text)
+        });
+        for (stops, mean, turns, bytes, text) in found {
+            assert!(stops);
+            assert_eq!(mean, [1.0, 3.0]);
+            assert_eq!(turns, [0.0, 1.0, 2.0, 3.0, 4.0]);
+            assert_eq!(bytes, [[0, 9], [1, 9], [2, 9]]);
+            assert_eq!(text, "päth");
+        }
+    }
+}

@@ -7,4 +7,6 @@ mod book {
     struct Train;
     #[doc = include_str!("../../docs/src/data-parallel.md")]
     struct DataParallel;
+    #[doc = include_str!("../../docs/src/parallel.md")]
+    struct Parallel;
 }

@@ -95,3 +95,103 @@ fn pack(
     }
     writer.into_bytes().context("packing a checkpoint")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use burn::tensor::DType;
+    use burn_nvfp4::parallel::ProcessGroup;
+
+    use super::*;
+
+    fn tensor(name: &str, dims: &[usize], id: Option<u64>, first: f32) -> Tensor {
+        let count: usize = dims.iter().product();
+        let values = (0..count).flat_map(|i| (first + i as f32).to_le_bytes());
+        let bytes = Bytes::from_bytes_vec(values.collect());
+        let shape = Shape::from(dims.to_vec());
+        Tensor::new(name.into(), DType::F32, shape, id, bytes)
+    }
+
+    /// What a container has, in its order.
+    fn content(container: &Bytes) -> Vec<(String, Vec<usize>, Option<u64>, Vec<u8>)> {
+        let container = Bytes::from_bytes_vec(container.to_vec());
+        let tensors = Reader::from_bytes(container).unwrap().into_tensors();
+        let parts = tensors.unwrap().into_iter().map(|tensor| {
+            let (name, _, shape, id, bytes) = tensor.into_parts().unwrap();
+            (name, shape.to_vec(), id, bytes.to_vec())
+        });
+        parts.collect()
+    }
+
+    fn whole() -> Bytes {
+        let tensors = vec![
+            tensor("a.weight", &[4, 3], Some(1), 10.0),
+            tensor("b.weight", &[3], Some(2), 50.0),
+            tensor("0001.first", &[8], Some(1), 70.0),
+        ];
+        let writer = Writer::new(tensors).with_metadata("time", "7");
+        writer.into_bytes().unwrap()
+    }
+
+    fn parts(size: usize) -> (Vec<Bytes>, BTreeSet<u64>) {
+        let groups = ProcessGroup::loopback(size, Duration::ZERO);
+        let ids = BTreeSet::from([1]);
+        let parts = groups.into_iter().map(|group| {
+            let ids = ids.clone();
+            slice(whole(), &Shards { group, ids }).unwrap()
+        });
+        (parts.collect(), ids)
+    }
+
+    #[test]
+    fn parts_make_the_whole() {
+        for size in [1, 2, 4] {
+            let (parts, ids) = parts(size);
+            let last = content(&parts[size - 1]);
+            assert_eq!(last[0].1, [4 / size, 3]);
+            let row = 10.0f32 + (3 * (4 - 4 / size)) as f32;
+            assert_eq!(last[0].3[..4], row.to_le_bytes());
+            assert_eq!(last[1], content(&whole())[1]);
+            assert_eq!(last[2].1, [8 / size]);
+            let joined = join(parts, &ids).unwrap();
+            assert_eq!(content(&joined), content(&whole()));
+            let reader = Reader::from_bytes(joined).unwrap();
+            assert_eq!(reader.metadata().get("time").unwrap(), "7");
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        let group = ProcessGroup::loopback(3, Duration::ZERO).remove(0);
+        let ids = BTreeSet::from([1]);
+        let error = slice(whole(), &Shards { group, ids })
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("a.weight") && error.contains("3 ranks"),
+            "{error}"
+        );
+
+        let (mut parts, ids) = parts(2);
+        let other = vec![
+            tensor("a.weight", &[2, 3], Some(1), 0.0),
+            tensor("c.weight", &[3], Some(2), 0.0),
+            tensor("0001.first", &[4], Some(1), 0.0),
+        ];
+        parts[1] = Writer::new(other).into_bytes().unwrap();
+        let error = join(parts, &ids).unwrap_err().to_string();
+        assert!(
+            error.contains("c.weight") && error.contains("b.weight"),
+            "{error}"
+        );
+        let short = vec![tensor("a.weight", &[2, 3], Some(1), 0.0)];
+        let short = Writer::new(short).into_bytes().unwrap();
+        let error = join(vec![whole(), short], &ids).unwrap_err().to_string();
+        assert!(
+            error.contains("1 tensors") && error.contains('3'),
+            "{error}"
+        );
+        assert!(join(Vec::new(), &ids).is_err());
+    }
+}
