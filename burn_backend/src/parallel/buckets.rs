@@ -109,3 +109,64 @@ impl<F: Fn(ParamId) -> bool> ModuleVisitor for Visitor<'_, F> {
         }));
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn_core::tensor::{Device, Distribution, FloatDType};
+    use burn_nn::{Linear, LinearConfig};
+
+    use super::*;
+
+    /// A layer with gradients of two types.
+    fn layer() -> (Linear, GradientsParams, Tensor<2>, Tensor<1>) {
+        let device = Device::flex().autodiff();
+        let layer = LinearConfig::new(16, 32).init(&device);
+        let mut gradients = GradientsParams::new();
+        let plain = device.without_autodiff();
+        let weight = Tensor::<2>::random([16, 32], Distribution::Default, &plain);
+        gradients.register(layer.weight.id, weight.clone());
+        let bias = Tensor::<1>::ones([32], &plain).cast(FloatDType::F16);
+        gradients.register(layer.bias.as_ref().unwrap().id, bias.clone());
+        (layer, gradients, weight, bias)
+    }
+
+    #[test]
+    fn they_hold_every_gradient() {
+        let (layer, mut gradients, weight, bias) = layer();
+        Buckets::new(usize::MAX, |_| true).exchange(&layer, &mut gradients, |flat| {
+            let sizes: Vec<_> = flat.iter().map(|x| (x.dtype(), x.dims())).collect();
+            assert_eq!(sizes, [(DType::F32, [512]), (DType::F16, [32])]);
+            flat.into_iter().map(|flat| flat * 2).collect()
+        });
+        let back: Tensor<2> = gradients.get(layer.weight.id).unwrap();
+        assert_eq!(back.into_data(), (weight * 2).into_data());
+        let id = layer.bias.as_ref().unwrap().id;
+        let back: Tensor<1> = gradients.get(id).unwrap();
+        assert_eq!(back.into_data(), (bias * 2).into_data());
+        assert_eq!(gradients.len(), 2);
+    }
+
+    /// A full bucket takes no more, and what is not taken stays as it is.
+    #[test]
+    fn they_are_cut_and_choose() {
+        let device = Device::flex().autodiff();
+        let plain = device.clone().without_autodiff();
+        let layers: Vec<_> = (0..3)
+            .map(|_| LinearConfig::new(16, 32).init(&device))
+            .collect();
+        let mut gradients = GradientsParams::new();
+        for layer in &layers {
+            gradients.register(layer.weight.id, Tensor::<2>::ones([16, 32], &plain));
+        }
+        let kept = layers[2].weight.id;
+        Buckets::new(512, |id| id != kept).exchange(&layers, &mut gradients, |flat| {
+            let sizes: Vec<_> = flat.iter().map(|flat| flat.dims()).collect();
+            assert_eq!(sizes, [[512], [512]]);
+            flat.into_iter().map(|flat| flat * 2).collect()
+        });
+        for (layer, expected) in layers.iter().zip([2.0f32, 2.0, 1.0]) {
+            let gradient: Tensor<2> = gradients.get(layer.weight.id).unwrap();
+            assert_eq!(gradient.max().into_scalar::<f32>(), expected);
+        }
+    }
+}

@@ -113,8 +113,11 @@ mod tests {
         Tensor::new(name.into(), DType::F32, shape, id, bytes)
     }
 
+    /// Name, shape, parameter and bytes.
+    type Content = (String, Vec<usize>, Option<u64>, Vec<u8>);
+
     /// What a container has, in its order.
-    fn content(container: &Bytes) -> Vec<(String, Vec<usize>, Option<u64>, Vec<u8>)> {
+    fn content(container: &Bytes) -> Vec<Content> {
         let container = Bytes::from_bytes_vec(container.to_vec());
         let tensors = Reader::from_bytes(container).unwrap().into_tensors();
         let parts = tensors.unwrap().into_iter().map(|tensor| {
