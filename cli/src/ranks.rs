@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Result, bail};
+use burn::backend::DispatchDevice;
+use burn::tensor::Device;
 use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::train::Observer;
 use nvfp4_parallel::environment::{TOKEN, WORLD_SIZE};
@@ -11,6 +13,24 @@ use nvfp4_parallel::world::Settings;
 use nvfp4_parallel::{Environment, World};
 
 use crate::device::DeviceName;
+
+/// Name of the variable that says how tensors travel between ranks.
+const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
+/// Through the memory of the host.
+const HOST: &str = "host";
+/// From GPU to GPU.
+const NCCL: &str = "nccl";
+
+/// Whether the tensors of `device` are the host's.
+fn is_on_host(device: &Device) -> bool {
+    match device.as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        DispatchDevice::Autodiff(_) => is_on_host(&device.clone().without_autodiff()),
+        #[allow(unreachable_patterns)]
+        _ => false,
+    }
+}
 
 /// This process in its run.
 pub(crate) struct Ranks {
@@ -52,6 +72,30 @@ impl Ranks {
         match (&self.world, name) {
             (Some(world), DeviceName::Cuda(0)) => DeviceName::Cuda(world.environment().local_rank),
             _ => name,
+        }
+    }
+
+    /// The group whose tensors on `device` travel as the variable [`COLLECTIVES`] says.
+    ///
+    /// # Errors
+    /// When the variable has another value, or NCCL is not to be had.
+    pub(crate) fn connected(&self, device: &Device) -> Result<ProcessGroup> {
+        let group = self.group.clone();
+        let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| HOST.into());
+        match (&*how, self.group.size()) {
+            (HOST | NCCL, 1) => Ok(group),
+            (HOST, _) => {
+                if self.is_first() && !is_on_host(device) {
+                    tracing::warn!(
+                        "tensors travel between the ranks through the memory of the host, which is \
+                         slow; {COLLECTIVES}=nccl, which has not been tested on GPUs yet, sends \
+                         them from device to device"
+                    );
+                }
+                Ok(group)
+            }
+            (NCCL, _) => Ok(group.connect(device)?),
+            (other, _) => bail!("{COLLECTIVES} is {other:?}, but it must be {HOST} or {NCCL}"),
         }
     }
 

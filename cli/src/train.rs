@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
+use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
@@ -158,6 +159,7 @@ impl Train {
             Ok((devices, corpus))
         };
         let (devices, corpus) = agree(group, prepare())?;
+        let connected = agree(group, ranks.connected(&devices[0]))?;
         if ranks.is_first() {
             describe(&config, &corpus, &folder);
         }
@@ -171,6 +173,7 @@ impl Train {
             stop_at: self.stop_at,
             interrupt: &interrupt,
             ranks,
+            group: &connected,
         };
         let results = match config.decorate {
             Some(_) => training.all::<EncoderModel>()?,
@@ -328,6 +331,8 @@ struct Training<'a> {
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
     ranks: &'a Ranks,
+    /// All ranks, with the connections that tensors take.
+    group: &'a ProcessGroup,
 }
 
 impl Training<'_> {
@@ -342,7 +347,7 @@ impl Training<'_> {
                 self.corpus,
                 self.devices,
                 &path,
-                self.ranks.group().clone(),
+                self.group.clone(),
             )?;
             self.ranks.label("training");
             let outcome = match self.ranks.is_first() {

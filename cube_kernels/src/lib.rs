@@ -28,6 +28,8 @@ pub mod capabilities;
 pub mod cube;
 #[cfg(feature = "cube")]
 pub mod embedding;
+#[cfg(feature = "cuda")]
+pub mod foreign;
 #[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]

@@ -207,5 +207,18 @@ fn what_ranks_cannot_do_is_said() {
         nvfp4("launch --gpus 2 -- study --out nowhere study.json", &[]),
         &["study", "one process"],
     );
+    let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+    command.args(format!("launch --gpus 2 -- train {SMALL} {RUN} {RECIPE}").split_whitespace());
+    command.args(["--data", text(), "--out", out.to_str().unwrap()]);
+    // There is no NCCL between CPUs.
+    let with = |command: &mut Command, how| command.env("NVFP4_COLLECTIVES", how).output();
+    fails(
+        with(&mut command, "nccl").unwrap(),
+        &["NCCL", "not a CUDA device"],
+    );
+    fails(
+        with(&mut command, "carrier").unwrap(),
+        &["NVFP4_COLLECTIVES", "carrier", "host"],
+    );
     fails(train(&out, "--dp 2"), &["dp is 2", "1 ranks"]);
 }

@@ -127,7 +127,7 @@ fn exchange<const D: usize>(
         return x;
     }
     let exchange = Exchange {
-        group: group.shared(),
+        group: group.link(),
         forward,
         backward,
     };

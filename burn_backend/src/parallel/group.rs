@@ -5,25 +5,28 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use burn_core::backend::Dispatch;
-use burn_core::tensor::{Int, Tensor};
+use burn_core::tensor::{Device, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
 
-use crate::ops::collective::{CollectiveOps, Exchange, Step};
+#[cfg(feature = "cuda")]
+use crate::ops::collective::DeviceLink;
+use crate::ops::collective::{CollectiveOps, Exchange, Link, Step};
 
 /// The ranks that work together on something, such as the parts of a batch or of a weight: this
 /// rank's end. Clones are the same end.
 ///
 /// All ranks of a group call the same operations in the same order. Tensors travel through the
-/// memory of the host. Sums are taken in the order of ranks, in `f32`, and rounded once, so that all
-/// ranks have the same bits, and every run has them.
+/// memory of the host: sums are taken in the order of ranks, in `f32`, and rounded once, so that all
+/// ranks have the same bits, and every run has them. After [`connect`](Self::connect) they travel
+/// from device to device, and NCCL chooses the order.
 ///
 /// # Panics
 /// The operations panic when the group fails: another rank is gone, late or does something else.
 /// The message names the rank.
 #[derive(Clone)]
 pub struct ProcessGroup {
-    group: Arc<HostGroup>,
+    link: Link,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -34,7 +37,7 @@ impl fmt::Debug for ProcessGroup {
 
 impl From<Arc<HostGroup>> for ProcessGroup {
     fn from(group: Arc<HostGroup>) -> Self {
-        Self { group }
+        Self { link: group.into() }
     }
 }
 
@@ -57,12 +60,12 @@ impl ProcessGroup {
 
     /// This rank, less than [`size`](Self::size).
     pub fn rank(&self) -> usize {
-        self.group.rank()
+        self.link.host.rank()
     }
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.group.size()
+        self.link.host.size()
     }
 
     /// The group of `members`, ranks of this group in ascending order, this one among them. All of
@@ -71,12 +74,44 @@ impl ProcessGroup {
     /// # Errors
     /// When `members` is not ascending, has a rank that there is not, or lacks this one.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self, ParallelError> {
-        Ok(Self::from(Arc::new(self.group.subgroup(members)?)))
+        Ok(Self::from(Arc::new(self.link.host.subgroup(members)?)))
+    }
+
+    /// Has floats and integers travel from device to device, by NCCL, which is found at run time. All
+    /// ranks call it, each with its device. What NCCL does not take still travels through the memory
+    /// of the host: sums of `f16`, and slices.
+    ///
+    /// **This has not run on a GPU yet.**
+    ///
+    /// # Errors
+    /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
+    pub fn connect(self, device: &Device) -> Result<Self, Nvfp4Error> {
+        let refused = |reason: String| Nvfp4Error::Unsupported {
+            library: "NCCL",
+            problem: format!("a group of {} ranks on {device:?}", self.size()),
+            reason,
+        };
+        #[cfg(feature = "cuda")]
+        {
+            use burn_core::backend::DispatchDevice;
+            let plain = device.clone().without_autodiff();
+            let DispatchDevice::Cube(cube) = plain.as_dispatch() else {
+                return Err(refused("not a CUDA device".into()));
+            };
+            let made = DeviceLink::connect(&cube.client(), &self.link.host);
+            let link = Link {
+                device: Some(made.map_err(refused)?),
+                host: self.link.host,
+            };
+            Ok(Self { link })
+        }
+        #[cfg(not(feature = "cuda"))]
+        Err(refused("this build is without the feature cuda".into()))
     }
 
     /// The collectives over host memory.
     pub fn collective(&self) -> &HostGroup {
-        &self.group
+        &self.link.host
     }
 
     /// The reduction of all ranks' tensors, which have one shape; a constant for autodiff.
@@ -147,12 +182,12 @@ impl ProcessGroup {
     /// # Errors
     /// When the group fails.
     pub fn barrier(&self) -> Result<(), ParallelError> {
-        self.group.barrier()
+        self.link.host.barrier()
     }
 
     /// What an exchange of this group needs.
-    pub(crate) fn shared(&self) -> Arc<HostGroup> {
-        self.group.clone()
+    pub(crate) fn link(&self) -> Link {
+        self.link.clone()
     }
 
     /// Fails unless `len` elements of `argument` have equal parts on all ranks.
@@ -169,7 +204,7 @@ impl ProcessGroup {
 
     fn constant<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
         let exchange = Exchange {
-            group: self.group.clone(),
+            group: self.link(),
             forward: step,
             backward: Step::Identity,
         };
@@ -180,7 +215,7 @@ impl ProcessGroup {
 
     fn exchange_int<const D: usize>(&self, x: Tensor<D, Int>, step: Step) -> Tensor<D, Int> {
         let exchange = Exchange {
-            group: self.group.clone(),
+            group: self.link(),
             forward: step,
             backward: Step::Identity,
         };

@@ -34,14 +34,6 @@ pub(super) fn exchange_ints<B: Backend>(x: IntTensor<B>, exchange: &Exchange) ->
     B::int_from_data(exchanged(data, exchange), &device)
 }
 
-impl Exchange {
-    /// Whether the tensor stays as it is.
-    fn is_local(&self) -> bool {
-        // An exchange with oneself is one too: rows for this rank come back in their order.
-        self.group.size() == 1 || self.forward == Step::Identity
-    }
-}
-
 fn exchanged(data: TensorData, exchange: &Exchange) -> TensorData {
     let made = match &exchange.forward {
         Step::AllReduce(_) | Step::ReduceScatter(_) => reduced(data, exchange),
@@ -71,8 +63,8 @@ fn reduced_as<T: Element + burn_core::tensor::Element>(
 ) -> Result<TensorData, ParallelError> {
     let shape = exchange
         .forward
-        .shape(data.shape().to_vec(), exchange.group.size());
-    let group = &exchange.group;
+        .shape(data.shape().to_vec(), exchange.group.host.size());
+    let group = &exchange.group.host;
     let mut values: Vec<T> = data.try_into_vec().expect("a tensor of this type");
     match &exchange.forward {
         Step::AllReduce(reduction) => group.all_reduce(T::buffer_mut(&mut values), *reduction)?,
@@ -89,10 +81,10 @@ fn reduced_as<T: Element + burn_core::tensor::Element>(
 
 /// Steps that move elements, whatever they mean.
 fn moved(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
-    let (rank, size) = (exchange.group.rank(), exchange.group.size());
+    let (rank, size) = (exchange.group.host.rank(), exchange.group.host.size());
     let shape = exchange.forward.shape(data.shape().to_vec(), size);
     let row: usize = data.shape()[1..].iter().product::<usize>() * data.dtype().size();
-    let group = &exchange.group;
+    let group = &exchange.group.host;
     let input = data.as_bytes();
     let output = match &exchange.forward {
         Step::AllGather => {

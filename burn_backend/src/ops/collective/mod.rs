@@ -4,15 +4,19 @@
 //! visits operations in an order that the graph of the model alone decides, so ranks with the same
 //! model meet there too.
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod cube;
+#[cfg(feature = "flex")]
+mod flex;
 mod host;
+mod link;
 
 use burn_core as burn;
 
 use std::fmt;
-use std::sync::Arc;
 
 use burn_core::backend::{
-    Autodiff, Backend,
+    Autodiff, Backend, TensorMetadata,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
@@ -21,7 +25,11 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_parallel::{Collective, HostGroup, Reduction};
+use nvfp4_parallel::{Collective, Reduction};
+
+#[cfg(feature = "cuda")]
+pub(crate) use cube::DeviceLink;
+pub use link::Link;
 
 /// What the ranks of a group do with a tensor each. Parts are those of the first axis, in the order
 /// of ranks.
@@ -69,7 +77,7 @@ impl Step {
 #[derive(Clone)]
 pub struct Exchange {
     /// The ranks.
-    pub group: Arc<HostGroup>,
+    pub group: Link,
     /// What happens to the tensor.
     pub forward: Step,
     /// What happens to its gradient; it undoes the shape of `forward`.
@@ -78,12 +86,18 @@ pub struct Exchange {
 
 impl fmt::Debug for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rank = (self.group.rank(), self.group.size());
-        write!(f, "{:?} of rank {} of {}", self.forward, rank.0, rank.1)
+        let (rank, size) = (self.group.host.rank(), self.group.host.size());
+        write!(f, "{:?} of rank {rank} of {size}", self.forward)
     }
 }
 
 impl Exchange {
+    /// Whether the tensor stays as it is.
+    fn is_local(&self) -> bool {
+        // An exchange with oneself is one too: rows for this rank come back in their order.
+        self.group.host.size() == 1 || self.forward == Step::Identity
+    }
+
     fn reversed(self) -> Self {
         Self {
             group: self.group,
@@ -104,28 +118,53 @@ impl Exchange {
     Autodiff
 )]
 pub trait CollectiveOps: Backend {
-    /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`). Sums are those of
-    /// [`Collective`]: in the order of ranks, in `f32`, rounded once.
+    /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`).
     ///
-    /// It runs in the thread that calls it, also where operations are queued for another one: ranks
-    /// that share a device would wait for each other in its only thread.
+    /// Through the memory of the host, sums are those of [`Collective`]: in the order of ranks, in
+    /// `f32`, rounded once. That runs in the thread that calls it, also where operations are queued
+    /// for another one: ranks that share a device would wait for each other in its only thread.
+    /// Where the group [is connected](Link::connect), the exchange is queued, and the library
+    /// chooses the order.
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        host::exchange_floats::<Self>(x, &exchange)
+        match exchange.is_queued(x.dtype()) {
+            true => Self::nvfp4_queue_exchange(x, exchange),
+            false => host::exchange_floats::<Self>(x, &exchange),
+        }
     }
 
     /// [`Exchange::forward`] of integers of any type; only `u32` can be reduced.
     #[fusion(default)]
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
-        host::exchange_ints::<Self>(x, &exchange)
+        match exchange.is_queued(x.dtype()) {
+            true => Self::nvfp4_queue_exchange_int(x, exchange),
+            false => host::exchange_ints::<Self>(x, &exchange),
+        }
     }
+
+    /// The exchange on the device, of a group that is connected.
+    #[fusion(meta = meta::exchange)]
+    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self>;
+
+    /// The same of integers.
+    #[fusion(meta = meta::exchange)]
+    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self>;
 }
 
-#[cfg(feature = "flex")]
-impl CollectiveOps for burn_core::backend::Flex {}
+#[cfg(feature = "cubecl-backend")]
+mod meta {
+    use burn_core::backend::fusion::custom::TensorSpec;
+    use burn_core::tensor::Shape;
+    use nvfp4_parallel::Collective;
 
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-impl CollectiveOps for burn_cubecl::CubeBackend {}
+    use super::Exchange;
+
+    pub(super) fn exchange(x: &TensorSpec, exchange: &Exchange) -> TensorSpec {
+        let size = exchange.group.host.size();
+        let shape = exchange.forward.shape(x.shape.to_vec(), size);
+        TensorSpec::new(Shape::from(shape), x.dtype)
+    }
+}
 
 /// An exchange: parents `[x]`, state: that of the gradient.
 #[derive(Debug)]
@@ -160,5 +199,13 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
 
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         B::nvfp4_exchange_int(x, exchange)
+    }
+
+    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        Self::nvfp4_exchange(x, exchange)
+    }
+
+    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
+        B::nvfp4_queue_exchange_int(x, exchange)
     }
 }

@@ -1,0 +1,197 @@
+//! CubeCL devices: NCCL on CubeCL's own stream, behind what was launched before.
+//!
+//! **None of this has run on a GPU yet.**
+
+use burn_core::backend::tensor::{FloatTensor, IntTensor};
+use burn_cubecl::CubeBackend;
+#[cfg(feature = "cuda")]
+pub(crate) use nccl::DeviceLink;
+
+use super::{CollectiveOps, Exchange};
+
+impl CollectiveOps for CubeBackend {
+    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        queued(x, &exchange)
+    }
+
+    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
+        queued(x, &exchange)
+    }
+}
+
+#[cfg(feature = "cuda")]
+use nccl::queued;
+
+#[cfg(not(feature = "cuda"))]
+fn queued(
+    _x: burn_cubecl::tensor::CubeTensor,
+    exchange: &Exchange,
+) -> burn_cubecl::tensor::CubeTensor {
+    unreachable!("no group is connected: {exchange:?}")
+}
+
+#[cfg(feature = "cuda")]
+mod nccl {
+    use std::sync::{Arc, Mutex};
+
+    use burn_core::tensor::{DType, Shape};
+    use burn_cubecl::{kernel::into_contiguous, tensor::CubeTensor};
+    use cubecl::client::Client;
+    use nvfp4_kernels::foreign::{self, ForeignMemory, ForeignPlace};
+    use nvfp4_parallel::nccl::{Communicator, Counts};
+    use nvfp4_parallel::{self as parallel, Call, Collective, HostGroup, Operation, Reduction};
+
+    use super::super::super::cube::tensors::new_tensor;
+    use super::super::{Exchange, Step};
+
+    /// What CubeCL's reports call a collective.
+    struct NcclCollective;
+
+    /// A rank's end of an NCCL communicator.
+    #[derive(Clone)]
+    pub(crate) struct DeviceLink {
+        communicator: Arc<Mutex<Communicator>>,
+    }
+
+    impl DeviceLink {
+        /// The communicator of `group` on the device of `client`. All ranks call it.
+        pub(crate) fn connect(client: &Client, group: &Arc<HostGroup>) -> Result<Self, String> {
+            let group = group.clone();
+            // On the device's own thread, whose context is the device's.
+            let made = foreign::run(client, move || {
+                Communicator::new(&group).map_err(|error| error.to_string())
+            });
+            Ok(Self {
+                communicator: Arc::new(Mutex::new(made?)),
+            })
+        }
+    }
+
+    impl Step {
+        /// Whether NCCL takes this step for a tensor of type `dtype`.
+        pub(in crate::ops::collective) fn is_queued(&self, dtype: DType) -> bool {
+            match self {
+                // A part of one's own tensor travels nowhere; the host copies it as well.
+                Self::Identity | Self::Slice => false,
+                Self::AllReduce(_) | Self::ReduceScatter(_) => reduced_type(dtype).is_some(),
+                Self::AllGather | Self::AllToAll { .. } | Self::Broadcast { .. } => true,
+            }
+        }
+    }
+
+    /// NCCL's name of a type that is added up, as far as this crate's collectives have it.
+    fn reduced_type(dtype: DType) -> Option<parallel::DType> {
+        match dtype {
+            DType::F32 => Some(parallel::DType::F32),
+            DType::BF16 => Some(parallel::DType::Bf16),
+            DType::U32 => Some(parallel::DType::U32),
+            _ => None,
+        }
+    }
+
+    /// The exchange of `x`, queued.
+    pub(super) fn queued(x: CubeTensor, exchange: &Exchange) -> CubeTensor {
+        let x = into_contiguous(x);
+        let size = exchange.group.host.size();
+        let dims = x.meta.shape().to_vec();
+        let shape = exchange.forward.shape(dims.clone(), size);
+        let width = x.dtype.size();
+        let bytes = shape.iter().product::<usize>() * width;
+        let out = x.client.empty(bytes.max(1));
+        let row = dims[1..].iter().product::<usize>() * width;
+        let work = Work::new(&exchange.forward, &dims, &shape, (x.dtype, row));
+        let link = exchange
+            .group
+            .device
+            .clone()
+            .expect("a group that is connected");
+        let memory = ForeignMemory {
+            reads: vec![x.handle.clone().binding()],
+            writes: vec![out.clone().binding()],
+            scratch: Vec::new(),
+        };
+        let what = format!("NCCL, {exchange:?}");
+        let stream = out.stream;
+        foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
+            let communicator = link.communicator.lock();
+            let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
+            work.queue(&mut communicator, place)
+        });
+        new_tensor(&x, out, Shape::from(shape), x.dtype)
+    }
+
+    /// A call of the library.
+    enum Work {
+        Equal(Call),
+        /// Bytes for each rank, and from each.
+        AllToAll {
+            send: Vec<usize>,
+            receive: Vec<usize>,
+        },
+    }
+
+    impl Work {
+        /// The call for a tensor of shape `dims` that becomes `shape`, with its type and the bytes
+        /// of a row.
+        fn new(step: &Step, dims: &[usize], shape: &[usize], (dtype, row): (DType, usize)) -> Self {
+            let elements = |dims: &[usize]| dims.iter().product::<usize>();
+            let bytes = elements(dims) * dtype.size();
+            let reduces = |operation: fn(Reduction) -> Operation, reduction, count| Call {
+                operation: operation(reduction),
+                dtype: reduced_type(dtype).expect("checked before it was queued"),
+                count,
+            };
+            let moves = |operation| Call {
+                operation,
+                dtype: parallel::DType::U8,
+                count: bytes,
+            };
+            match step {
+                Step::AllReduce(reduction) => {
+                    Self::Equal(reduces(Operation::AllReduce, *reduction, elements(dims)))
+                }
+                Step::ReduceScatter(reduction) => Self::Equal(reduces(
+                    Operation::ReduceScatter,
+                    *reduction,
+                    elements(shape),
+                )),
+                Step::AllGather => Self::Equal(moves(Operation::AllGather)),
+                Step::Broadcast { root } => {
+                    Self::Equal(moves(Operation::Broadcast { root: *root }))
+                }
+                Step::AllToAll { send, receive } => {
+                    let bytes = |rows: &[usize]| rows.iter().map(|rows| rows * row).collect();
+                    Self::AllToAll {
+                        send: bytes(send),
+                        receive: bytes(receive),
+                    }
+                }
+                Step::Identity | Step::Slice => unreachable!("{step:?} is not queued"),
+            }
+        }
+
+        /// On the device thread.
+        fn queue(
+            &self,
+            communicator: &mut Communicator,
+            place: &ForeignPlace,
+        ) -> Result<(), String> {
+            let [input, output] = [place.addresses[0], place.addresses[1]];
+            // SAFETY: the context and the stream are those of the communicator's device, which the
+            // tensors of its group are on; the memory has the sizes that the call was made of, and
+            // CubeCL's bookkeeping keeps it until the stream has passed the call.
+            let queued = unsafe {
+                match self {
+                    Self::Equal(call) => communicator.queue(call, input, output, place.stream),
+                    Self::AllToAll { send, receive } => communicator.all_to_all(
+                        parallel::DType::U8,
+                        Counts { send, receive },
+                        [input, output],
+                        place.stream,
+                    ),
+                }
+            };
+            queued.map_err(|error| error.to_string())
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Flex: its tensors are the host's.
+
+use burn_core::backend::{
+    Flex,
+    tensor::{FloatTensor, IntTensor},
+};
+
+use super::{CollectiveOps, Exchange, host};
+
+impl CollectiveOps for Flex {
+    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        host::exchange_floats::<Self>(x, &exchange)
+    }
+
+    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
+        host::exchange_ints::<Self>(x, &exchange)
+    }
+}

@@ -1,0 +1,196 @@
+//! Work of other libraries on CubeCL's own stream, in the order of its launches.
+//!
+//! CubeCL hands out no stream, but a task on its device thread may ask the server for it
+//! ([`WriteScoped::write_streams`], then `MultiStream::resolve`). The task does what CubeCL's own
+//! launch does: it waits for every other stream whose memory is used, notes how it ends on what it
+//! writes, keeps memory of other streams alive, and tells a graph that is being captured which memory
+//! it uses.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use cubecl::{
+    client::Client,
+    cuda::CudaRuntime,
+    device::DeviceId,
+    device_handle::DeviceHandle,
+    server::{BufferBinding, ServerError},
+};
+use cubecl_environment::{backtrace::BackTrace, stream::StreamId};
+use cubecl_server::{
+    id::KernelId,
+    runtime::Runtime,
+    stream::{ExecuteScope, WriteScoped},
+};
+use cudarc::driver::sys::{
+    CUcontext, CUevent, CUevent_flags, CUstream, cuCtxSetCurrent, cuEventCreate, cuEventDestroy_v2,
+    cuEventRecord, cuStreamGetCtx, cuStreamWaitEvent,
+};
+
+/// The service behind a CUDA client, which alone names its type.
+pub(crate) type CudaServer = <CudaRuntime as Runtime>::Server;
+
+/// The memory that foreign work uses.
+#[derive(Debug, Default)]
+pub struct ForeignMemory {
+    /// What it reads.
+    pub reads: Vec<BufferBinding>,
+    /// What it writes. What it both reads and writes stands in both lists.
+    pub writes: Vec<BufferBinding>,
+    /// What it uses, and nobody reads before or after.
+    pub scratch: Vec<BufferBinding>,
+}
+
+impl ForeignMemory {
+    fn all(&self) -> impl Iterator<Item = &BufferBinding> + Clone {
+        let lists = [&self.reads, &self.writes, &self.scratch];
+        lists.into_iter().flatten()
+    }
+}
+
+/// Where foreign work is queued.
+#[derive(Debug)]
+pub struct ForeignPlace {
+    /// The device; its context is the current one.
+    pub device: DeviceId,
+    /// The stream, a `CUstream`.
+    pub stream: *mut c_void,
+    /// Device addresses of the memory: what is read, what is written, scratch, in their orders.
+    pub addresses: Vec<u64>,
+}
+
+/// Whether `client` is of a CUDA device, on which [`submit`] works.
+pub fn is_cuda(client: &Client) -> bool {
+    client.service_id().service == std::any::TypeId::of::<CudaServer>()
+}
+
+/// Runs `work` on the device thread of `client`, with the context of the device, and waits for it.
+///
+/// # Errors
+/// When the client is not of a CUDA device or its thread is gone, or `work` fails.
+pub fn run<T: Send + 'static>(
+    client: &Client,
+    work: impl FnOnce() -> Result<T, String> + Send + 'static,
+) -> Result<T, String> {
+    if !is_cuda(client) {
+        return Err("not a CUDA device".into());
+    }
+    let device = client.service_id().device;
+    DeviceHandle::<CudaServer>::new(device)
+        .submit_blocking(move |server| {
+            let mut streams = (server.write_streams())
+                .resolve(StreamId::current(), std::iter::empty())
+                .map_err(|error| error.to_string())?;
+            make_current(streams.current().sys)?;
+            drop(streams);
+            work()
+        })
+        .unwrap_or_else(|error| Err(format!("{error:?}")))
+}
+
+/// Has `work` queue kernels of its own on the stream `stream` of `client`, behind what was launched
+/// before. `N` is what CubeCL's reports call it; `what` begins the error that a read of its output
+/// finds when `work` fails.
+///
+/// `work` runs on the device thread. It must queue all that it does on the stream that it is given,
+/// use no memory beyond the addresses that it is given, and not wait for the device.
+pub fn submit<N: 'static>(
+    client: &Client,
+    stream: StreamId,
+    memory: ForeignMemory,
+    what: String,
+    work: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
+) {
+    let device = client.service_id().device;
+    DeviceHandle::<CudaServer>::new(device).submit(move |server| {
+        let mut written = server.write_set();
+        (memory.writes.iter()).for_each(|binding| written.push(binding.clone()));
+        let kernel = KernelId::new::<N>();
+        let reads = memory.reads.iter();
+        // How it ends is noted on the output, where a read finds it.
+        ExecuteScope::launching(server, kernel, stream, reads, written).execute(|server| {
+            queue(server, stream, device, &memory, work).map_err(|reason| ServerError::Generic {
+                reason: format!("{what}: {reason}"),
+                backtrace: BackTrace::capture(),
+            })
+        });
+    });
+}
+
+/// On the device thread: finds the stream and the addresses.
+fn queue(
+    server: &mut CudaServer,
+    stream_id: StreamId,
+    device: DeviceId,
+    memory: &ForeignMemory,
+    work: impl FnOnce(&ForeignPlace) -> Result<(), String>,
+) -> Result<(), String> {
+    // Held until the kernels are queued: what it keeps alive is released behind them.
+    let mut streams = server
+        .write_streams()
+        .resolve(stream_id, memory.all())
+        .map_err(|error| error.to_string())?;
+    let stream = streams.current().sys;
+    make_current(stream)?;
+    if !streams.current().capturing.is_recording() {
+        let mut waited = vec![stream];
+        for binding in memory.all() {
+            let origin = streams.get(&binding.stream).sys;
+            if !waited.contains(&origin) {
+                wait(stream, origin)?;
+                waited.push(origin);
+            }
+        }
+    }
+    let mut addresses = Vec::new();
+    for binding in memory.all() {
+        // A graph that is being captured keeps the pages that it was recorded with.
+        let location = binding.memory.descriptor().location();
+        let capturing = &mut streams.current().capturing;
+        capturing.touch(binding.stream, location);
+        let pool = &mut streams.get(&binding.stream).memory_management_gpu;
+        let (start, end) = (binding.offset_start, binding.offset_end);
+        let resource = pool
+            .get_resource(binding.memory.clone(), start, end)
+            .map_err(|error| error.to_string())?;
+        addresses.push(resource.ptr);
+    }
+    work(&ForeignPlace {
+        device,
+        stream: stream.cast::<c_void>(),
+        addresses,
+    })
+}
+
+/// Makes `stream` wait for what was queued on `origin` until now.
+///
+/// CubeCL's `resolve` waits for another stream unless it has done so since the buffer was
+/// *allocated*: a kernel that writes the buffer later, behind that wait, is missed. A graph that is
+/// being captured takes no such wait: it would draw the other stream into the capture.
+fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
+    let mut event: CUevent = ptr::null_mut();
+    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is
+    // queued.
+    unsafe {
+        cuEventCreate(&mut event, flags).result().and_then(|()| {
+            let waiting = cuEventRecord(event, origin)
+                .result()
+                .and_then(|()| cuStreamWaitEvent(stream, event, 0).result());
+            waiting.and(cuEventDestroy_v2(event).result())
+        })
+    }
+    .map_err(|error| error.to_string())
+}
+
+/// Makes the context of a stream the current one, as CubeCL does before each of its own launches.
+fn make_current(stream: CUstream) -> Result<(), String> {
+    let mut context: CUcontext = ptr::null_mut();
+    // SAFETY: the stream is alive, and so is its context.
+    unsafe {
+        cuStreamGetCtx(stream, &mut context)
+            .result()
+            .and_then(|()| cuCtxSetCurrent(context).result())
+    }
+    .map_err(|error| error.to_string())
+}
