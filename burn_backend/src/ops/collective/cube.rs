@@ -2,12 +2,10 @@
 //!
 //! **None of this has run on a GPU yet.**
 
+use super::CollectiveOps;
+use super::exchange::Exchange;
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::CubeBackend;
-#[cfg(feature = "cuda")]
-pub(crate) use nccl::DeviceLink;
-
-use super::{CollectiveOps, Exchange};
 
 impl CollectiveOps for CubeBackend {
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
@@ -32,62 +30,17 @@ fn queued(
 
 #[cfg(feature = "cuda")]
 mod nccl {
-    use std::sync::{Arc, Mutex};
-
     use burn_core::tensor::{DType, Shape};
     use burn_cubecl::{kernel::into_contiguous, tensor::CubeTensor};
-    use cubecl::client::Client;
     use nvfp4_kernels::foreign::{self, ForeignMemory, ForeignPlace};
     use nvfp4_parallel::nccl::{Communicator, Counts};
-    use nvfp4_parallel::{self as parallel, Call, Collective, HostGroup, Operation, Reduction};
+    use nvfp4_parallel::{self as parallel, Call, Collective, Operation, Reduction};
 
     use super::super::super::cube::tensors::new_tensor;
-    use super::super::{Exchange, Step};
+    use super::super::exchange::{Exchange, Step, reduced_type};
 
     /// What CubeCL's reports call a collective.
     struct NcclCollective;
-
-    /// A rank's end of an NCCL communicator.
-    #[derive(Clone)]
-    pub(crate) struct DeviceLink {
-        communicator: Arc<Mutex<Communicator>>,
-    }
-
-    impl DeviceLink {
-        /// The communicator of `group` on the device of `client`. All ranks call it.
-        pub(crate) fn connect(client: &Client, group: &Arc<HostGroup>) -> Result<Self, String> {
-            let group = group.clone();
-            // On the device's own thread, whose context is the device's.
-            let made = foreign::run(client, move || {
-                Communicator::new(&group).map_err(|error| error.to_string())
-            });
-            Ok(Self {
-                communicator: Arc::new(Mutex::new(made?)),
-            })
-        }
-    }
-
-    impl Step {
-        /// Whether NCCL takes this step for a tensor of type `dtype`.
-        pub(in crate::ops::collective) fn is_queued(&self, dtype: DType) -> bool {
-            match self {
-                // A part of one's own tensor travels nowhere; the host copies it as well.
-                Self::Identity | Self::Slice => false,
-                Self::AllReduce(_) | Self::ReduceScatter(_) => reduced_type(dtype).is_some(),
-                Self::AllGather | Self::AllToAll { .. } | Self::Broadcast { .. } => true,
-            }
-        }
-    }
-
-    /// NCCL's name of a type that is added up, as far as this crate's collectives have it.
-    fn reduced_type(dtype: DType) -> Option<parallel::DType> {
-        match dtype {
-            DType::F32 => Some(parallel::DType::F32),
-            DType::BF16 => Some(parallel::DType::Bf16),
-            DType::U32 => Some(parallel::DType::U32),
-            _ => None,
-        }
-    }
 
     /// The exchange of `x`, queued.
     pub(super) fn queued(x: CubeTensor, exchange: &Exchange) -> CubeTensor {

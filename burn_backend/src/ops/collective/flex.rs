@@ -5,7 +5,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use super::{CollectiveOps, Exchange, host};
+use super::exchange::Exchange;
+use super::{CollectiveOps, host};
 
 impl CollectiveOps for Flex {
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {

@@ -9,7 +9,7 @@ use futures_lite::future::block_on;
 use half::bf16;
 use nvfp4_parallel::{Collective, Element, ParallelError};
 
-use super::{Exchange, Step};
+use super::exchange::{Exchange, Step};
 
 /// The exchange of floats, which waits for the device and for the other ranks.
 pub(super) fn exchange_floats<B: Backend>(

@@ -1,13 +1,16 @@
 //! The connections of a rank to the others of a group.
 
 use std::sync::Arc;
-
-use burn_core::tensor::DType;
-use nvfp4_parallel::HostGroup;
+#[cfg(feature = "cuda")]
+use std::sync::Mutex;
 
 #[cfg(feature = "cuda")]
-use super::DeviceLink;
-use super::Exchange;
+use cubecl::client::Client;
+#[cfg(feature = "cuda")]
+use nvfp4_kernels::foreign;
+use nvfp4_parallel::HostGroup;
+#[cfg(feature = "cuda")]
+use nvfp4_parallel::nccl::Communicator;
 
 /// A rank's connections to the others of a group. Clones are the same connections.
 #[derive(Clone)]
@@ -30,15 +33,24 @@ impl From<Arc<HostGroup>> for Link {
     }
 }
 
-impl Exchange {
-    /// Whether a tensor of type `dtype` is exchanged on the device.
-    pub(super) fn is_queued(&self, dtype: DType) -> bool {
-        #[cfg(feature = "cuda")]
-        return self.group.device.is_some() && !self.is_local() && self.forward.is_queued(dtype);
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = dtype;
-            false
-        }
+/// A rank's end of an NCCL communicator.
+#[cfg(feature = "cuda")]
+#[derive(Clone)]
+pub(crate) struct DeviceLink {
+    pub(super) communicator: Arc<Mutex<Communicator>>,
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceLink {
+    /// The communicator of `group` on the device of `client`. All ranks call it.
+    pub(crate) fn connect(client: &Client, group: &Arc<HostGroup>) -> Result<Self, String> {
+        let group = group.clone();
+        // On the device's own thread, whose context is the device's.
+        let made = foreign::run(client, move || {
+            Communicator::new(&group).map_err(|error| error.to_string())
+        });
+        Ok(Self {
+            communicator: Arc::new(Mutex::new(made?)),
+        })
     }
 }

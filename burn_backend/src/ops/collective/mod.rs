@@ -6,14 +6,13 @@
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
+mod exchange;
 #[cfg(feature = "flex")]
 mod flex;
 mod host;
 mod link;
 
 use burn_core as burn;
-
-use std::fmt;
 
 use burn_core::backend::{
     Autodiff, Backend, TensorMetadata,
@@ -25,87 +24,10 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_parallel::{Collective, Reduction};
-
+pub use exchange::{Exchange, Step};
 #[cfg(feature = "cuda")]
-pub(crate) use cube::DeviceLink;
+pub(crate) use link::DeviceLink;
 pub use link::Link;
-
-/// What the ranks of a group do with a tensor each. Parts are those of the first axis, in the order
-/// of ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Nothing is exchanged.
-    Identity,
-    /// All ranks get the reduction of their tensors, which have one shape.
-    AllReduce(Reduction),
-    /// All ranks get the tensors of all, one after the other.
-    AllGather,
-    /// Rank `r` gets part `r` of the reduction. The first axis is a multiple of the number of ranks.
-    ReduceScatter(Reduction),
-    /// Rank `r` keeps its part `r`. The first axis is a multiple of the number of ranks.
-    Slice,
-    /// Rank `r` gets `send[r]` rows of the tensor. Rows that come from each rank stand one after the
-    /// other.
-    AllToAll {
-        /// Rows for each rank.
-        send: Vec<usize>,
-        /// Rows from each rank.
-        receive: Vec<usize>,
-    },
-    /// All ranks get the tensor of rank `root`. They have tensors of its shape.
-    Broadcast {
-        /// The rank whose tensor it is.
-        root: usize,
-    },
-}
-
-impl Step {
-    /// The shape of the result on each rank of a group of `size` ranks.
-    pub(crate) fn shape(&self, mut shape: Vec<usize>, size: usize) -> Vec<usize> {
-        match self {
-            Self::Identity | Self::AllReduce(_) | Self::Broadcast { .. } => {}
-            Self::AllGather => shape[0] *= size,
-            Self::ReduceScatter(_) | Self::Slice => shape[0] /= size,
-            Self::AllToAll { receive, .. } => shape[0] = receive.iter().sum(),
-        }
-        shape
-    }
-}
-
-/// A step of a group, and the step that its gradient takes.
-#[derive(Clone)]
-pub struct Exchange {
-    /// The ranks.
-    pub group: Link,
-    /// What happens to the tensor.
-    pub forward: Step,
-    /// What happens to its gradient; it undoes the shape of `forward`.
-    pub backward: Step,
-}
-
-impl fmt::Debug for Exchange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, size) = (self.group.host.rank(), self.group.host.size());
-        write!(f, "{:?} of rank {rank} of {size}", self.forward)
-    }
-}
-
-impl Exchange {
-    /// Whether the tensor stays as it is.
-    fn is_local(&self) -> bool {
-        // An exchange with oneself is one too: rows for this rank come back in their order.
-        self.group.host.size() == 1 || self.forward == Step::Identity
-    }
-
-    fn reversed(self) -> Self {
-        Self {
-            group: self.group,
-            forward: self.backward,
-            backward: self.forward,
-        }
-    }
-}
 
 /// Collectives on the primitives of a backend.
 ///
@@ -120,10 +42,10 @@ impl Exchange {
 pub trait CollectiveOps: Backend {
     /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`).
     ///
-    /// Through the memory of the host, sums are those of [`Collective`]: in the order of ranks, in
+    /// Through the memory of the host, sums are those of [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in
     /// `f32`, rounded once. That runs in the thread that calls it, also where operations are queued
     /// for another one: ranks that share a device would wait for each other in its only thread.
-    /// Where the group [is connected](Link::connect), the exchange is queued, and the library
+    /// Where the group [is connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and the library
     /// chooses the order.
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
