@@ -15,7 +15,7 @@ use crate::experts::{
 };
 use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
-use crate::parallel::warn_of_distributed_weight;
+use crate::parallel::{ProcessGroup, warn_of_distributed_weight};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -175,6 +175,36 @@ impl Nvfp4GroupedLinear {
         (0..experts).map(part).collect()
     }
 
+    /// Experts `first` to `first + len` as a layer with the same parameters' ids and the same state,
+    /// and the ids of the layers that this one was made of.
+    pub(super) fn into_part(self, first: usize, len: usize) -> (Self, Option<Vec<PartIds>>) {
+        fn part<const D: usize>(tensor: Tensor<D>, first: usize, len: usize) -> Tensor<D> {
+            map_value(tensor, |tensor| tensor.narrow(0, first, len))
+        }
+        let ids = self.ids;
+        let layer = Self {
+            weight: self.weight.map(|weight| part(weight, first, len)),
+            bias: (self.bias).map(|bias| bias.map(|bias| part(bias, first, len))),
+            ids: (ids.as_ref()).map(|ids| ids[first..first + len].to_vec()),
+            ..self
+        };
+        (layer, ids)
+    }
+
+    /// The layer with the experts of all ranks of `group`, one rank after the other. `ids` are those
+    /// of the layers that it was made of.
+    pub(super) fn gathered(self, group: &ProcessGroup, ids: Option<Vec<PartIds>>) -> Self {
+        fn whole<const D: usize>(tensor: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+            map_value(tensor, |tensor| group.all_gather(tensor, 0))
+        }
+        Self {
+            weight: self.weight.map(|weight| whole(weight, group)),
+            bias: (self.bias).map(|bias| bias.map(|bias| whole(bias, group))),
+            ids,
+            ..self
+        }
+    }
+
     /// The recipe of the layer.
     pub fn recipe(&self) -> &Nvfp4Recipe {
         &self.recipe
@@ -248,6 +278,16 @@ impl Nvfp4GroupedLinear {
             self.try_forward(input, experts),
         )
     }
+}
+
+/// Another value for a parameter, of which a gradient is required as before.
+fn map_value<const D: usize>(
+    tensor: Tensor<D>,
+    map: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    let requires_grad = tensor.is_require_grad();
+    let constant = tensor.detach().set_require_grad(false);
+    map(constant).set_require_grad(requires_grad)
 }
 
 impl ModuleDisplay for Nvfp4GroupedLinear {
