@@ -8,7 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::{LinearPart, PartIds, apart};
+use super::parts::{LinearPart, PartIds, apart, constant};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,
@@ -148,10 +148,10 @@ impl Nvfp4GroupedLinear {
         }
         validate::blocks("linears", "d_input", shape[0])?;
         validate::blocks("linears", "d_output", shape[1])?;
-        let weights = linears.iter().map(|linear| linear.weight.val().detach());
+        let weights = linears.iter().map(|linear| constant(&linear.weight));
         let weight = Tensor::stack::<3>(weights.collect(), 0);
         let biases = linears.iter().filter_map(|linear| linear.bias.as_ref());
-        let biases: Vec<_> = biases.map(|bias| bias.val().detach()).collect();
+        let biases: Vec<_> = biases.map(constant).collect();
         let bias = biased.then(|| Param::from_tensor(Tensor::stack::<2>(biases, 0)));
         let layer = Self::new(Param::from_tensor(weight), bias, recipe, None)?;
         Ok(Self {
@@ -164,8 +164,8 @@ impl Nvfp4GroupedLinear {
     /// with new ones if it was made of none.
     pub fn into_linears(self) -> Vec<Linear> {
         let [experts, d_in, d_out] = self.weight.dims();
-        let weight = self.weight.val().detach();
-        let bias = self.bias.map(|bias| bias.val().detach());
+        let weight = constant(&self.weight);
+        let bias = self.bias.as_ref().map(constant);
         let part = |expert: usize| {
             let weight = weight.clone().narrow(0, expert, 1).reshape([d_in, d_out]);
             let bias = bias.clone();
@@ -179,7 +179,11 @@ impl Nvfp4GroupedLinear {
     /// and the ids of the layers that this one was made of.
     pub(super) fn into_part(self, first: usize, len: usize) -> (Self, Option<Vec<PartIds>>) {
         fn part<const D: usize>(tensor: Tensor<D>, first: usize, len: usize) -> Tensor<D> {
-            map_value(tensor, |tensor| tensor.narrow(0, first, len))
+            map_value(tensor, |tensor| {
+                // Through the host, once: a view would keep all experts in the device's memory.
+                let place = (&tensor.device(), tensor.dtype());
+                Tensor::from_data(tensor.narrow(0, first, len).into_data(), place)
+            })
         }
         let ids = self.ids;
         let layer = Self {

@@ -90,8 +90,8 @@ impl Plan {
 pub(super) struct ExpertExchange {
     group: ProcessGroup,
     plan: Plan,
-    /// Choices of each expert, of all ranks.
-    counts: Vec<usize>,
+    /// Choices of each expert on all ranks.
+    totals: Vec<usize>,
     /// The experts of this rank, and where the tokens of each begin.
     experts: ExpertOffsets,
     /// [`Plan::rows`] and [`Plan::places`].
@@ -109,17 +109,14 @@ impl ExpertExchange {
     pub fn try_new(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
         let device = counts.device();
         let [experts] = counts.dims();
-        let all = group.all_gather_int(counts.clone()).into_data();
-        let all: Vec<usize> = all.iter::<i64>().map(|count| count as usize).collect();
+        let all = gather_counts(counts, group);
         let plan = Plan::try_new(&all, group.rank(), group.size())?;
-        let sources = || all.chunks_exact(experts);
-        let total = |expert: usize| sources().map(|source| source[expert]).sum();
         Ok(Self {
             group: group.clone(),
             experts: ExpertOffsets::of_counts(&plan.held, &device),
             rows: ints(&plan.rows, &device),
             places: ints(&plan.places, &device),
-            counts: (0..experts).map(total).collect(),
+            totals: total_counts(&all, experts),
             plan,
         })
     }
@@ -129,10 +126,9 @@ impl ExpertExchange {
         &self.experts
     }
 
-    /// Choices of each expert on all ranks, `i32[experts]`.
-    pub fn counts(&self, device: &Device) -> Tensor<1, Int> {
-        let counts: Vec<i32> = self.counts.iter().map(|&count| count as i32).collect();
-        ints(&counts, device)
+    /// Choices of each expert on all ranks.
+    pub fn totals(&self) -> &[usize] {
+        &self.totals
     }
 
     /// The tokens of this rank's experts from all ranks, by expert, given those of this rank, by
@@ -159,31 +155,22 @@ impl ExpertExchange {
         let [rows] = inverse.dims();
         moe_permute(x, index.clone(), inverse.clone().reshape([rows, 1]))
     }
-
-    /// The balance loss and the z-loss of the tokens of all ranks, given the logits of this rank's
-    /// (`f32[tokens, experts]`); see [`MoeOutput`](super::MoeOutput). Differentiable: the gradient
-    /// by the logits is that of the sum of what all ranks make of the losses.
-    pub fn losses(&self, logits: Tensor<2>, top_k: usize) -> [Tensor<1>; 2] {
-        let experts = self.counts.len();
-        let choices: usize = self.counts.iter().sum();
-        let tokens = choices as f64 / top_k as f64;
-        let counts: Vec<f32> = self.counts.iter().map(|&count| count as f32).collect();
-        let counts = TensorData::new(counts, [1, experts]);
-        let counts = Tensor::<2>::from_data(counts, (&logits.device(), DType::F32));
-        let max = logits.clone().detach().max_dim(1);
-        let exponentials = (logits - max.clone()).exp();
-        let sum = exponentials.clone().sum_dim(1);
-        let probabilities = (exponentials / sum.clone()).sum_dim(0);
-        let balance = (probabilities * counts).sum();
-        let z = (sum.log() + max).square().sum();
-        let balance = balance.mul_scalar(experts as f64 / (tokens * choices as f64));
-        let shares = Tensor::cat(vec![balance, z.div_scalar(tokens)], 0);
-        let losses = functions::all_reduce(shares, &self.group);
-        [0, 1].map(|loss| losses.clone().narrow(0, loss, 1))
-    }
 }
 
-fn ints(values: &[i32], device: &Device) -> Tensor<1, Int> {
+/// The choices of each expert on each rank of `group`, one rank after the other, given those of this
+/// rank. The host waits for them.
+pub(super) fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
+    let all = group.all_gather_int(counts.clone()).into_data();
+    all.iter::<i64>().map(|count| count as usize).collect()
+}
+
+/// The choices of each of `experts` on all ranks, given those on each.
+pub(super) fn total_counts(all: &[usize], experts: usize) -> Vec<usize> {
+    let total = |expert: usize| all.iter().skip(expert).step_by(experts).sum();
+    (0..experts).map(total).collect()
+}
+
+pub(super) fn ints(values: &[i32], device: &Device) -> Tensor<1, Int> {
     let data = TensorData::new(values.to_vec(), [values.len()]);
     Tensor::from_data(data, (device, DType::I32))
 }

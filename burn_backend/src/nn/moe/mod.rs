@@ -1,6 +1,7 @@
 //! A mixture of experts.
 
 mod exchange;
+mod losses;
 mod parallel;
 mod steps;
 

@@ -9,7 +9,8 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::super::parts::PartIds;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, Routing, rows};
-use super::exchange::ExpertExchange;
+use super::exchange::{ExpertExchange, gather_counts, ints, total_counts};
+use super::losses::batch_losses;
 use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 use crate::experts::{MoeRoute, check_experts};
@@ -83,6 +84,9 @@ pub struct ExpertParallelMoe {
     pub shared: Option<Nvfp4SwiGlu>,
     #[module(skip)]
     group: ProcessGroup,
+    /// The ranks with a part of the batch, if they are others.
+    #[module(skip)]
+    batch: Option<ProcessGroup>,
     #[module(skip)]
     settings: MoeSettings,
     /// Of the layers that `gate_up` and `down` of all experts were made of.
@@ -149,6 +153,7 @@ impl ExpertParallelMoe {
             down,
             shared: moe.shared,
             group: group.clone(),
+            batch: None,
             settings: moe.settings,
             ids: [gate_up_ids, down_ids],
         })
@@ -178,6 +183,14 @@ impl ExpertParallelMoe {
         }
     }
 
+    /// The same mixture for a batch of which the ranks of `batch` have a part each: those of
+    /// [`group`](Self::group) and of further groups with the same experts, which data parallelism
+    /// adds. The losses are of the tokens of all of them.
+    pub fn with_batch(mut self, batch: &ProcessGroup) -> Self {
+        self.batch = Some(batch.clone());
+        self
+    }
+
     /// The ranks that the experts are on.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
@@ -203,7 +216,8 @@ impl ExpertParallelMoe {
     /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token; ranks may
     ///   have different numbers of them
     /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
-    ///   are those of the tokens of all ranks
+    ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
+    ///   such)
     ///
     /// # Errors
     /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
@@ -229,7 +243,18 @@ impl ExpertParallelMoe {
         // What needs no token of another rank is queued behind the dispatch, which it can overlap
         // with where an exchange only queues. Exchanges through the memory of the host wait.
         let shared = parts.run_shared(x.clone())?;
-        let [balance_loss, z_loss] = exchange.losses(logits, self.settings.top_k);
+        let gathered = self.batch.as_ref().map(|batch| {
+            let all = gather_counts(routing.counts(), batch);
+            (total_counts(&all, experts), batch)
+        });
+        let (totals, batch) = match &gathered {
+            Some((totals, batch)) => (&totals[..], *batch),
+            None => (exchange.totals(), &self.group),
+        };
+        let top_k = self.settings.top_k;
+        let [balance_loss, z_loss] = batch_losses(logits, totals, top_k, batch);
+        let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
+        let counts = ints(&counts, &x.device());
         let results = exchange.combine(parts.run(sorted, exchange.experts())?);
         let mut output = routing.combine(results, weights);
         if let Some(shared) = shared {
@@ -239,7 +264,7 @@ impl ExpertParallelMoe {
             output: output.reshape(dims),
             balance_loss,
             z_loss,
-            counts: exchange.counts(&x.device()),
+            counts,
         })
     }
 
