@@ -126,6 +126,11 @@ impl ExpertExchange {
         &self.experts
     }
 
+    /// The tokens of each expert of earlier ranks.
+    pub fn earlier(&self) -> &[usize] {
+        &self.totals[..self.group.rank() * self.plan.held.len()]
+    }
+
     /// Choices of each expert on all ranks.
     pub fn totals(&self) -> &[usize] {
         &self.totals

@@ -209,7 +209,7 @@ impl Nvfp4Moe {
             counts,
         } = parts.route(parts.logits(x.clone()))?;
         let routing = Routing::try_new(chosen, parts.experts())?;
-        let results = parts.run(routing.dispatch(x.clone()), routing.experts())?;
+        let results = parts.run(routing.dispatch(x.clone()), routing.experts(), &[])?;
         let mut output = routing.combine(results, weights);
         if let Some(shared) = parts.run_shared(x)? {
             output = output + shared;

@@ -31,7 +31,9 @@ use crate::parallel::ProcessGroup;
 /// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
-/// order for another number of rows.
+/// order for another number of rows. Stochastic rounding draws the same bits too: blocks are numbered
+/// as one rank numbers those of all experts. (A module that is forked to another device draws as the
+/// rank of that device; see [`LayerState`](crate::state::LayerState).)
 ///
 /// # Gradients
 ///
@@ -255,7 +257,8 @@ impl ExpertParallelMoe {
         let [balance_loss, z_loss] = batch_losses(logits, totals, top_k, batch);
         let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
         let counts = ints(&counts, &x.device());
-        let results = exchange.combine(parts.run(sorted, exchange.experts())?);
+        let results = parts.run(sorted, exchange.experts(), exchange.earlier())?;
+        let results = exchange.combine(results);
         let mut output = routing.combine(results, weights);
         if let Some(shared) = shared {
             output = output + shared;

@@ -90,11 +90,21 @@ impl MoeParts<'_> {
         )
     }
 
-    /// What the experts of this rank make of tokens that are sorted by them.
-    pub fn run(&self, sorted: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>, Nvfp4Error> {
+    /// What the experts of this rank make of tokens that are sorted by them. `earlier` are the tokens
+    /// of each expert of earlier ranks, behind whose blocks those of this rank draw random bits.
+    pub fn run(
+        &self,
+        sorted: Tensor<2>,
+        experts: &ExpertOffsets,
+        earlier: &[usize],
+    ) -> Result<Tensor<2>, Nvfp4Error> {
         self.gate_up.check(&sorted, experts)?;
-        let input = self.gate_up.part(sorted.is_tracked())?;
-        let output = self.down.part(input.tracks(&sorted))?;
+        let mut input = self.gate_up.part(sorted.is_tracked())?;
+        let mut output = self.down.part(input.tracks(&sorted))?;
+        for part in [&mut input, &mut output] {
+            let [_, d_in, d_out] = part.weight.dims();
+            part.spec.0 = part.spec.0.behind_experts(earlier, [d_in, d_out]);
+        }
         let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
         let recompute = self.settings.recompute;
         Ok(swiglu_between(sorted, input, output, groups, recompute))

@@ -2,6 +2,7 @@
 
 use burn_core::tensor::DType;
 use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::recipe::QuantSpec;
 
 use super::{Case, Found, difference, joined, summed};
 use crate::support::{activation, flex_only, skip_where_small_only, small_only};
@@ -59,25 +60,51 @@ fn check_bits(what: &str, one: &Found, ranks: &[Found]) {
     }
 }
 
+/// Draws random bits for every operand, those of weights in 1x16 blocks.
+fn stochastic() -> Nvfp4Recipe {
+    let drawn = QuantSpec::NVFP4.stochastic();
+    let mut recipe = Nvfp4Recipe::new();
+    (recipe.fprop.x, recipe.fprop.w) = (drawn, drawn);
+    recipe.dgrad.w = drawn;
+    recipe.wgrad.x = drawn.rht(32);
+    recipe.wgrad.dy = drawn.rht(32);
+    recipe.check().unwrap();
+    recipe
+}
+
 #[test]
 fn two_ranks_on_every_device() {
     let tokens: &[usize] = if small_only() { &[4, 4] } else { &[24, 24] };
-    check("nvidia", &Case::new(&nearest("nvidia"), 4, 2, tokens));
+    check("nearest", &Case::new(&nearest("nvidia"), 4, 2, tokens));
+    check("nvidia", &Case::new(&Nvfp4Recipe::new(), 4, 2, tokens));
 }
 
 #[test]
 fn two_and_four_ranks_with_every_preset() {
     skip_where_small_only!();
     for preset in Nvfp4Recipe::preset_names() {
-        // MS-EDEN draws random bits also when elements are rounded to nearest.
-        if preset == "quartet2" {
-            continue;
-        }
-        for tokens in [&[24, 24][..], &[12, 12, 12, 12]] {
-            let case = Case::new(&nearest(preset), 8, 2, tokens);
-            check(&format!("{preset}, {} ranks", tokens.len()), &case);
+        for recipe in [Nvfp4Recipe::preset(preset).unwrap(), nearest(preset)] {
+            for tokens in [&[24, 24][..], &[12, 12, 12, 12]] {
+                let case = Case::new(&recipe, 8, 2, tokens);
+                check(&format!("{preset}, {} ranks", tokens.len()), &case);
+            }
         }
     }
+}
+
+/// Random bits are those of one rank for every operand, which takes the numbers of all blocks
+/// before those of a rank.
+#[test]
+fn with_random_bits_for_every_operand() {
+    skip_where_small_only!();
+    for (experts, top_k, tokens) in [(8, 2, &[24, 24][..]), (4, 1, &[6, 6, 6, 6])] {
+        let case = Case::new(&stochastic(), experts, top_k, tokens);
+        check(&format!("{tokens:?}"), &case);
+    }
+    // The bits count: those of another stream give other gradients.
+    let case = Case::new(&stochastic(), 8, 2, &[24, 24]);
+    let other = Case::new(&stochastic().with_seed(9), 8, 2, &[24, 24]);
+    assert_ne!(case.on_one().gate_up, other.on_one().gate_up);
 }
 
 #[test]
