@@ -11,7 +11,7 @@ pub use nvfp4_kernels::reference::Router;
 use crate::functions::{into_bias, or_panic};
 use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors};
 use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
-use crate::validate;
+use crate::validate::{self, Weight};
 
 /// The most experts of one layer: so many offsets fit into shared memory.
 pub const MAX_EXPERTS: usize = 512;
@@ -169,17 +169,17 @@ pub(crate) fn grouped_linear_unchecked(
 }
 
 /// Fails unless the arguments of a grouped layer fit each other.
-pub(crate) fn check_grouped_linear(
+pub(crate) fn check_grouped_linear<W: Weight<3>, B: Weight<2>>(
     x: &Tensor<2>,
-    weight: &Tensor<3>,
-    bias: Option<&Tensor<2>>,
+    weight: &W,
+    bias: Option<&B>,
     experts: &ExpertOffsets,
 ) -> Result<(), Nvfp4Error> {
     validate::operand("x", x)?;
     let device = x.device();
     check_grouped_parameters(&device, ["weight", "bias"], weight, bias)?;
     validate::same_device(("x", &device), ("experts", &experts.offsets.device()))?;
-    let [count, d_in, d_out] = weight.dims();
+    let [count, d_in, d_out] = weight.whole_dims();
     if experts.experts() != count {
         return Err(Nvfp4Error::shape(
             "experts",
@@ -202,23 +202,21 @@ pub(crate) fn check_grouped_linear(
 
 /// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x`
 /// on `device`.
-pub(crate) fn check_grouped_parameters(
+pub(crate) fn check_grouped_parameters<W: Weight<3>, B: Weight<2>>(
     device: &Device,
     names: [&'static str; 2],
-    weight: &Tensor<3>,
-    bias: Option<&Tensor<2>>,
+    weight: &W,
+    bias: Option<&B>,
 ) -> Result<(), Nvfp4Error> {
     let [weight_name, bias_name] = names;
-    validate::operand(weight_name, weight)?;
-    validate::same_device(("x", device), (weight_name, &weight.device()))?;
-    let [count, d_in, d_out] = weight.dims();
+    validate::held(device, weight_name, weight)?;
+    let [count, d_in, d_out] = weight.whole_dims();
     validate::blocks(weight_name, "d_in", d_in)?;
     validate::blocks(weight_name, "d_out", d_out)?;
     if let Some(bias) = bias {
-        validate::operand(bias_name, bias)?;
-        validate::same_device(("x", device), (bias_name, &bias.device()))?;
+        validate::held(device, bias_name, bias)?;
         let why = || "the experts and the d_out of the weight".into();
-        validate::shape(bias_name, bias.dims(), [count, d_out], why)?;
+        validate::shape(bias_name, bias.whole_dims(), [count, d_out], why)?;
     }
     Ok(())
 }

@@ -5,6 +5,8 @@ use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Shape, Tensor, kind::Basic};
 use nvfp4_kernels::{BLOCK, Nvfp4Error};
 
+use crate::parallel::whole_dims;
+
 /// What the crate was built to run on, for messages.
 const DEVICES: &str = if cfg!(feature = "flex") {
     if cfg!(feature = "cuda") {
@@ -111,16 +113,45 @@ pub(crate) fn operand<const D: usize>(
     float(argument, tensor.dtype())
 }
 
+/// A weight or a bias: a tensor, or a parameter, of which a rank may hold a part.
+pub(crate) trait Weight<const D: usize> {
+    /// The tensor, or this rank's part of it.
+    fn held(&self) -> &Tensor<D>;
+
+    /// The shape of the whole.
+    fn whole_dims(&self) -> [usize; D];
+}
+
+impl<const D: usize> Weight<D> for Tensor<D> {
+    fn held(&self) -> &Tensor<D> {
+        self
+    }
+
+    fn whole_dims(&self) -> [usize; D] {
+        self.dims()
+    }
+}
+
+impl<const D: usize> Weight<D> for Param<Tensor<D>> {
+    fn held(&self) -> &Tensor<D> {
+        self
+    }
+
+    fn whole_dims(&self) -> [usize; D] {
+        whole_dims(self)
+    }
+}
+
 /// Fails unless the tensors of a linear layer fit each other.
-pub(crate) fn linear<const D: usize>(
+pub(crate) fn linear<const D: usize, W: Weight<2>, B: Weight<1>>(
     x: &Tensor<D>,
-    weight: &Tensor<2>,
-    bias: Option<&Tensor<1>>,
+    weight: &W,
+    bias: Option<&B>,
 ) -> Result<(), Nvfp4Error> {
     const { assert!(D > 0, "the input needs at least one axis") };
     operand("x", x)?;
     linear_parameters(&x.device(), ["weight", "bias"], weight, bias)?;
-    let [d_in, d_out] = weight.dims();
+    let [d_in, d_out] = weight.whole_dims();
     let dims = x.dims();
     if dims[D - 1] != d_in {
         return Err(Nvfp4Error::shape(
@@ -134,25 +165,33 @@ pub(crate) fn linear<const D: usize>(
 
 /// Fails unless the weight and bias of a linear layer, called `names`, fit each other and an `x`
 /// on `device`.
-pub(crate) fn linear_parameters(
+pub(crate) fn linear_parameters<W: Weight<2>, B: Weight<1>>(
     device: &Device,
     names: [&'static str; 2],
-    weight: &Tensor<2>,
-    bias: Option<&Tensor<1>>,
+    weight: &W,
+    bias: Option<&B>,
 ) -> Result<(), Nvfp4Error> {
     let [weight_name, bias_name] = names;
-    operand(weight_name, weight)?;
-    same_device(("x", device), (weight_name, &weight.device()))?;
-    let [d_in, d_out] = weight.dims();
+    held(device, weight_name, weight)?;
+    let [d_in, d_out] = weight.whole_dims();
     blocks(weight_name, "d_in", d_in)?;
     blocks(weight_name, "d_out", d_out)?;
     if let Some(bias) = bias {
-        operand(bias_name, bias)?;
-        same_device(("x", device), (bias_name, &bias.device()))?;
+        held(device, bias_name, bias)?;
         let why = || format!("the d_out of the weight [{d_in}, {d_out}]");
-        shape(bias_name, bias.dims(), [d_out], why)?;
+        shape(bias_name, bias.whole_dims(), [d_out], why)?;
     }
     Ok(())
+}
+
+/// Fails unless a weight or bias is on `device`, that of `x`, and of a supported type.
+pub(crate) fn held<const D: usize>(
+    device: &Device,
+    name: &'static str,
+    weight: &impl Weight<D>,
+) -> Result<(), Nvfp4Error> {
+    operand(name, weight.held())?;
+    same_device(("x", device), (name, &weight.held().device()))
 }
 
 /// Fail unless a parameter is on the device of `x`, or will be. The value of a lazy parameter is

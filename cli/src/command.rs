@@ -6,8 +6,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, oracle,
-    pretrain, quantize, sample, study, tokenize, train,
+    convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, launch,
+    oracle, pretrain, quantize, ranks, sample, study, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -25,6 +25,11 @@ enum Task {
     /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
     /// that cargo has downloaded.
     Train(Box<train::Train>),
+    /// Start `train` as several ranks, a process with a GPU each, and end all when one fails
+    ///
+    /// For example `nvfp4 launch --gpus 2 -- train --fsdp`. On a cluster torchrun (--no-python),
+    /// Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR, MASTER_PORT and NVFP4_TOKEN.
+    Launch(launch::LaunchRanks),
     /// Train with several recipes and seeds, and report the losses; resumes an unfinished study
     Study(study::Study),
     /// Measure training steps with each recipe: bytes a second, memory, and time by kernel
@@ -70,13 +75,14 @@ impl Command {
         kernels::keep();
         match self.task {
             Task::Train(train) => train.run(),
-            Task::Study(study) => study.run(),
-            Task::Cost(cost) => cost.run(),
+            Task::Launch(launch) => launch.run(),
+            Task::Study(study) => ranks::refuse("study").and_then(|()| study.run()),
+            Task::Cost(cost) => ranks::refuse("cost").and_then(|()| cost.run()),
             Task::DecodeCost(cost) => cost.run().map(|()| ExitCode::SUCCESS),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
-            Task::Finetune(finetune) => finetune.run(),
-            Task::Pretrain(pretrain) => pretrain.run(),
+            Task::Finetune(finetune) => ranks::refuse("finetune").and_then(|()| finetune.run()),
+            Task::Pretrain(pretrain) => ranks::refuse("pretrain").and_then(|()| pretrain.run()),
             Task::Tokenize(tokenize) => tokenize.run().map(|()| ExitCode::SUCCESS),
             Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),
             Task::Inspect(inspect) => inspect.run().map(|()| ExitCode::SUCCESS),

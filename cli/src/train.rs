@@ -15,6 +15,7 @@ use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::memory::MemoryBudget;
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::ranks::{agree, text_of_first};
 use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
 
@@ -23,6 +24,7 @@ use crate::kernels;
 use crate::options::Options;
 use crate::plot;
 use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
+use crate::ranks::{Quiet, Ranks};
 use crate::shell::{program, quoted};
 
 /// Folder in which runs without `--out` get theirs.
@@ -120,27 +122,45 @@ impl Trained {
 
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
-        let (mut config, device_name) = self.configuration()?;
-        let folder = self.folder(config.preset)?;
+        let ranks = Ranks::join()?;
+        let result = self.run_rank(&ranks);
+        ranks.leave(result)
+    }
+
+    fn run_rank(self, ranks: &Ranks) -> Result<ExitCode> {
+        let group = ranks.group();
+        let (mut config, device_name, folder) = agree(group, self.place(ranks))?;
+        let folder = PathBuf::from(text_of_first(group, &folder.to_string_lossy())?);
         if config.decorate.is_some() {
             install_decorator()?;
         }
-        let devices = open_all(&config, device_name)?;
-        eprintln!("reading text ...");
-        let corpus = Corpus::load(&config.data, config.data_bytes)?;
-        corpus.check(config.model.context)?;
-        if self.resume.is_none() {
-            check_models(&config, &devices[0])?;
-            // The run can be resumed from another folder.
-            for path in &mut config.data {
-                *path = std::path::absolute(&path)
-                    .with_context(|| format!("data {}", path.display()))?;
+        let mut prepare = || -> Result<(Vec<Device>, Corpus)> {
+            let devices = open_all(&config, device_name)?;
+            if ranks.is_first() {
+                eprintln!("reading text ...");
             }
-            std::fs::create_dir_all(&folder)
-                .with_context(|| format!("out {} cannot be made", folder.display()))?;
-            write_json(&folder.join(CONFIG), &config)?;
+            ranks.label("reading the text");
+            let corpus = Corpus::load(&config.data, config.data_bytes)?;
+            corpus.check(config.model.context)?;
+            if self.resume.is_none() {
+                check_models(&config, &devices[0])?;
+                // The run can be resumed from another folder.
+                for path in &mut config.data {
+                    *path = std::path::absolute(&path)
+                        .with_context(|| format!("data {}", path.display()))?;
+                }
+            }
+            if self.resume.is_none() && ranks.is_first() {
+                std::fs::create_dir_all(&folder)
+                    .with_context(|| format!("out {} cannot be made", folder.display()))?;
+                write_json(&folder.join(CONFIG), &config)?;
+            }
+            Ok((devices, corpus))
+        };
+        let (devices, corpus) = agree(group, prepare())?;
+        if ranks.is_first() {
+            describe(&config, &corpus, &folder);
         }
-        describe(&config, &corpus, &folder);
 
         let interrupt = watch_interrupts()?;
         let training = Training {
@@ -150,6 +170,7 @@ impl Train {
             folder: &folder,
             stop_at: self.stop_at,
             interrupt: &interrupt,
+            ranks,
         };
         let results = match config.decorate {
             Some(_) => training.all::<EncoderModel>()?,
@@ -164,15 +185,45 @@ impl Train {
         };
         if stopped || !results.iter().all(finished) {
             let interrupted = if stopped { INTERRUPTED } else { 0 };
-            println!(
-                "stopped; to resume: {} train --resume {}",
-                program(),
-                quoted(&folder.to_string_lossy())
-            );
+            if ranks.is_first() {
+                let launch = match group.size() {
+                    1 => String::new(),
+                    size => format!("launch --gpus {size} -- "),
+                };
+                println!(
+                    "stopped; to resume: {} {launch}train --resume {}",
+                    program(),
+                    quoted(&folder.to_string_lossy())
+                );
+            }
             return Ok(ExitCode::from(interrupted));
         }
-        report(&config, &corpus, &folder, &results, all_hardware(&devices))?;
+        let reported = match ranks.is_first() {
+            true => report(&config, &corpus, &folder, &results, all_hardware(&devices)),
+            false => Ok(()),
+        };
+        agree(group, reported)?;
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// The configuration on these ranks, and the folder of the run as this rank would choose it:
+    /// that of rank 0 counts.
+    fn place(&self, ranks: &Ranks) -> Result<(RunConfig, DeviceName, PathBuf)> {
+        let size = ranks.group().size();
+        let (mut config, device) = self.configuration()?;
+        if self.resume.is_none() {
+            config.check_ranks(size)?;
+        }
+        // A run may be resumed on other ranks.
+        config.dp = (size > 1).then_some(size);
+        config.check_ranks(size)?;
+        let device = ranks.device(device);
+        config.device = device.to_string();
+        let folder = match ranks.is_first() {
+            true => self.folder(config.preset)?,
+            false => PathBuf::new(),
+        };
+        Ok((config, device, folder))
     }
 
     /// The configuration, of the resumed run or of a new one, and its (first) device.
@@ -276,6 +327,7 @@ struct Training<'a> {
     folder: &'a Path,
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
+    ranks: &'a Ranks,
 }
 
 impl Training<'_> {
@@ -284,31 +336,38 @@ impl Training<'_> {
         let mut results = Vec::new();
         for recipe in self.config.all_recipes() {
             let path = self.folder.join(recipe.name());
-            let mut run = Run::<M>::open(
+            let mut run = Run::<M>::open_rank(
                 self.config,
                 recipe.clone(),
                 self.corpus,
                 self.devices,
                 &path,
+                self.ranks.group().clone(),
             )?;
-            let mut progress = Progress::new(
-                recipe.clone(),
-                (run.step(), self.config.steps),
-                self.interrupt.clone(),
-                self.devices,
-                self.config.all_devices().contains("cuda"),
-            );
-            let outcome = run.train(self.stop_at, &mut progress);
-            progress.finish();
-            let outcome = outcome?;
+            self.ranks.label("training");
+            let outcome = match self.ranks.is_first() {
+                true => {
+                    let mut progress = Progress::new(
+                        recipe.clone(),
+                        (run.step(), self.config.steps),
+                        self.interrupt.clone(),
+                        self.devices,
+                        self.config.all_devices().contains("cuda"),
+                    );
+                    let outcome = run.train(self.stop_at, &mut progress);
+                    progress.finish();
+                    outcome?
+                }
+                false => run.train(self.stop_at, &mut Quiet(self.interrupt.clone()))?,
+            };
             if let Some(report) = run.model().report()? {
                 println!("{recipe}: GEMMs by backend\n{report}");
             }
-            match outcome {
-                Outcome::Finished => {}
-                // With --stop-at every recipe goes that far.
-                Outcome::Stopped if !self.interrupt.load(Ordering::Relaxed) => {}
-                Outcome::Stopped => break,
+            // With --stop-at every recipe goes that far. Any rank may have been interrupted.
+            let is_early = self.stop_at.is_none_or(|stop| run.step() < stop);
+            if outcome == Outcome::Stopped && is_early {
+                self.interrupt.store(true, Ordering::Relaxed);
+                break;
             }
             results.push(Trained {
                 recipe: recipe.clone(),

@@ -14,9 +14,15 @@ use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::DataParallel;
+use burn_nvfp4::parallel::{
+    ProcessGroup, Shards, average_gradients, fully_shard, reduce_replicated,
+};
+use burn_nvfp4::state::set_rank;
 use rand::RngExt;
 
 use crate::capture::{GraphSteps, copy_into};
+use crate::checkpoint::parts;
+use crate::config::RunConfig;
 use crate::data::Batch;
 use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;
@@ -33,10 +39,22 @@ pub(crate) struct Rank<M> {
     model: Option<M>,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
-    /// All ranks of the run, if they are several.
-    group: Option<DataParallel>,
+    averaging: Averaging,
     /// The steps as a graph, while they are taken so.
     graph: Option<Graph>,
+}
+
+/// Where the means of gradients over the ranks come from.
+#[derive(Debug, Clone)]
+enum Averaging {
+    /// There is one rank, or the optimizer averages.
+    None,
+    /// Threads with a device each.
+    Devices(DataParallel),
+    /// Processes, which all have the whole model.
+    Ranks(ProcessGroup),
+    /// Processes with parts of the model: the backward averages the gradients of parts.
+    Sharded(Shards),
 }
 
 /// Whether telemetry or a profiler looks on at a step: a replay of a graph shows nothing of what it
@@ -54,8 +72,50 @@ impl<M: LanguageModel> Rank<M> {
             optimizer,
             model: Some(model),
             pending: Vec::new(),
-            group: None,
+            averaging: Averaging::None,
             graph: None,
+        }
+    }
+
+    /// Becomes a rank of `group`, which has the same weights on all ranks, and keeps of model and
+    /// optimizer what `config` says. Its layers draw random bits of its own.
+    ///
+    /// # Errors
+    /// When there are more ranks than random streams for them, or the optimizer's state does not fit.
+    pub fn join(&mut self, group: &ProcessGroup, config: &RunConfig) -> Result<()> {
+        if group.size() == 1 {
+            return Ok(());
+        }
+        set_rank(self.model(), group.rank())?;
+        let state = self.optimizer.to_bytes()?;
+        if config.fsdp {
+            let model = self.model.take().expect(KEPT);
+            let model = fully_shard(model, group);
+            let shards = Shards::of(&model, group);
+            self.model = Some(model);
+            let mut optimizer = self.optimizer.fresh();
+            optimizer.load(parts::slice(state, &shards)?, &self.device)?;
+            optimizer.set_shards(shards.clone())?;
+            self.optimizer = optimizer;
+            self.averaging = Averaging::Sharded(shards);
+        } else if config.zero1 {
+            let shards = Shards::shardable(self.model(), group);
+            let mut optimizer = self.optimizer.sharded(group)?;
+            optimizer.load(parts::slice(state, &shards)?, &self.device)?;
+            self.optimizer = optimizer;
+        } else {
+            self.averaging = Averaging::Ranks(group.clone());
+        }
+        Ok(())
+    }
+
+    /// The parameters of which other ranks have parts, and whether those are parts of the model or
+    /// of the optimizer's state alone.
+    pub fn shards(&self) -> Option<(Shards, bool)> {
+        match (&self.averaging, self.optimizer.sharded_over()) {
+            (Averaging::Sharded(shards), _) => Some((shards.clone(), true)),
+            (_, Some(group)) => Some((Shards::shardable(self.model(), group), false)),
+            (_, None) => None,
         }
     }
 
@@ -161,8 +221,11 @@ impl<M: LanguageModel> Rank<M> {
         let loss = model.training_loss(inputs, targets);
         let kept = loss.clone().without_autodiff();
         let mut gradients = GradientsParams::from_grads(loss.backward(), model);
-        if let Some(group) = &self.group {
-            group.average(model, &mut gradients, &self.device);
+        match &self.averaging {
+            Averaging::None => {}
+            Averaging::Devices(group) => group.average(model, &mut gradients, &self.device),
+            Averaging::Ranks(group) => average_gradients(model, &mut gradients, group),
+            Averaging::Sharded(shards) => reduce_replicated(model, &mut gradients, shards),
         }
         (kept, gradients)
     }
@@ -195,7 +258,7 @@ impl<M: LanguageModel> Rank<M> {
                 .expect("a device that trains takes its work: operations on it fail before");
         }
         Self {
-            group: Some(group),
+            averaging: Averaging::Devices(group),
             ..Self::new(device.clone(), model, optimizer)
         }
     }

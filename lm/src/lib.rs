@@ -7,6 +7,7 @@
 //! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
 //! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
+//! - [`ranks`]: what the processes of a run agree on.
 //! - [`checkpoint`]: a run on disk.
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
@@ -44,6 +45,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod quantize;
+pub mod ranks;
 pub mod sample;
 pub mod tokens;
 pub mod train;

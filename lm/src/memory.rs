@@ -48,12 +48,15 @@ impl MemoryNeed {
         let blocks = element * (5 * model.width * model.layers + inner * kept);
         // One-hot bytes, as input and as target, and their probabilities in f32.
         let ends = VOCABULARY * (element + 4 + 4);
-        let tokens = config.batch / config.devices.len().max(1) * model.context;
+        let tokens = config.batch / config.devices_together() * model.context;
         let parameters = config.parameters() as u64;
+        let ranks = config.dp.unwrap_or(1) as u64;
+        let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
+            .map(|is_sharded| parameters / if is_sharded { ranks } else { 1 });
         Self {
-            weights: parameters * parameter as u64,
-            gradients: parameters * parameter as u64,
-            optimizer: parameters * (8 + f32_copy),
+            weights: of_model * parameter as u64,
+            gradients: of_model * parameter as u64,
+            optimizer: of_state * (8 + f32_copy),
             activations: tokens as u64 * (blocks + ends) as u64,
         }
     }
@@ -158,7 +161,7 @@ impl fmt::Display for OutOfMemory {
             write!(f, ", a larger --recompute")?;
         }
         if device.starts_with("cuda") {
-            write!(f, ", or more GPUs (--devices), which share each batch")?;
+            write!(f, ", or more GPUs (nvfp4 launch), which share each batch")?;
         }
         if *recipe == RecipeName::f32() {
             write!(f, "; --recipe bf16 halves the activations")?;
@@ -192,7 +195,7 @@ impl MemoryBudget {
             need: MemoryNeed::of(config, recipe),
             batch: config.batch,
             context: config.model.context,
-            devices: config.devices.len().max(1),
+            devices: config.devices_together(),
             can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
         }
     }

@@ -91,6 +91,8 @@ pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
 pub(crate) struct MetricsLog {
     path: PathBuf,
     rows: Vec<Row>,
+    /// Whether it writes: one rank of a run does.
+    writes: bool,
 }
 
 impl MetricsLog {
@@ -99,6 +101,15 @@ impl MetricsLog {
         Self {
             path: folder.join(METRICS),
             rows: Vec::new(),
+            writes: true,
+        }
+    }
+
+    /// The same, of a rank whose rows another one writes.
+    pub fn silent(folder: &Path) -> Self {
+        Self {
+            writes: false,
+            ..Self::new(folder)
         }
     }
 
@@ -132,6 +143,9 @@ impl MetricsLog {
     /// # Errors
     /// When the disk refuses.
     pub fn write(&self) -> Result<()> {
+        if !self.writes {
+            return Ok(());
+        }
         let mut text = format!("{METRICS_HEADER}\n");
         for row in &self.rows {
             let _ = write!(text, "{}", row.to_line());
@@ -146,6 +160,9 @@ impl MetricsLog {
     pub fn record(&mut self, row: Row) -> Result<()> {
         use std::io::Write as _;
         self.rows.push(row);
+        if !self.writes {
+            return Ok(());
+        }
         let append = || fs::OpenOptions::new().append(true).open(&self.path);
         append()
             .and_then(|mut file| file.write_all(row.to_line().as_bytes()))

@@ -11,8 +11,9 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::optim::{
-    AdamW, AdamWConfig, Muon, MuonConfig, MuonState, NewtonSchulz, ParameterMoments,
+    AdamW, AdamWConfig, Muon, MuonConfig, MuonState, NewtonSchulz, ParameterMoments, ZeroAdamW,
 };
+use burn_nvfp4::parallel::{ProcessGroup, Shards};
 use burn_pack::{Reader, Writer};
 
 use crate::config::{OptimizerName, RunConfig};
@@ -54,6 +55,8 @@ pub enum Optimizer {
     AdamW(Box<AdamW>),
     /// Muon for the matrices of the blocks, AdamW for all others.
     Muon(Box<Muon>),
+    /// AdamW whose state is sharded over the ranks.
+    Zero(Box<ZeroAdamW>),
 }
 
 impl Optimizer {
@@ -101,8 +104,44 @@ impl Optimizer {
     pub(crate) fn fresh(&self) -> Self {
         match self {
             Self::AdamW(adamw) => Self::AdamW(Box::new(adamw.config().clone().init())),
+            Self::Zero(zero) => Self::AdamW(Box::new(zero.adamw().config().clone().init())),
             Self::Muon(muon) => Self::Muon(Box::new(muon.config().clone().init())),
         }
+    }
+
+    /// An optimizer with the same settings that has taken no step, whose state is sharded over
+    /// `group`.
+    ///
+    /// # Errors
+    /// When it is not AdamW.
+    pub(crate) fn sharded(&self, group: &ProcessGroup) -> Result<Self> {
+        match self.fresh() {
+            Self::AdamW(adamw) => {
+                let zero = ZeroAdamW::try_new(adamw.config().clone(), group)?;
+                Ok(Self::Zero(Box::new(zero)))
+            }
+            _ => bail!("optimizer is muon, but state is sharded of adamw alone"),
+        }
+    }
+
+    /// The ranks over which its state is sharded, of a model that all of them have whole.
+    pub(crate) fn sharded_over(&self) -> Option<&ProcessGroup> {
+        match self {
+            Self::Zero(zero) => Some(zero.group()),
+            _ => None,
+        }
+    }
+
+    /// From here on the parameters in `shards` are parts.
+    ///
+    /// # Errors
+    /// When it is not AdamW.
+    pub(crate) fn set_shards(&mut self, shards: Shards) -> Result<()> {
+        match self {
+            Self::AdamW(adamw) => adamw.set_shards(Some(shards)),
+            _ => bail!("optimizer is not adamw, but it must be for sharded parameters"),
+        }
+        Ok(())
     }
 
     /// Steps taken so far.
@@ -110,6 +149,7 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => adamw.time(),
             Self::Muon(muon) => muon.time(),
+            Self::Zero(zero) => zero.adamw().time(),
         }
     }
 
@@ -118,6 +158,7 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => adamw.step(lr, model, gradients),
             Self::Muon(muon) => muon.step(lr, model, gradients),
+            Self::Zero(zero) => zero.step(lr, model, gradients),
         }
     }
 
@@ -131,6 +172,7 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => Ok(adamw.begin_step(lr, device)?),
             Self::Muon(_) => bail!("optimizer is muon, but a step of a graph has adamw"),
+            Self::Zero(_) => bail!("zero1 is true, but a step of a graph is of one rank"),
         }
     }
 
@@ -141,7 +183,7 @@ impl Optimizer {
     pub(crate) fn step_begun<M: Module>(&mut self, model: M, gradients: GradientsParams) -> M {
         let made = match self {
             Self::AdamW(adamw) => adamw.try_step_begun(model, gradients),
-            Self::Muon(_) => unreachable!("`begin_step` fails"),
+            Self::Muon(_) | Self::Zero(_) => unreachable!("`begin_step` fails"),
         };
         made.unwrap_or_else(|error| panic!("nvfp4 AdamW: {error}"))
     }
@@ -150,6 +192,7 @@ impl Optimizer {
     fn parts(&self) -> Vec<(u64, &'static str, &Tensor<1>)> {
         let (moments, momenta) = match self {
             Self::AdamW(adamw) => (adamw.moments(), None),
+            Self::Zero(zero) => (zero.adamw().moments(), None),
             Self::Muon(muon) => (muon.adamw().moments(), Some(muon.states())),
         };
         let mut parts = Vec::with_capacity(2 * moments.len());
@@ -178,7 +221,7 @@ impl Optimizer {
         });
         let writer = Writer::new(tensors.collect());
         let writer = match self {
-            Self::AdamW(adamw) => writer.with_metadata(TIME, &adamw.time().to_string()),
+            Self::AdamW(_) | Self::Zero(_) => writer.with_metadata(TIME, &self.time().to_string()),
             Self::Muon(muon) => writer
                 .with_metadata(TIME, &muon.adamw().time().to_string())
                 .with_metadata(MUON_TIME, &muon.time().to_string()),
@@ -201,7 +244,7 @@ impl Optimizer {
         };
         let time = number(TIME)?;
         let muon_time = match self {
-            Self::AdamW(_) => None,
+            Self::AdamW(_) | Self::Zero(_) => None,
             Self::Muon(_) => Some(number(MUON_TIME).context("the state is not Muon's")?),
         };
         let mut found: BTreeMap<u64, Parts> = BTreeMap::new();
@@ -241,6 +284,7 @@ impl Optimizer {
         }
         match self {
             Self::AdamW(adamw) => adamw.restore(time, moments),
+            Self::Zero(zero) => zero.adamw_mut().restore(time, moments),
             Self::Muon(muon) => {
                 muon.restore((muon_time.unwrap_or_default(), time), momenta, moments)
             }

@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
@@ -19,6 +20,7 @@ use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due, read_lossy, whole_lines};
 use crate::model::LanguageModel;
 use crate::optim::{Optimizer, learning_rate};
+use crate::ranks::{self, agree};
 
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
@@ -61,6 +63,8 @@ pub struct Run<'a, M> {
     rank: Rank<M>,
     /// Those on the other devices, while steps are taken.
     others: Option<Others>,
+    /// The processes of the run, of which this is one.
+    group: ProcessGroup,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
@@ -86,7 +90,51 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         devices: &[Device],
         folder: &Path,
     ) -> Result<Self> {
+        Self::open_rank(
+            config,
+            recipe,
+            corpus,
+            devices,
+            folder,
+            ProcessGroup::single(),
+        )
+    }
+
+    /// As [`open`](Self::open), as a rank of `group`: all of its ranks, a process with a device each,
+    /// make the same calls. They take equal parts of each batch, and see the same `folder`, into
+    /// which rank 0 writes.
+    ///
+    /// # Errors
+    /// As there, and when the configuration does not fit the number of ranks, or another rank fails.
+    pub fn open_rank(
+        config: &'a RunConfig,
+        recipe: RecipeName,
+        corpus: &'a Corpus,
+        devices: &[Device],
+        folder: &Path,
+        group: ProcessGroup,
+    ) -> Result<Self> {
+        let made = Self::try_open(config, recipe, corpus, devices, folder, group.clone());
+        let mut run = agree(&group, made)?;
+        let joined = run.rank.join(&group, config);
+        agree(&group, joined)?;
+        // No rank writes before all have read.
+        if run.saved.is_none() {
+            run.metrics.write()?;
+        }
+        Ok(run)
+    }
+
+    fn try_open(
+        config: &'a RunConfig,
+        recipe: RecipeName,
+        corpus: &'a Corpus,
+        devices: &[Device],
+        folder: &Path,
+        group: ProcessGroup,
+    ) -> Result<Self> {
         config.check()?;
+        config.check_ranks(group.size())?;
         ensure!(!devices.is_empty(), "devices is empty, but a run has one");
         check_share(config.batch, devices.len())?;
         corpus.check(config.model.context)?;
@@ -106,18 +154,19 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             folder: folder.into(),
             step: 0,
             losses: Vec::new(),
-            metrics: MetricsLog::new(folder),
+            metrics: match group.rank() {
+                0 => MetricsLog::new(folder),
+                _ => MetricsLog::silent(folder),
+            },
+            group,
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
         };
-        match checkpoint::latest(folder)? {
-            Some(path) => {
-                let checkpoint = Checkpoint::load(&path)?;
-                run.restore(checkpoint)
-                    .with_context(|| format!("cannot resume from {}", path.display()))?;
-            }
-            None => run.metrics.write()?,
+        if let Some(path) = checkpoint::latest(folder)? {
+            let checkpoint = Checkpoint::load(&path)?;
+            run.restore(checkpoint)
+                .with_context(|| format!("cannot resume from {}", path.display()))?;
         }
         Ok(run)
     }
@@ -129,10 +178,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             model,
             optimizer,
         } = checkpoint;
-        // The run may be resumed on another device, and by other launches.
+        // The run may be resumed on another device, by other launches, and on other ranks.
         let config = RunConfig {
             device: self.config.device.clone(),
             graph: self.config.graph,
+            dp: self.config.dp,
+            fsdp: self.config.fsdp,
+            zero1: self.config.zero1,
             ..state.config
         };
         ensure!(
@@ -164,7 +216,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
     fn trim_telemetry(&self, step: u64) -> Result<()> {
         let path = self.folder.join(TELEMETRY);
-        if !path.exists() {
+        if !path.exists() || self.group.rank() > 0 {
             return Ok(());
         }
         let text = read_lossy(&path)?;
@@ -293,6 +345,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 clock = Clock::start();
             }
             interrupted = observer.interrupted();
+            if self.group.size() > 1 {
+                // All ranks stop after the same step.
+                interrupted = ranks::any(&self.group, interrupted)?;
+            }
             if saves && !interrupted {
                 self.read_losses()?;
                 clock.pause();
@@ -325,6 +381,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let batch = self
             .corpus
             .train_batch(seed, self.step, batch, model.context);
+        let batch = batch
+            .split(self.group.size())
+            .into_iter()
+            .nth(self.group.rank())
+            .expect("a part for each rank");
         let mut parts = batch.split(self.devices.len()).into_iter();
         let own = parts.next().expect("a run has a device");
         if let Some(others) = &self.others {
@@ -342,6 +403,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let telemetry = Telemetry::start(self.rank.model());
         self.train_step(lr, Watched::Yes)?;
         let samples = telemetry.finish();
+        if self.group.rank() > 0 {
+            return Ok(());
+        }
         let path = self.folder.join(TELEMETRY);
         let mut text = String::new();
         if step == 0 || !path.exists() {
@@ -367,6 +431,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let losses = match &self.others {
             Some(others) if !losses.is_empty() => others.mean_losses(losses),
             _ => losses,
+        };
+        let losses = match self.group.size() {
+            1 => losses,
+            _ => ranks::means(&self.group, losses)?,
         };
         let first = self.step + 1 - losses.len() as u64;
         for (step, loss) in (first..).zip(losses) {
@@ -394,15 +462,21 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         } = self.config;
         let model = self.rank.model().valid();
         let device = self.rank.device.clone().without_autodiff();
-        let losses = (0..eval_batches)
-            .map(|index| {
+        // The ranks take turns. All have as many forwards, which sharded models need; the last ones
+        // are not counted where there are fewer batches.
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let losses = (0..eval_batches.div_ceil(size))
+            .map(|round| {
+                let index = (round * size + rank).min(eval_batches - 1);
                 let batch = self.corpus.valid_batch(index, eval_batches, batch, context);
                 let (inputs, targets) = batch.tensors(&device);
                 model.loss(inputs, targets)
             })
             .collect();
         let losses = Tensor::cat(losses, 0).into_data();
-        let sum: f64 = losses.iter::<f32>().map(f64::from).sum();
+        let losses: Vec<f32> = losses.iter::<f32>().collect();
+        let losses = ranks::in_turns(&self.group, &losses, eval_batches)?;
+        let sum: f64 = losses.into_iter().map(f64::from).sum();
         let loss = sum / eval_batches as f64;
         ensure!(
             loss.is_finite(),
@@ -452,7 +526,16 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             model,
             optimizer: self.rank.optimizer.to_bytes()?,
         };
-        let path = checkpoint.save(&self.folder)?;
+        let path = match self.rank.shards() {
+            Some((shards, model)) => checkpoint.save_parts(&self.folder, &shards, model)?,
+            None => agree(
+                &self.group,
+                match self.group.rank() {
+                    0 => checkpoint.save(&self.folder),
+                    _ => Ok(self.folder.clone()),
+                },
+            )?,
+        };
         self.saved = Some(self.step);
         observer.checkpoint(&path);
         Ok(())

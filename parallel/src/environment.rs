@@ -104,7 +104,7 @@ const FAMILIES: [Family; 5] = [
 ];
 
 impl Environment {
-    /// That of this process; none when no launcher has set a rank.
+    /// That of this process; none when no launcher has set a rank, or one rank without an address.
     ///
     /// # Errors
     /// When a variable is missing, is no number, or contradicts another one.
@@ -163,6 +163,10 @@ impl Environment {
             _ => 0,
         };
         variables.agree(family, rank, world)?;
+        if world == 1 && variables.get(MASTER_ADDR).is_none() {
+            // A step of Slurm with one task, say: it has nobody to find.
+            return Ok(None);
+        }
         let Some(address) = variables.get(MASTER_ADDR) else {
             let expected = "the address of rank 0's machine in the network of the run";
             return Err(variables.missing(MASTER_ADDR, expected));

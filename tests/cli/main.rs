@@ -12,6 +12,7 @@ mod decorate;
 mod finetune;
 mod input;
 mod machine;
+mod ranks;
 mod resume;
 mod sample;
 mod study;

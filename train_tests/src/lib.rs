@@ -7,6 +7,8 @@ mod book {
     struct Train;
     #[doc = include_str!("../../docs/src/data-parallel.md")]
     struct DataParallel;
+    #[doc = include_str!("../../docs/src/parallel.md")]
+    struct Parallel;
     #[doc = include_str!("../../docs/src/expert-parallel.md")]
     struct ExpertParallel;
 }

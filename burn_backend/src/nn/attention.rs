@@ -15,6 +15,7 @@ use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
 use crate::attention::{AttentionParams, MAX_HEAD, RotaryTables, Sequences, try_attention_qkv};
 use crate::functions::or_panic;
+use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
@@ -462,7 +463,7 @@ impl Nvfp4Attention {
         padding: Option<&Tensor<2, Bool>>,
     ) -> Result<(), Nvfp4Error> {
         let [batch, time, width] = x.dims();
-        let [d_model, _] = self.out.weight.lazy_shape().dims();
+        let [d_model, _] = whole_dims(&self.out.weight);
         let why = || "with the d_model of the attention".into();
         validate::shape("x", x.dims(), [batch, time, d_model], why)?;
         validate::operand("x", x)?;

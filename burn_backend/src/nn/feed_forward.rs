@@ -16,6 +16,7 @@ use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
 use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
+use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
@@ -119,7 +120,7 @@ impl Nvfp4SwiGlu {
     /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         self.gate_up.check(x)?;
-        let [d_model, both] = self.gate_up.weight.dims();
+        let [d_model, both] = whole_dims(&self.gate_up.weight);
         let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
         self.down.check_part(names, &x.device(), shape)
     }
@@ -277,7 +278,7 @@ impl Nvfp4FeedForward {
     /// As [`Nvfp4Linear::try_forward`], and when the two layers do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.linear_inner.check(&x)?;
-        let [d_model, d_ff] = self.linear_inner.weight.dims();
+        let [d_model, d_ff] = whole_dims(&self.linear_inner.weight);
         let names = ["linear_outer.weight", "linear_outer.bias"];
         let (device, shape) = (x.device(), [d_ff, d_model]);
         self.linear_outer.check_part(names, &device, shape)?;

@@ -15,7 +15,7 @@ use crate::experts::{
 };
 use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
-use crate::parallel::{ProcessGroup, warn_of_distributed_weight};
+use crate::parallel::{ProcessGroup, warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -245,7 +245,7 @@ impl Nvfp4GroupedLinear {
         experts: &ExpertOffsets,
     ) -> Result<(), Nvfp4Error> {
         validate::parameter(&input.device(), "weight", &self.weight)?;
-        check_grouped_linear(input, &self.weight, self.bias.as_deref(), experts)
+        check_grouped_linear(input, &self.weight, self.bias.as_ref(), experts)
     }
 
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
@@ -271,8 +271,8 @@ impl Nvfp4GroupedLinear {
     ) -> Result<(), Nvfp4Error> {
         validate::parameter(device, names[0], &self.weight)?;
         let why = || "as the layers around it have it".into();
-        validate::shape(names[0], self.weight.dims(), shape, why)?;
-        check_grouped_parameters(device, names, &self.weight, self.bias.as_deref())
+        validate::shape(names[0], whole_dims(&self.weight), shape, why)?;
+        check_grouped_parameters(device, names, &self.weight, self.bias.as_ref())
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -302,7 +302,7 @@ impl ModuleDisplay for Nvfp4GroupedLinear {
     }
 
     fn custom_content(&self, content: Content) -> Option<Content> {
-        let [experts, d_input, d_output] = self.weight.shape().dims();
+        let [experts, d_input, d_output] = whole_dims(&self.weight);
         content
             .add("experts", &experts)
             .add("d_input", &d_input)

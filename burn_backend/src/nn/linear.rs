@@ -11,7 +11,7 @@ use nvfp4_kernels::Nvfp4Error;
 use super::parts::LinearPart;
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
-use crate::parallel::warn_of_distributed_weight;
+use crate::parallel::{warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -144,7 +144,7 @@ impl Nvfp4Linear {
     /// Fail unless [`try_forward`](Self::try_forward) takes `input`.
     pub(super) fn check<const D: usize>(&self, input: &Tensor<D>) -> Result<(), Nvfp4Error> {
         validate::parameter(&input.device(), "weight", &self.weight)?;
-        validate::linear(input, &self.weight, self.bias.as_deref())
+        validate::linear(input, &self.weight, self.bias.as_ref())
     }
 
     /// Fail unless the layer is on `device` and its weight has `shape`. `names` are those of its
@@ -157,8 +157,8 @@ impl Nvfp4Linear {
     ) -> Result<(), Nvfp4Error> {
         validate::parameter(device, names[0], &self.weight)?;
         let why = || "as the layers around it have it".into();
-        validate::shape(names[0], self.weight.dims(), shape, why)?;
-        validate::linear_parameters(device, names, &self.weight, self.bias.as_deref())
+        validate::shape(names[0], whole_dims(&self.weight), shape, why)?;
+        validate::linear_parameters(device, names, &self.weight, self.bias.as_ref())
     }
 
     /// The layer with another `weight`, known by `identity`, and another `bias`, after
@@ -278,7 +278,7 @@ impl Nvfp4Linear {
                 expected: format!("{other:?}, as number 0"),
             });
         }
-        let [own, other] = [self, first].map(|layer| layer.weight.dims()[0]);
+        let [own, other] = [self, first].map(|layer| whole_dims(&layer.weight)[0]);
         if own != other {
             return Err(differs("d_input", own.to_string(), other.to_string()));
         }
@@ -306,7 +306,7 @@ impl ModuleDisplay for Nvfp4Linear {
     }
 
     fn custom_content(&self, content: Content) -> Option<Content> {
-        let [d_input, d_output] = self.weight.shape().dims();
+        let [d_input, d_output] = whole_dims(&self.weight);
         content
             .add("d_input", &d_input)
             .add("d_output", &d_output)

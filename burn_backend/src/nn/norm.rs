@@ -10,6 +10,7 @@ use nvfp4_kernels::Nvfp4Error;
 use super::cast;
 use crate::functions::{or_panic, try_add_rms_norm, try_layer_norm, try_rms_norm};
 use crate::layers::try_norm_of_stream;
+use crate::parallel::whole_dims;
 use crate::validate;
 
 /// `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` whatever the types of its
@@ -62,7 +63,7 @@ impl RmsNorm {
         width: usize,
     ) -> Result<(), Nvfp4Error> {
         validate::parameter(device, name, &self.gain)?;
-        validate::shape(name, self.gain.dims(), [width], || {
+        validate::shape(name, whole_dims(&self.gain), [width], || {
             "the last axis of `x`".into()
         })
     }

@@ -16,6 +16,7 @@ use crate::ops::MaybeTensor;
 use crate::ops::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
+use crate::parallel::Shards;
 use crate::validate;
 
 /// What AdamW keeps of one parameter, flat.
@@ -114,6 +115,7 @@ pub struct AdamW {
     moments: BTreeMap<u64, ParameterMoments>,
     schedule: Schedule,
     amax: BTreeMap<u64, Tensor<1>>,
+    shards: Option<Shards>,
 }
 
 impl AdamWConfig {
@@ -143,7 +145,14 @@ impl AdamW {
             moments: BTreeMap::new(),
             schedule: Schedule::default(),
             amax: BTreeMap::new(),
+            shards: None,
         }
+    }
+
+    /// From here on the parameters in `shards` are parts: the norm of all gradients, to which the
+    /// optimizer clips, is that of the parts of all ranks, which take their steps together.
+    pub fn set_shards(&mut self, shards: Option<Shards>) {
+        self.shards = shards;
     }
 
     /// The settings.
@@ -162,7 +171,7 @@ impl AdamW {
     }
 
     /// The largest magnitude of each parameter that the last step updated, `f32[1]` on the device,
-    /// by the parameter's id; empty unless [`AdamWConfig::amax`] is set. They are the bits that
+    /// by the parameter's id (of this rank's part, if it is sharded); empty unless [`AdamWConfig::amax`] is set. They are the bits that
     /// computing them anew gives, for the quantization of the new weights.
     pub fn amax(&self) -> &BTreeMap<u64, Tensor<1>> {
         &self.amax
@@ -297,8 +306,9 @@ impl AdamW {
     /// The step of what was taken from the model.
     fn update(&mut self, schedule: &Tensor<1, Int>, taken: &mut VecDeque<Option<Taken>>) {
         let factor = self.config.grad_clip.map(|norm| {
-            let gradients = taken.iter().flatten();
-            clip_factor(norm, gradients.filter_map(|taken| taken.gradient.clone()))
+            let taken = taken.iter().flatten();
+            let gradients = taken.filter_map(|taken| Some((taken.id, taken.gradient.clone()?)));
+            clip_factor(norm, gradients, self.shards.as_ref())
         });
         let options = AdamWOptions {
             params: self.config.params(),

@@ -1,13 +1,14 @@
 //! Clipping of gradients to a global norm, on the device.
 
 use burn_core::backend::{Dispatch, DispatchTensor, tensor::FloatTensor};
-use burn_core::module::{Module, ModuleVisitor, Param};
+use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::config::positive;
 use crate::ops::optimizer::{BATCH, GradientBatch, OptimizerOps};
+use crate::parallel::Shards;
 use crate::validate;
 
 /// Scales the gradients of `model` down so that the norm of all of them is at most `max_norm`: the
@@ -41,7 +42,7 @@ pub fn clip_grad_norm<M: Module>(
     if found.is_empty() {
         return Ok((gradients, None));
     }
-    let made = Tensor::<1>::from_dispatch(clip_factor(max_norm, found));
+    let made = Tensor::<1>::from_dispatch(clip_factor(max_norm, found, None));
     let norm = made.clone().narrow(0, 0, 1);
     let mut scale = Scale {
         gradients,
@@ -51,17 +52,23 @@ pub fn clip_grad_norm<M: Module>(
     Ok((scale.gradients, Some(norm)))
 }
 
-/// The norm of all gradients and what scales them down to `max_norm`, `f32[2]`.
+/// The norm of all gradients and what scales them down to `max_norm`, `f32[2]`. Of those in `shards`
+/// each rank has a part.
 pub(super) fn clip_factor(
     max_norm: f64,
-    gradients: impl IntoIterator<Item = DispatchTensor>,
+    gradients: impl IntoIterator<Item = (ParamId, DispatchTensor)>,
+    shards: Option<&Shards>,
 ) -> FloatTensor<Dispatch> {
-    let gradients: Vec<DispatchTensor> = gradients.into_iter().collect();
-    let sums = gradients.chunks(BATCH).map(|batch| {
-        let batch = GradientBatch::<Dispatch>::new(batch.iter().cloned());
-        Tensor::<1>::from_dispatch(Dispatch::nvfp4_square_sums(batch))
-    });
-    let sums: Vec<_> = sums.collect();
+    let sharded = |id| shards.filter(|shards| shards.contains(id));
+    let (parts, whole): (Vec<_>, Vec<_>) = gradients
+        .into_iter()
+        .partition(|(id, _)| sharded(*id).is_some());
+    let mut sums = square_sums(&whole);
+    let parts = square_sums(&parts).into_iter();
+    sums.extend(parts.map(|part| match shards {
+        Some(shards) => shards.group.all_gather(part, 0),
+        None => part,
+    }));
     let sums = match <[_; 1]>::try_from(sums) {
         Ok([sums]) => sums,
         Err(sums) => Tensor::cat(sums, 0),
@@ -69,10 +76,20 @@ pub(super) fn clip_factor(
     Dispatch::nvfp4_clip_factor(sums.into_dispatch(), max_norm as f32)
 }
 
+/// Partial sums of the squares of all elements, for each batch of `gradients`.
+fn square_sums(gradients: &[(ParamId, DispatchTensor)]) -> Vec<Tensor<1>> {
+    let sums = gradients.chunks(BATCH).map(|batch| {
+        let batch = batch.iter().map(|(_, gradient)| gradient.clone());
+        let batch = GradientBatch::<Dispatch>::new(batch);
+        Tensor::<1>::from_dispatch(Dispatch::nvfp4_square_sums(batch))
+    });
+    sums.collect()
+}
+
 /// Finds the gradients of a module.
 struct Collect<'a> {
     gradients: &'a GradientsParams,
-    found: Vec<DispatchTensor>,
+    found: Vec<(ParamId, DispatchTensor)>,
     device: Option<Device>,
     failure: Option<Nvfp4Error>,
 }
@@ -92,7 +109,7 @@ impl ModuleVisitor for Collect<'_> {
             && let Some(gradient) = self.gradients.get::<D>(param.id)
         {
             self.failure = self.check(&gradient).err();
-            self.found.push(gradient.into_dispatch());
+            self.found.push((param.id, gradient.into_dispatch()));
         }
     }
 }

@@ -8,6 +8,8 @@
 //!
 //! [`AdamWConfig::module_optimizer`] gives the same optimizer as Burn's own training loop takes it.
 //!
+//! [`ZeroAdamW`] is the same optimizer whose state is sharded over the ranks of a data-parallel run.
+//!
 //! [`Muon`] updates matrices by their orthogonal momentum, and everything else by AdamW.
 //!
 //! A gradient that is NaN makes the norm NaN, and with it every parameter, as in PyTorch; without
@@ -20,8 +22,10 @@ mod config;
 mod module_optimizer;
 mod muon;
 mod schedule;
+mod zero;
 
 pub use adamw::{AdamW, ParameterMoments};
 pub use clip::clip_grad_norm;
 pub use config::{AdamWConfig, MomentType};
 pub use muon::{Muon, MuonConfig, MuonScale, MuonState, NewtonSchulz};
+pub use zero::ZeroAdamW;

@@ -7,15 +7,16 @@
 //! in the thread that computed the gradients, which avoids both deadlocks. It works inside
 //! burn-train's strategy as well.
 
-use std::ops::Range;
 use std::sync::{Arc, Barrier, Once};
 
 use burn_core::backend::DispatchDevice;
-use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
-use burn_core::tensor::{DType, Device, Tensor};
+use burn_core::tensor::{Device, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
+
+use super::buckets::Buckets;
 
 /// The process group of a data-parallel run: the devices of its ranks, and their barrier. Clones
 /// belong to the same group.
@@ -134,28 +135,22 @@ impl DataParallel {
         if self.devices.len() == 1 {
             return;
         }
-        let mut buckets = Buckets {
-            gradients,
-            buckets: Vec::new(),
-        };
-        model.visit(&mut buckets);
-        let buckets = buckets.buckets.into_iter().map(Bucket::join);
-        let (sums, parts): (Vec<_>, Vec<_>) = buckets.unzip();
-        flush(device);
-        self.barrier.wait();
-        let means = sums
-            .into_iter()
-            .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
-            .collect::<Vec<_>>();
-        let means = means.into_iter().map(CollectiveTensor::resolve);
-        let means = means.collect::<Vec<_>>();
-        flush(device);
-        self.barrier.wait();
-        for (mean, parts) in means.into_iter().zip(parts) {
-            for part in parts {
-                part(gradients, &mean);
-            }
-        }
+        // One for each element type: a collective of many elements costs little more than one of
+        // few.
+        let buckets = Buckets::new(usize::MAX, |_| true);
+        buckets.exchange(model, gradients, |sums| {
+            flush(device);
+            self.barrier.wait();
+            let means = sums
+                .into_iter()
+                .map(|sum| all_reduce(sum, ReduceOperation::Mean, self.devices.clone()))
+                .collect::<Vec<_>>();
+            let means = means.into_iter().map(CollectiveTensor::resolve);
+            let means = means.collect::<Vec<_>>();
+            flush(device);
+            self.barrier.wait();
+            means
+        });
     }
 
     fn check(&self, device: &Device) {
@@ -219,69 +214,6 @@ impl ModuleMapper for ClearDistributed {
     }
 }
 
-/// Sorts the gradients of a module into one [`Bucket`] for each element type: a collective of many
-/// elements costs little more than one of few. All ranks visit the same parameters in the same
-/// order.
-struct Buckets<'a> {
-    gradients: &'a mut GradientsParams,
-    buckets: Vec<Bucket>,
-}
-
-/// The concatenated gradients of one element type.
-struct Bucket {
-    dtype: DType,
-    flat: Vec<Tensor<1>>,
-    elements: usize,
-    parts: Vec<Part>,
-}
-
-/// Takes the mean of one gradient from that of its bucket.
-type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
-
-impl Bucket {
-    fn new(dtype: DType) -> Self {
-        Self {
-            dtype,
-            flat: Vec::new(),
-            elements: 0,
-            parts: Vec::new(),
-        }
-    }
-
-    /// Appends a tensor; returns its range of elements.
-    fn push(&mut self, tensor: Tensor<1>) -> Range<usize> {
-        let start = self.elements;
-        self.elements += tensor.shape().num_elements();
-        self.flat.push(tensor);
-        start..self.elements
-    }
-
-    fn join(self) -> (Tensor<1>, Vec<Part>) {
-        (Tensor::cat(self.flat, 0), self.parts)
-    }
-}
-
-impl ModuleVisitor for Buckets<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let id = param.id;
-        let Some(gradient) = self.gradients.remove::<D>(id) else {
-            return;
-        };
-        let (shape, dtype) = (gradient.shape(), gradient.dtype());
-        let place = self.buckets.iter().position(|b| b.dtype == dtype);
-        let place = place.unwrap_or_else(|| {
-            self.buckets.push(Bucket::new(dtype));
-            self.buckets.len() - 1
-        });
-        let bucket = &mut self.buckets[place];
-        let range = bucket.push(gradient.reshape([shape.num_elements()]));
-        bucket.parts.push(Box::new(move |gradients, mean| {
-            let mean = mean.clone().slice(range).reshape::<D, _>(shape);
-            gradients.register(id, mean);
-        }));
-    }
-}
-
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use burn_core as burn;
@@ -289,7 +221,7 @@ mod tests {
     #[cfg(feature = "cpu")]
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use burn_core::tensor::{Distribution, FloatDType, TensorData};
+    use burn_core::tensor::{Distribution, TensorData};
     use burn_nn::{Linear, LinearConfig};
 
     use super::*;
@@ -372,7 +304,8 @@ mod tests {
     #[cfg(feature = "cpu")]
     impl tracing::Subscriber for Warnings {
         fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-            metadata.target() == "burn_nvfp4::parallel" && *metadata.level() == tracing::Level::WARN
+            metadata.target() == "burn_nvfp4::parallel::data"
+                && *metadata.level() == tracing::Level::WARN
         }
 
         fn new_span(&self, _span: &tracing::span::Attributes<'_>) -> tracing::span::Id {
@@ -414,42 +347,6 @@ mod tests {
             assert_eq!(warnings(&marked), 1);
             assert_eq!(warnings(&marked), 1);
         });
-    }
-
-    /// The gradients of a module, concatenated by type, and split again.
-    #[test]
-    fn buckets_hold_every_gradient() {
-        let device = Device::flex().autodiff();
-        let model = two(&device);
-        let mut gradients = GradientsParams::new();
-        let plain = device.without_autodiff();
-        let weight = Tensor::<2>::random([16, 32], Distribution::Default, &plain);
-        gradients.register(model.first.weight.id, weight.clone());
-        let bias = model.first.bias.as_ref().unwrap().id;
-        let ones = Tensor::<1>::ones([32], &plain).cast(FloatDType::F16);
-        gradients.register(bias, ones.clone());
-        let mut buckets = Buckets {
-            gradients: &mut gradients,
-            buckets: Vec::new(),
-        };
-        model.visit(&mut buckets);
-        let buckets: Vec<_> = buckets.buckets.into_iter().map(Bucket::join).collect();
-        assert!(gradients.is_empty());
-        let sizes: Vec<_> = buckets
-            .iter()
-            .map(|(flat, _)| (flat.dtype(), flat.dims()))
-            .collect();
-        assert_eq!(sizes, [(DType::F32, [512]), (DType::F16, [32])]);
-        for (flat, parts) in buckets {
-            for part in parts {
-                part(&mut gradients, &(flat.clone() * 2));
-            }
-        }
-        let back: Tensor<2> = gradients.get(model.first.weight.id).unwrap();
-        assert_eq!(back.into_data(), (weight * 2).into_data());
-        let back: Tensor<1> = gradients.get(bias).unwrap();
-        assert_eq!(back.into_data(), (ones * 2).into_data());
-        assert_eq!(gradients.len(), 2);
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! | [`reduce`] | sum | nothing | partial sums, and an output that all ranks have |
 //! | [`reduce_scatter`] | sum, part of it | gather | partial sums, and parts of the output's rows |
 //! | [`gather_sum`] | gather | sum, part of it | parts of an input, and layers with parts of the weights |
+//! | [`gather_mean`] | gather | mean, part of it | parts of a weight, and parts of the batch |
 //! | [`gather`] | gather | part | parts, and a tensor with which all ranks do the same |
 //! | [`scatter`] | part | gather | a tensor that all ranks have, and parts of it |
 //! | [`all_reduce`] | sum | sum | shares of something in which each rank has a loss of its own |
@@ -41,7 +42,12 @@ pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
 pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
     along(x, dim, |x| {
-        exchange(x, group, Step::ReduceScatter, Step::AllGather)
+        exchange(
+            x,
+            group,
+            Step::ReduceScatter(Reduction::Sum),
+            Step::AllGather,
+        )
     })
 }
 
@@ -49,8 +55,20 @@ pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessG
 /// this rank's part of the sum of all ranks' gradients.
 pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     along(x, dim, |x| {
-        exchange(x, group, Step::AllGather, Step::ReduceScatter)
+        exchange(
+            x,
+            group,
+            Step::AllGather,
+            Step::ReduceScatter(Reduction::Sum),
+        )
     })
+}
+
+/// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
+/// this rank's part of the mean of all ranks' gradients.
+pub fn gather_mean<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    let mean = Step::ReduceScatter(Reduction::Avg);
+    exchange(x, group, Step::AllGather, mean)
 }
 
 /// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this
@@ -117,7 +135,7 @@ fn exchange<const D: usize>(
         return x;
     }
     let exchange = Exchange {
-        group: group.clone(),
+        group: group.shared(),
         forward,
         backward,
     };

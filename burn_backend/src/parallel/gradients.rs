@@ -1,59 +1,116 @@
-//! Means of gradients over the ranks of a model.
+//! Gradients of ranks that have a part of the batch each.
 
-use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
+use burn_core::module::{Module, ModuleMapper, Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_optim::GradientsParams;
 use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
+use super::buckets::Buckets;
+use super::sharded::Shards;
 
-/// Parameters of which ranks have others, and the ranks that gradients are reduced over. Each rank
-/// has a part of the batch.
+/// Elements of a bucket: one collective of so many is as fast as the connection.
+const BUCKET: usize = 1 << 23;
+
+/// `module` with the values of rank 0 in all its parameters, which have the same shapes on all
+/// ranks.
+///
+/// # Panics
+/// When the group fails.
+pub fn broadcast<M: Module>(module: M, group: &ProcessGroup) -> M {
+    match group.size() {
+        1 => module,
+        _ => module.map(&mut Broadcast { group }),
+    }
+}
+
+struct Broadcast<'a> {
+    group: &'a ProcessGroup,
+}
+
+impl ModuleMapper for Broadcast<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|own| {
+            let requires = own.is_require_grad();
+            self.group.broadcast(own, 0).set_require_grad(requires)
+        })
+    }
+}
+
+/// Replaces the gradients of `model` by their means over the ranks, all of which call this with
+/// gradients of the same parameters. The sums are in the order of ranks, in `f32`.
+///
+/// # Panics
+/// When the group fails.
+pub fn average_gradients<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    group: &ProcessGroup,
+) {
+    average(model, gradients, group, |_| true);
+}
+
+/// [`average_gradients`] of the parameters of `model` that [`fully_shard`](super::fully_shard) left
+/// whole: the backward has averaged the others.
+///
+/// # Panics
+/// When the group fails.
+pub fn reduce_replicated<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
+    average(model, gradients, &shards.group, |id| !shards.contains(id));
+}
+
+/// The ranks that the gradients of a model with experts on several ranks are reduced over.
 #[derive(Clone, Copy, Debug)]
-pub struct GradientGroups<'a> {
+pub struct ExpertGroups<'a> {
     /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
     pub batch: &'a ProcessGroup,
     /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
     pub experts: &'a [ParamId],
     /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
-    pub expert_data: &'a ProcessGroup,
+    pub data: &'a ProcessGroup,
 }
 
 /// Replaces the gradients of `model` by those of the mean of the losses of all ranks of
-/// [`batch`](GradientGroups::batch), as data parallelism needs them. All ranks call it together, with
-/// gradients of the same parameters in the order of the model.
+/// [`batch`](ExpertGroups::batch), all of which call it with gradients of the same parameters.
 ///
-/// The gradient of a parameter that all ranks have is the mean over them. The gradient of an expert
-/// has the tokens of all ranks that send tokens to it already: it is summed over
-/// [`expert_data`](GradientGroups::expert_data), and divided by the number of ranks of `batch`.
+/// The gradient of a parameter that all ranks have is the mean over them. That of an expert is of
+/// the tokens of all ranks that the experts are on already: it is summed over
+/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`.
 ///
 /// # Panics
 /// When a group fails.
-pub fn average_gradients<M: Module>(
+pub fn average_expert_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
-    groups: GradientGroups<'_>,
+    groups: ExpertGroups<'_>,
 ) {
-    model.visit(&mut Average { gradients, groups });
-}
-
-struct Average<'a> {
-    gradients: &'a mut GradientsParams,
-    groups: GradientGroups<'a>,
-}
-
-impl ModuleVisitor for Average<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(gradient) = self.gradients.remove::<D>(param.id) else {
-            return;
-        };
-        let groups = self.groups;
-        let mean = if groups.experts.contains(&param.id) {
-            let sum = groups.expert_data.all_reduce(gradient, Reduction::Sum);
-            sum.div_scalar(groups.batch.size() as f64)
-        } else {
-            groups.batch.all_reduce(gradient, Reduction::Avg)
-        };
-        self.gradients.register(param.id, mean);
+    let is_expert = |id: ParamId| groups.experts.contains(&id);
+    average(model, gradients, groups.batch, |id| !is_expert(id));
+    let ranks = groups.batch.size() as f64;
+    if ranks == 1.0 {
+        return;
     }
+    Buckets::new(BUCKET, is_expert).exchange(model, gradients, |flat| {
+        let sums = flat
+            .into_iter()
+            .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
+        sums.map(|sum| sum.div_scalar(ranks)).collect()
+    });
+}
+
+fn average<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    group: &ProcessGroup,
+    takes: impl Fn(ParamId) -> bool,
+) {
+    if group.size() == 1 {
+        return;
+    }
+    Buckets::new(BUCKET, takes).exchange(model, gradients, |flat| {
+        let means = flat.into_iter();
+        means
+            .map(|flat| group.all_reduce(flat, Reduction::Avg))
+            .collect()
+    });
 }

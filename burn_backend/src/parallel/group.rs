@@ -98,13 +98,14 @@ impl ProcessGroup {
         self.constant(x, Step::AllGather).swap_dims(0, dim)
     }
 
-    /// Part `rank` along the first axis of the sum of all ranks' tensors; a constant for autodiff.
+    /// Part `rank` along the first axis of the reduction of all ranks' tensors; a constant for
+    /// autodiff.
     ///
     /// # Panics
     /// When the axis is no multiple of the number of ranks, and when the group fails.
-    pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+    pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         or_panic(self.check_parts("x", x.dims()[0]));
-        self.constant(x, Step::ReduceScatter)
+        self.constant(x, Step::ReduceScatter(reduction))
     }
 
     /// The tensor of rank `root`, in place of tensors of its shape; a constant for autodiff.
@@ -149,6 +150,11 @@ impl ProcessGroup {
         self.group.barrier()
     }
 
+    /// What an exchange of this group needs.
+    pub(crate) fn shared(&self) -> Arc<HostGroup> {
+        self.group.clone()
+    }
+
     /// Fails unless `len` elements of `argument` have equal parts on all ranks.
     pub(crate) fn check_parts(&self, argument: &'static str, len: usize) -> Result<(), Nvfp4Error> {
         if len.is_multiple_of(self.size()) {
@@ -163,7 +169,7 @@ impl ProcessGroup {
 
     fn constant<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
         let exchange = Exchange {
-            group: self.clone(),
+            group: self.group.clone(),
             forward: step,
             backward: Step::Identity,
         };
@@ -174,7 +180,7 @@ impl ProcessGroup {
 
     fn exchange_int<const D: usize>(&self, x: Tensor<D, Int>, step: Step) -> Tensor<D, Int> {
         let exchange = Exchange {
-            group: self.clone(),
+            group: self.group.clone(),
             forward: step,
             backward: Step::Identity,
         };

@@ -28,7 +28,8 @@ use crate::rng::{RANK_SHIFT, RngState};
 /// draws at offset `rank << 48 | count`, where `rank` is the index of the device. So the bits of
 /// each rank are determined, whatever the timing of threads. The signs of the Hadamard transform
 /// are the same on all ranks. Clones, and forks to one device, share one count; a module that was
-/// never forked has rank 0. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that
+/// never forked has rank 0. Where each rank is a process, [`set_rank`](super::set_rank) says which
+/// one this is. [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that
 /// it is given. All ranks resume from that count, because they step together.
 #[derive(Clone, Debug)]
 pub struct LayerState {
@@ -43,10 +44,15 @@ struct Shared {
     rht_signs: AtomicU16,
     high_precision: AtomicBool,
     mode: Mutex<LayerMode>,
+    /// The rank of this process, or [`NO_RANK`].
+    process: AtomicU64,
     weights: WeightCache,
     probe: Mutex<Option<Probe>>,
     offsets: Mutex<Offsets>,
 }
+
+/// Where no process has a rank: that of the device counts.
+const NO_RANK: u64 = u64::MAX;
 
 /// The counts of forwards, by rank.
 #[derive(Debug)]
@@ -105,6 +111,7 @@ impl LayerState {
                 rht_signs: rht_signs.into(),
                 high_precision: false.into(),
                 mode: Mutex::default(),
+                process: NO_RANK.into(),
                 weights: WeightCache::default(),
                 probe: Mutex::default(),
                 offsets: Mutex::new(Offsets::starting_at(offset)),
@@ -138,7 +145,7 @@ impl LayerState {
         RngState {
             seed: shared.seed.load(Ordering::Relaxed),
             layer: shared.layer.load(Ordering::Relaxed),
-            offset: self.offsets().of(self.rank),
+            offset: self.offsets().of(self.rank()),
             rht_signs: shared.rht_signs.load(Ordering::Relaxed),
         }
     }
@@ -183,17 +190,32 @@ impl LayerState {
     pub(crate) fn advance(&self, in_memory: bool) -> RngState {
         let count = {
             let mut offsets = self.offsets();
-            let count = offsets.of(self.rank);
-            offsets.next.insert(self.rank, count + 1);
+            let count = offsets.of(self.rank());
+            offsets.next.insert(self.rank(), count + 1);
             match offsets.pinned {
                 Some(Pinned { base, step }) if in_memory => base + (count - step),
                 _ => count,
             }
         };
         RngState {
-            offset: self.rank << RANK_SHIFT | count,
+            offset: self.rank() << RANK_SHIFT | count,
             ..self.rng_state()
         }
+    }
+
+    /// The rank that the layer draws for.
+    fn rank(&self) -> u64 {
+        match self.shared.process.load(Ordering::Relaxed) {
+            NO_RANK => self.rank,
+            rank => rank,
+        }
+    }
+
+    /// The rank of this process; its count is that of the rank before.
+    pub(super) fn set_rank(&self, rank: u64) {
+        let count = self.offsets().of(self.rank());
+        self.shared.process.store(rank, Ordering::Relaxed);
+        *self.offsets() = Offsets::starting_at(count);
     }
 
     fn offsets(&self) -> MutexGuard<'_, Offsets> {
@@ -301,7 +323,7 @@ impl LayerState {
     /// [`unpin`](Self::unpin).
     pub(crate) fn pin(&self) {
         let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
+        let count = offsets.of(self.rank());
         offsets.pinned = Some(Pinned {
             base: count,
             step: count,
@@ -311,7 +333,7 @@ impl LayerState {
     /// A step begins.
     pub(crate) fn begin_step(&self) {
         let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
+        let count = offsets.of(self.rank());
         if let Some(pinned) = &mut offsets.pinned {
             pinned.step = count;
         }
@@ -320,15 +342,15 @@ impl LayerState {
     /// Forwards of the step that began last.
     pub(crate) fn drawn(&self) -> u64 {
         let offsets = self.offsets();
-        let count = offsets.of(self.rank);
+        let count = offsets.of(self.rank());
         offsets.pinned.map_or(0, |pinned| count - pinned.step)
     }
 
     /// A replay drew `forwards` times, and changed the weight behind the cache's back.
     pub(crate) fn replayed(&self, forwards: u64) {
         let mut offsets = self.offsets();
-        let count = offsets.of(self.rank);
-        offsets.next.insert(self.rank, count + forwards);
+        let count = offsets.of(self.rank());
+        offsets.next.insert(self.rank(), count + forwards);
         drop(offsets);
         self.shared.weights.clear();
     }

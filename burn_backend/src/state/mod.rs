@@ -12,6 +12,7 @@ use burn_core::module::Module;
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::rng::RANK_SHIFT;
 
 #[cfg(any(feature = "train", feature = "cpu", feature = "cuda"))]
 pub(crate) use layer::FoundLayer;
@@ -46,6 +47,26 @@ pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
     for layer in layers(model) {
         layer.state.set_mode(mode);
     }
+}
+
+/// Has the NVFP4 layers of `model` draw as rank `rank` of a run with a process for each rank: no two
+/// ranks share bits of stochastic rounding. Ranks that compute parts of one thing, as those of
+/// tensor parallelism do, have the same number here.
+///
+/// Clones of the model share the setting, on whichever device.
+///
+/// # Errors
+/// When `rank` is 2^16 or more.
+pub fn set_rank<M: Module>(model: &M, rank: usize) -> Result<(), Nvfp4Error> {
+    let limit = 1 << (u64::BITS - RANK_SHIFT);
+    if rank >= limit {
+        let expected = format!("less than {limit} (2^16)");
+        return Err(Nvfp4Error::value("rank", rank.to_string(), expected));
+    }
+    for layer in layers(model) {
+        layer.state.set_rank(rank as u64);
+    }
+    Ok(())
 }
 
 impl Nvfp4Recipe {

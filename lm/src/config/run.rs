@@ -134,6 +134,19 @@ pub struct RunConfig {
     #[arg(long)]
     #[serde(default)]
     pub graph: bool,
+    /// Expect this many data-parallel ranks [default: the ranks of the launch]
+    #[arg(long, value_name = "RANKS")]
+    #[serde(default)]
+    pub dp: Option<usize>,
+    /// Shard parameters, gradients and optimizer state over the ranks, instead of keeping all of
+    /// them on each (FSDP)
+    #[arg(long)]
+    #[serde(default)]
+    pub fsdp: bool,
+    /// Shard the optimizer state alone over the ranks (ZeRO-1)
+    #[arg(long, conflicts_with = "fsdp")]
+    #[serde(default)]
+    pub zero1: bool,
     /// Rotate the operands of weight gradients by a random Hadamard transform, with recipe nvfp4
     /// [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
@@ -155,6 +168,11 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// Devices that share a batch.
+    pub(crate) fn devices_together(&self) -> usize {
+        self.devices.len().max(1) * self.dp.unwrap_or(1).max(1)
+    }
+
     /// Number of trained parameters.
     pub fn parameters(&self) -> usize {
         match self.decorate {
@@ -222,6 +240,7 @@ impl RunConfig {
             );
         }
         self.check_devices()?;
+        self.check_sharding()?;
         self.check_switches()?;
         self.check_graph()?;
         let all: Vec<&RecipeName> = self.all_recipes().collect();
@@ -296,6 +315,77 @@ impl RunConfig {
             self.decorate.is_none(),
             "graph is true and decorate is given, but steps of decorated models are not captured: \
              leave out one of them"
+        );
+        Ok(())
+    }
+
+    /// What cannot be sharded over ranks.
+    fn check_sharding(&self) -> Result<()> {
+        let Some(flag) = [("fsdp", self.fsdp), ("zero1", self.zero1)]
+            .into_iter()
+            .find_map(|(flag, on)| on.then_some(flag))
+        else {
+            return Ok(());
+        };
+        ensure!(
+            !(self.fsdp && self.zero1),
+            "fsdp and zero1 are true, but FSDP shards the optimizer's state too: leave out zero1"
+        );
+        ensure!(
+            self.optimizer == OptimizerName::AdamW,
+            "{flag} is true and optimizer is {:?}, but it must be adamw: Muon orthogonalises whole \
+             matrices",
+            self.optimizer
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "{flag} is true and decorate is given, but decorated layers hold their weights \
+             themselves: leave out one of them"
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "{flag} is true and devices is {}, but ranks that shard are processes: use nvfp4 launch",
+            self.devices.join(",")
+        );
+        Ok(())
+    }
+
+    /// Fail unless `ranks` data-parallel ranks can train so, a process each.
+    ///
+    /// # Errors
+    /// Names the value that is wrong, what it is, and what it may be.
+    pub fn check_ranks(&self, ranks: usize) -> Result<()> {
+        if let Some(dp) = self.dp {
+            ensure!(
+                dp == ranks && dp > 0,
+                "dp is {dp}, but the launch has {ranks} ranks: leave it out, or start as many \
+                 processes"
+            );
+        }
+        if ranks == 1 {
+            return Ok(());
+        }
+        ensure!(
+            self.batch.is_multiple_of(ranks),
+            "batch is {}, but it must be a multiple of the number of ranks ({ranks}), which take \
+             equal parts of it",
+            self.batch
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "devices is {} and the launch has {ranks} ranks, but each rank has one device: leave \
+             out devices",
+            self.devices.join(",")
+        );
+        ensure!(
+            !self.graph,
+            "graph is true and the launch has {ranks} ranks, but steps of several ranks are not \
+             captured: leave out graph"
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "decorate is given and the launch has {ranks} ranks, but decorated models are trained \
+             by one: leave out one of them"
         );
         Ok(())
     }

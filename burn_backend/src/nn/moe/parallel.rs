@@ -15,7 +15,7 @@ use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
-use crate::parallel::ProcessGroup;
+use crate::parallel::{ProcessGroup, broadcast, whole_dims};
 
 /// An [`Nvfp4Moe`] with its experts on several ranks: rank `r` of `n` has experts `r · experts / n`
 /// up to `(r + 1) · experts / n`. All ranks have the router and the shared expert.
@@ -32,16 +32,17 @@ use crate::parallel::ProcessGroup;
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
 /// order for another number of rows. Stochastic rounding draws the same bits too: blocks are numbered
-/// as one rank numbers those of all experts. (A module that is forked to another device draws as the
-/// rank of that device; see [`LayerState`](crate::state::LayerState).)
+/// as one rank numbers those of all experts. For that, layers of experts draw as one rank
+/// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`): ranks with the same number in
+/// data parallelism have the same.
 ///
 /// # Gradients
 ///
 /// A backward computes the gradients of the sum of the losses of all ranks. Those of experts are
 /// complete: their rank has seen all tokens. Those of the router, the shared expert and of other
-/// layers around are of this rank's tokens, to be summed over the ranks;
-/// [`average_gradients`](crate::parallel::average_gradients) does, and [`expert_parameters`] tells
-/// which is which.
+/// layers around are of this rank's tokens, to be summed over the ranks.
+/// [`average_expert_gradients`](crate::parallel::average_expert_gradients) reduces both, and
+/// [`expert_parameters`] tells which is which.
 ///
 /// All ranks run the same operations in the same order, forward and backward. Where a rank uses a
 /// loss of [`MoeOutput`], all do.
@@ -113,7 +114,7 @@ impl ExpertParallelMoe {
     ) -> Result<Self, Nvfp4Error> {
         check_parts(config.experts, group)?;
         let moe = config.try_init(device)?;
-        Self::try_from_moe(moe.map(&mut Broadcast(group)), group)
+        Self::try_from_moe(broadcast(moe, group), group)
     }
 
     /// [`try_new`](Self::try_new), panicking where it fails.
@@ -131,12 +132,12 @@ impl ExpertParallelMoe {
     /// When the number of experts is not 1 to 512 or no multiple of the number of ranks, or the
     /// grouped layers of `moe` have other numbers of experts than its router.
     pub fn try_from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
-        let [_, experts] = moe.router.weight.lazy_shape().dims();
+        let [_, experts] = whole_dims(&moe.router.weight);
         check_experts("router.weight", experts)?;
         check_parts(experts, group)?;
         let layers = [("gate_up.weight", &moe.gate_up), ("down.weight", &moe.down)];
         for (name, layer) in layers {
-            let [found, d_in, d_out] = layer.weight.lazy_shape().dims();
+            let [found, d_in, d_out] = whole_dims(&layer.weight);
             if found != experts {
                 return Err(Nvfp4Error::shape(
                     name,
@@ -297,18 +298,6 @@ fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
         experts.to_string(),
         format!("a multiple of {}, the number of ranks", group.size()),
     ))
-}
-
-/// Replaces parameters by those of rank 0.
-struct Broadcast<'a>(&'a ProcessGroup);
-
-impl burn_core::module::ModuleMapper for Broadcast<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|tensor| {
-            let requires_grad = tensor.is_require_grad();
-            self.0.broadcast(tensor, 0).set_require_grad(requires_grad)
-        })
-    }
 }
 
 /// Ids of the parameters of `model` of which each rank has others: the experts of each

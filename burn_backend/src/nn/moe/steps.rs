@@ -8,6 +8,7 @@ use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
 use crate::experts::{ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
 use crate::ops::RowGroups;
+use crate::parallel::whole_dims;
 use crate::validate;
 
 /// What a mixture is configured to do.
@@ -34,7 +35,7 @@ pub(super) struct MoeParts<'a> {
 impl MoeParts<'_> {
     /// Experts that the router chooses from.
     pub fn experts(&self) -> usize {
-        let [_, experts] = self.router.weight.lazy_shape().dims();
+        let [_, experts] = whole_dims(&self.router.weight);
         experts
     }
 
@@ -42,7 +43,7 @@ impl MoeParts<'_> {
     pub fn check<const D: usize>(&self, x: &Tensor<D>, held: usize) -> Result<(), Nvfp4Error> {
         let (dims, device) = (x.dims(), x.device());
         let router = &self.router.weight;
-        let [d_model, experts] = router.lazy_shape().dims();
+        let [d_model, experts] = whole_dims(router);
         if dims.last() != Some(&d_model) || dims.contains(&0) {
             return Err(Nvfp4Error::shape(
                 "x",
@@ -54,7 +55,7 @@ impl MoeParts<'_> {
         validate::parameter(&device, "router.weight", router)?;
         validate::operand("router.weight", router)?;
         check_experts("router.weight", experts)?;
-        let [_, _, both] = self.gate_up.weight.lazy_shape().dims();
+        let [_, _, both] = whole_dims(&self.gate_up.weight);
         let names = ["gate_up.weight", "gate_up.bias"];
         let shape = [held, d_model, both];
         self.gate_up.check_part(names, &device, shape)?;
@@ -66,7 +67,7 @@ impl MoeParts<'_> {
 
     /// The logits of tokens, `f32[tokens, experts]`.
     pub fn logits(&self, x: Tensor<2>) -> Tensor<2> {
-        let [d_model, experts] = self.router.weight.dims();
+        let [d_model, experts] = whole_dims(&self.router.weight);
         let [tokens, _] = x.dims();
         let router = cast(self.router.weight.val(), FloatDType::F32);
         // As a batch of GEMMs: the gradient of the router has few elements and a contraction as

@@ -7,7 +7,7 @@ use burn_core::backend::{
 use burn_core::tensor::{DType, TensorData};
 use futures_lite::future::block_on;
 use half::bf16;
-use nvfp4_parallel::{Collective, Element, ParallelError, Reduction};
+use nvfp4_parallel::{Collective, Element, ParallelError};
 
 use super::{Exchange, Step};
 
@@ -44,7 +44,7 @@ impl Exchange {
 
 fn exchanged(data: TensorData, exchange: &Exchange) -> TensorData {
     let made = match &exchange.forward {
-        Step::AllReduce(_) | Step::ReduceScatter => reduced(data, exchange),
+        Step::AllReduce(_) | Step::ReduceScatter(_) => reduced(data, exchange),
         _ => moved(data, exchange),
     };
     made.unwrap_or_else(|error| panic!("{error}"))
@@ -72,14 +72,14 @@ fn reduced_as<T: Element + burn_core::tensor::Element>(
     let shape = exchange
         .forward
         .shape(data.shape().to_vec(), exchange.group.size());
-    let group = exchange.group.collective();
+    let group = &exchange.group;
     let mut values: Vec<T> = data.try_into_vec().expect("a tensor of this type");
     match &exchange.forward {
         Step::AllReduce(reduction) => group.all_reduce(T::buffer_mut(&mut values), *reduction)?,
-        Step::ReduceScatter => {
+        Step::ReduceScatter(reduction) => {
             let mut part = vec![T::default(); shape.iter().product()];
             let output = T::buffer_mut(&mut part);
-            group.reduce_scatter(T::buffer(&values), output, Reduction::Sum)?;
+            group.reduce_scatter(T::buffer(&values), output, *reduction)?;
             values = part;
         }
         step => unreachable!("{step:?} reduces nothing"),
@@ -92,7 +92,7 @@ fn moved(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelEr
     let (rank, size) = (exchange.group.rank(), exchange.group.size());
     let shape = exchange.forward.shape(data.shape().to_vec(), size);
     let row: usize = data.shape()[1..].iter().product::<usize>() * data.dtype().size();
-    let group = exchange.group.collective();
+    let group = &exchange.group;
     let input = data.as_bytes();
     let output = match &exchange.forward {
         Step::AllGather => {

@@ -9,6 +9,7 @@ mod host;
 use burn_core as burn;
 
 use std::fmt;
+use std::sync::Arc;
 
 use burn_core::backend::{
     Autodiff, Backend,
@@ -20,9 +21,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_parallel::Reduction;
-
-use crate::parallel::ProcessGroup;
+use nvfp4_parallel::{Collective, HostGroup, Reduction};
 
 /// What the ranks of a group do with a tensor each. Parts are those of the first axis, in the order
 /// of ranks.
@@ -34,8 +33,8 @@ pub enum Step {
     AllReduce(Reduction),
     /// All ranks get the tensors of all, one after the other.
     AllGather,
-    /// Rank `r` gets part `r` of the sum. The first axis is a multiple of the number of ranks.
-    ReduceScatter,
+    /// Rank `r` gets part `r` of the reduction. The first axis is a multiple of the number of ranks.
+    ReduceScatter(Reduction),
     /// Rank `r` keeps its part `r`. The first axis is a multiple of the number of ranks.
     Slice,
     /// Rank `r` gets `send[r]` rows of the tensor. Rows that come from each rank stand one after the
@@ -59,7 +58,7 @@ impl Step {
         match self {
             Self::Identity | Self::AllReduce(_) | Self::Broadcast { .. } => {}
             Self::AllGather => shape[0] *= size,
-            Self::ReduceScatter | Self::Slice => shape[0] /= size,
+            Self::ReduceScatter(_) | Self::Slice => shape[0] /= size,
             Self::AllToAll { receive, .. } => shape[0] = receive.iter().sum(),
         }
         shape
@@ -70,7 +69,7 @@ impl Step {
 #[derive(Clone)]
 pub struct Exchange {
     /// The ranks.
-    pub group: ProcessGroup,
+    pub group: Arc<HostGroup>,
     /// What happens to the tensor.
     pub forward: Step,
     /// What happens to its gradient; it undoes the shape of `forward`.
@@ -106,7 +105,7 @@ impl Exchange {
 )]
 pub trait CollectiveOps: Backend {
     /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`). Sums are those of
-    /// [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in `f32`, rounded once.
+    /// [`Collective`]: in the order of ranks, in `f32`, rounded once.
     ///
     /// It runs in the thread that calls it, also where operations are queued for another one: ranks
     /// that share a device would wait for each other in its only thread.

@@ -1,5 +1,6 @@
 //! Layers and training of several ranks, as threads with groups over loopback.
 
+mod data;
 mod experts;
 mod functions;
 

@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::{Module, ModuleDisplay, ParamId};
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::nn::{ExpertParallelMoe, MoeOutput, expert_parameters};
-use burn_nvfp4::parallel::{GradientGroups, ProcessGroup, average_gradients};
+use burn_nvfp4::parallel::{ExpertGroups, ProcessGroup, average_expert_gradients};
 use burn_nvfp4::{Nvfp4Moe, Nvfp4Recipe};
 use burn_optim::{GradientsParams, SgdConfig};
 use nvfp4_parallel::Reduction;
@@ -121,12 +121,12 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
                 GradientsParams::from_params(&mut backward, &model, &experts)
             }
         };
-        let groups = GradientGroups {
+        let groups = ExpertGroups {
             batch,
             experts: &expert_parameters(&model),
-            expert_data: data,
+            data,
         };
-        average_gradients(&model, &mut gradients, groups);
+        average_expert_gradients(&model, &mut gradients, groups);
         model = optimizer.step(0.1, model, gradients);
     }
     let moe = model.moe.whole();

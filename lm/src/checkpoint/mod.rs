@@ -8,10 +8,14 @@
 //! - `timing.json`: the time spent, in a separate file because it differs from run to run;
 //! - `manifest.json`: length and check sum of the other four.
 //!
+//! Where ranks have parts of the parameters or of the optimizer's state, each writes its own,
+//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of. Such a
+//! checkpoint is read as any other, on another number of ranks too.
+//!
 //! It is written under another name, synced to the disk, and renamed. Only then are older ones
 //! removed, so that the checkpoint with the highest step is complete.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,17 +23,26 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
+use burn_nvfp4::parallel::Shards;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Fingerprint;
 use crate::random::hash;
+use crate::ranks::{agree, gathered_bytes};
+
+pub(crate) mod parts;
 
 /// Version of the format; others are refused.
 pub(crate) const FORMAT: u32 = 1;
 const PREFIX: &str = "checkpoint-";
 const UNFINISHED: &str = ".unfinished";
 const MANIFEST: &str = "manifest.json";
+const LAYOUT: &str = "layout.json";
+const MODEL: &str = "model.bpk";
+const OPTIMIZER: &str = "optimizer.bpk";
+const STATE: &str = "state.json";
+const TIMING: &str = "timing.json";
 /// Name of the file with the run's configuration, in the folder of a run.
 pub const CONFIG: &str = "config.json";
 
@@ -115,10 +128,38 @@ struct Entry {
 
 impl Entry {
     fn of(content: &[u8]) -> Self {
+        Self::from_numbers(content.len() as u64, hash(content))
+    }
+
+    fn from_numbers(bytes: u64, hash: u64) -> Self {
         Self {
-            bytes: content.len(),
-            checksum: format!("{:016x}", hash(content)),
+            bytes: bytes as usize,
+            checksum: format!("{hash:016x}"),
         }
+    }
+}
+
+/// What the files of several ranks are parts of.
+#[derive(Debug, Serialize, Deserialize)]
+struct Layout {
+    /// Number of ranks.
+    ranks: usize,
+    /// Whether they have parts of the model, too, and not only of the optimizer's state.
+    model: bool,
+    /// Ids of the parameters that are parts, along their first axis.
+    sharded: BTreeSet<u64>,
+}
+
+impl Layout {
+    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state.
+    fn names(&self, rank: usize) -> [Option<String>; 2] {
+        let model = match (self.model, rank) {
+            (true, _) => Some(format!("model-{rank}.bpk")),
+            // The whole model, which all ranks have.
+            (false, 0) => Some(MODEL.into()),
+            (false, _) => None,
+        };
+        [model, Some(format!("optimizer-{rank}.bpk"))]
     }
 }
 
@@ -137,38 +178,83 @@ impl<S: RunState> Saved<S> {
     /// # Errors
     /// When something cannot be written; the older ones are still there then.
     pub fn save(&self, folder: &Path) -> Result<PathBuf> {
-        let path = folder.join(format!("{PREFIX}{:08}", self.state.step()));
-        let unfinished = path.with_extension(&UNFINISHED[1..]);
-        let context = || format!("cannot write checkpoint {}", path.display());
-        remove_folder(&unfinished).with_context(context)?;
-        fs::create_dir_all(&unfinished).with_context(context)?;
-        let state = pretty(&self.state)?;
-        let timing = pretty(&self.timing)?;
-        let files: [(&str, &[u8]); 4] = [
-            ("model.bpk", &self.model),
-            ("optimizer.bpk", &self.optimizer),
-            ("state.json", &state),
-            ("timing.json", &timing),
-        ];
-        let manifest: BTreeMap<&str, Entry> = files
-            .iter()
-            .map(|(name, content)| (*name, Entry::of(content)))
-            .collect();
-        let manifest = pretty(&manifest)?;
-        for (name, content) in files.into_iter().chain([(MANIFEST, &*manifest)]) {
-            write_durably(&unfinished.join(name), content).with_context(context)?;
+        let unfinished = Unfinished::begin(folder, self.state.step())?;
+        let model = unfinished.write(MODEL, &self.model)?;
+        let optimizer = unfinished.write(OPTIMIZER, &self.optimizer)?;
+        let manifest = [(MODEL.into(), model), (OPTIMIZER.into(), optimizer)];
+        self.finish(unfinished, manifest.into(), None)
+    }
+
+    /// Write the checkpoint of ranks that have parts of the optimizer's state, and of the model if
+    /// `model` says so, into `folder`, which all of them see. All ranks call it, each with its own
+    /// parts; the other files are those of rank 0. Returns the path.
+    ///
+    /// # Errors
+    /// When something cannot be written on one of the ranks; the older ones are still there then.
+    pub fn save_parts(&self, folder: &Path, shards: &Shards, model: bool) -> Result<PathBuf> {
+        let (rank, group) = (shards.group.rank(), &shards.group);
+        let layout = Layout {
+            ranks: group.size(),
+            model,
+            sharded: shards.ids.clone(),
+        };
+        let begun = match rank {
+            0 => Unfinished::begin(folder, self.state.step()),
+            _ => Ok(Unfinished::at(folder, self.state.step())),
+        };
+        let unfinished = agree(group, begun)?;
+        let contents = [&self.model, &self.optimizer];
+        let files = layout.names(rank).into_iter().zip(contents);
+        let write = |(name, content): (Option<String>, &Bytes)| match name {
+            Some(name) => unfinished.write(&name, content).map(drop),
+            None => Ok(()),
+        };
+        agree(group, files.into_iter().try_for_each(write))?;
+        // Length and check sum of both files.
+        let mut numbers = [0; 32];
+        for (place, content) in contents.into_iter().enumerate() {
+            let own = &mut numbers[16 * place..16 * (place + 1)];
+            own[..8].copy_from_slice(&(content.len() as u64).to_le_bytes());
+            own[8..].copy_from_slice(&hash(content).to_le_bytes());
         }
-        sync_folder(&unfinished).with_context(context)?;
-        // Only a run that was resumed at this very step finds one with this name: the same content.
-        remove_folder(&path).with_context(context)?;
-        fs::rename(&unfinished, &path).with_context(context)?;
-        sync_folder(folder).with_context(context)?;
-        for (_, older) in list(folder)? {
-            if older != path {
-                remove_folder(&older).with_context(context)?;
+        let mut manifest = BTreeMap::new();
+        for (rank, numbers) in gathered_bytes(group, numbers)?.iter().enumerate() {
+            let number = |at: usize| {
+                let bytes = numbers[at..at + 8].try_into();
+                u64::from_le_bytes(bytes.expect("eight bytes"))
+            };
+            for (place, name) in layout.names(rank).into_iter().enumerate() {
+                let entry = Entry::from_numbers(number(16 * place), number(16 * place + 8));
+                manifest.extend(name.map(|name| (name, entry)));
             }
         }
-        Ok(path)
+        let path = unfinished.path.clone();
+        let finished = match rank {
+            0 => self.finish(unfinished, manifest, Some(&layout)),
+            _ => Ok(path),
+        };
+        agree(group, finished)
+    }
+
+    /// Write the files that one rank writes, name the checkpoint and remove the older ones.
+    fn finish(
+        &self,
+        unfinished: Unfinished,
+        mut manifest: BTreeMap<String, Entry>,
+        layout: Option<&Layout>,
+    ) -> Result<PathBuf> {
+        let mut files = vec![
+            (STATE, pretty(&self.state)?),
+            (TIMING, pretty(&self.timing)?),
+        ];
+        if let Some(layout) = layout {
+            files.push((LAYOUT, pretty(layout)?));
+        }
+        for (name, content) in files {
+            manifest.insert(name.into(), unfinished.write(name, &content)?);
+        }
+        unfinished.write(MANIFEST, &pretty(&manifest)?)?;
+        unfinished.finish()
     }
 
     /// Read the checkpoint at `path`.
@@ -186,7 +272,7 @@ impl<S: RunState> Saved<S> {
         };
         let manifest: BTreeMap<String, Entry> =
             serde_json::from_slice(&read(MANIFEST)?).context("manifest.json is damaged")?;
-        let verified = |name: &str| -> Result<Vec<u8>> {
+        let verified = |name: &str| -> Result<Bytes> {
             let content = read(name)?;
             let entry = manifest
                 .get(name)
@@ -200,9 +286,9 @@ impl<S: RunState> Saved<S> {
                 entry.bytes,
                 entry.checksum
             );
-            Ok(content)
+            Ok(Bytes::from_bytes_vec(content))
         };
-        let state = verified("state.json")?;
+        let state = verified(STATE)?;
         #[derive(Deserialize)]
         struct Version {
             format: u32,
@@ -213,12 +299,86 @@ impl<S: RunState> Saved<S> {
             "its format is {}, but this version reads format {FORMAT}",
             version.format
         );
+        let (model, optimizer) = match manifest.contains_key(LAYOUT) {
+            false => (verified(MODEL)?, verified(OPTIMIZER)?),
+            true => {
+                let layout: Layout =
+                    serde_json::from_slice(&verified(LAYOUT)?).context("layout.json")?;
+                ensure!(layout.ranks > 0, "layout.json is of no ranks");
+                let whole = |kind: usize| {
+                    let names = (0..layout.ranks).filter_map(|rank| {
+                        let [model, optimizer] = layout.names(rank);
+                        [model, optimizer].into_iter().nth(kind).flatten()
+                    });
+                    let parts = names.map(|name| verified(&name));
+                    parts::join(parts.collect::<Result<_>>()?, &layout.sharded)
+                };
+                let model = if layout.model {
+                    whole(0)?
+                } else {
+                    verified(MODEL)?
+                };
+                (model, whole(1)?)
+            }
+        };
         Ok(Self {
             state: serde_json::from_slice(&state).context("state.json")?,
-            timing: serde_json::from_slice(&verified("timing.json")?).context("timing.json")?,
-            model: Bytes::from_bytes_vec(verified("model.bpk")?),
-            optimizer: Bytes::from_bytes_vec(verified("optimizer.bpk")?),
+            timing: serde_json::from_slice(&verified(TIMING)?).context("timing.json")?,
+            model,
+            optimizer,
         })
+    }
+}
+
+/// A checkpoint that is being written, under another name.
+struct Unfinished {
+    /// What it will be.
+    path: PathBuf,
+    /// What it is.
+    folder: PathBuf,
+}
+
+impl Unfinished {
+    /// The checkpoint of `step` in `folder`, which another rank begins.
+    fn at(folder: &Path, step: u64) -> Self {
+        let path = folder.join(format!("{PREFIX}{step:08}"));
+        let folder = path.with_extension(&UNFINISHED[1..]);
+        Self { path, folder }
+    }
+
+    fn begin(folder: &Path, step: u64) -> Result<Self> {
+        let unfinished = Self::at(folder, step);
+        let context = || unfinished.context();
+        remove_folder(&unfinished.folder).with_context(context)?;
+        fs::create_dir_all(&unfinished.folder).with_context(context)?;
+        Ok(unfinished)
+    }
+
+    fn context(&self) -> String {
+        format!("cannot write checkpoint {}", self.path.display())
+    }
+
+    fn write(&self, name: &str, content: &[u8]) -> Result<Entry> {
+        let written = write_durably(&self.folder.join(name), content);
+        written.with_context(|| self.context())?;
+        Ok(Entry::of(content))
+    }
+
+    /// It gets its name; the older ones are removed.
+    fn finish(self) -> Result<PathBuf> {
+        let context = || self.context();
+        sync_folder(&self.folder).with_context(context)?;
+        // Only a run that was resumed at this very step finds one with this name: the same content.
+        remove_folder(&self.path).with_context(context)?;
+        fs::rename(&self.folder, &self.path).with_context(context)?;
+        let parent = self.path.parent().unwrap_or(Path::new("."));
+        sync_folder(parent).with_context(context)?;
+        for (_, older) in list(parent)? {
+            if older != self.path {
+                remove_folder(&older).with_context(context)?;
+            }
+        }
+        Ok(self.path)
     }
 }
 

@@ -1,0 +1,193 @@
+//! Parameters of which each rank has a part.
+
+use std::collections::BTreeSet;
+
+use burn_core::module::{
+    Content, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
+};
+use burn_core::tensor::{Device, Tensor};
+
+use super::ProcessGroup;
+use super::functions::gather_mean;
+use crate::parameterless::{Parameterless, parameterless_module};
+
+/// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks are
+/// gathered each time that it is used. Burn's traversals see the part.
+///
+/// [`fully_shard`] makes parameters so.
+#[derive(Clone, Debug)]
+pub struct Sharded {
+    group: ProcessGroup,
+}
+
+impl Parameterless for Sharded {
+    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
+
+    fn forked(self, _device: &Device) -> Self {
+        self
+    }
+
+    fn show(&self, content: Content) -> Option<Content> {
+        content
+            .add_formatted(&format!("{:?}", self.group))
+            .optional()
+    }
+}
+
+parameterless_module!(Sharded);
+
+impl Reparameterization for Sharded {
+    const NAME: &'static str = "sharded";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        gather_mean(base, &self.group)
+    }
+}
+
+/// The shape of a parameter for those who use it: that of the whole, where it is sharded. Its value
+/// is not asked for.
+pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
+    let mut dims = param.lazy_shape().dims::<D>();
+    if let Some(sharded) = param.reparameterization::<Sharded>() {
+        dims[0] *= sharded.group.size();
+    }
+    dims
+}
+
+/// Shards the parameters of `module` over `group` (FSDP, ZeRO-3): each rank keeps part `rank` along
+/// the first axis of each of them, and all that follows from them, gradients and optimizer state, is
+/// of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
+///
+/// A forward gathers a parameter when it uses it and frees it afterwards; NVFP4 layers keep its
+/// packed operands for the backward, other layers the parameter. Its gradient is this rank's part of
+/// the mean over the ranks, which have a part of the batch each, so the mean is part of the backward.
+/// [`reduce_replicated`] averages the gradients of those that stay whole. All ranks call `module` at
+/// the same points of their program.
+///
+/// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of a
+/// parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole back.
+///
+/// All ranks begin with the same values: [`broadcast`] makes them so.
+pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
+    if group.size() == 1 {
+        return module;
+    }
+    module.apply_reparameterization(Shard { group })
+}
+
+/// Takes the part of a rank.
+struct Shard<'a> {
+    group: &'a ProcessGroup,
+}
+
+impl Reparameterizer for Shard<'_> {
+    type Reparam = Sharded;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Sharded>) {
+        if !is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+            return (param, None);
+        }
+        let group = self.group.clone();
+        let param = param.map(|whole| like(&whole, part(whole.clone(), &group)));
+        (param, Some(Sharded { group }))
+    }
+}
+
+/// Whether a parameter of this shape is sharded over `group`.
+pub(crate) fn is_shardable(dims: &[usize], group: &ProcessGroup) -> bool {
+    dims[0] > 0 && dims[0].is_multiple_of(group.size())
+}
+
+/// Part `rank` of `whole`, in memory of its own: a view would keep the whole.
+pub(crate) fn part<const D: usize>(whole: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    let rows = whole.dims()[0] / group.size();
+    let whole = whole.detach().set_require_grad(false);
+    whole.narrow(0, group.rank() * rows, rows).add_scalar(0.0)
+}
+
+/// `tensor`, which requires a gradient if `model` does.
+fn like<const D: usize>(model: &Tensor<D>, tensor: Tensor<D>) -> Tensor<D> {
+    tensor.set_require_grad(model.is_require_grad())
+}
+
+/// `module` with whole parameters, the same on all ranks, which all call this.
+pub fn gather<M: Module>(module: M) -> M {
+    module.materialize()
+}
+
+/// Which parameters of a module are sharded, and over which ranks. The norm of all gradients, to
+/// which optimizers clip, adds up all parts, and each whole gradient once.
+#[derive(Clone, Debug)]
+pub struct Shards {
+    /// The ranks.
+    pub group: ProcessGroup,
+    /// The sharded parameters.
+    pub ids: BTreeSet<u64>,
+}
+
+impl Shards {
+    /// Those of `module`, made by [`fully_shard`] with `group`.
+    pub fn of<M: Module>(module: &M, group: &ProcessGroup) -> Self {
+        let mut find = FindSharded::default();
+        module.visit(&mut find);
+        Self {
+            group: group.clone(),
+            ids: find.ids,
+        }
+    }
+
+    /// Those of `module`, whose parameters are whole, that [`fully_shard`] or
+    /// [`ZeroAdamW`](crate::optim::ZeroAdamW) would shard.
+    pub fn shardable<M: Module>(module: &M, group: &ProcessGroup) -> Self {
+        let mut find = FindShardable {
+            group,
+            ids: BTreeSet::new(),
+        };
+        module.visit(&mut find);
+        Self {
+            group: group.clone(),
+            ids: find.ids,
+        }
+    }
+
+    /// Whether the parameter `id` is sharded.
+    pub fn contains(&self, id: ParamId) -> bool {
+        self.ids.contains(&id.val())
+    }
+}
+
+struct FindShardable<'a> {
+    group: &'a ProcessGroup,
+    ids: BTreeSet<u64>,
+}
+
+impl ModuleVisitor for FindShardable<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+            self.ids.insert(param.id.val());
+        }
+    }
+}
+
+/// Burn visits the reparameterization behind the parameter that has it.
+#[derive(Default)]
+struct FindSharded {
+    last: Option<ParamId>,
+    ids: BTreeSet<u64>,
+}
+
+impl ModuleVisitor for FindSharded {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        if (name, container_type) == (Sharded::NAME, "Reparameterization") {
+            self.ids.extend(self.last.map(|id| id.val()));
+        }
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.last = Some(param.id);
+    }
+}

@@ -1,0 +1,101 @@
+//! The processes of a run: this one among them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Result, bail};
+use nvfp4::parallel::ProcessGroup;
+use nvfp4_lm::train::Observer;
+use nvfp4_parallel::environment::{TOKEN, WORLD_SIZE};
+use nvfp4_parallel::world::Settings;
+use nvfp4_parallel::{Environment, World};
+
+use crate::device::DeviceName;
+
+/// This process in its run.
+pub(crate) struct Ranks {
+    /// None where nothing has started several.
+    world: Option<World>,
+    group: ProcessGroup,
+}
+
+impl Ranks {
+    /// Joins the processes that a launcher has started with this one, if one has.
+    ///
+    /// # Errors
+    /// When the variables of a launcher are not whole, or another rank does not come.
+    pub(crate) fn join() -> Result<Self> {
+        let world = match Environment::detect()? {
+            Some(environment) => Some(World::join(environment, Settings::default())?),
+            None => None,
+        };
+        let group = match &world {
+            Some(world) => ProcessGroup::from(world.group().clone()),
+            None => ProcessGroup::single(),
+        };
+        Ok(Self { world, group })
+    }
+
+    /// All ranks.
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Whether this rank writes and prints.
+    pub(crate) fn is_first(&self) -> bool {
+        self.group.rank() == 0
+    }
+
+    /// The device of this rank where each has its own: the first GPU stands for the one with the
+    /// number of the rank on its machine.
+    pub(crate) fn device(&self, name: DeviceName) -> DeviceName {
+        match (&self.world, name) {
+            (Some(world), DeviceName::Cuda(0)) => DeviceName::Cuda(world.environment().local_rank),
+            _ => name,
+        }
+    }
+
+    /// What the watchdog says that this rank does between collectives.
+    pub(crate) fn label(&self, doing: &str) {
+        self.group.collective().label(doing);
+    }
+
+    /// Leaves the run with a result: the others end with this rank if it is an error.
+    ///
+    /// # Errors
+    /// That one, or that another rank has failed.
+    pub(crate) fn leave<T>(self, result: Result<T>) -> Result<T> {
+        match (self.world, result) {
+            (Some(world), Ok(made)) => {
+                world.leave()?;
+                Ok(made)
+            }
+            (Some(world), Err(error)) => {
+                world.fail(&format!("{error:#}"));
+                Err(error)
+            }
+            (None, result) => result,
+        }
+    }
+}
+
+/// Fails where a launcher has started several processes of a command that runs in one.
+///
+/// # Errors
+/// Names the command.
+pub(crate) fn refuse(command: &str) -> Result<()> {
+    let several = std::env::var(WORLD_SIZE).is_ok_and(|ranks| ranks != "1");
+    if several && std::env::var_os(TOKEN).is_some() {
+        bail!("nvfp4 {command} runs in one process, but {WORLD_SIZE} says that there are several");
+    }
+    Ok(())
+}
+
+/// Passes on that the user wants to stop, and shows nothing.
+pub(crate) struct Quiet(pub(crate) Arc<AtomicBool>);
+
+impl Observer for Quiet {
+    fn interrupted(&mut self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,152 @@
+//! The ranks of a run: what they agree on.
+
+use anyhow::{Result, anyhow, bail};
+use burn_nvfp4::parallel::ProcessGroup;
+use nvfp4_parallel::{Buffer, BufferMut, Collective, Reduction};
+
+/// The result of all ranks, each of which calls this with its own: the error of this rank, or that
+/// another one failed. So no rank waits for one that has given up.
+///
+/// # Errors
+/// When a rank has an error, or the group fails.
+pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
+    // The first rank that failed, counted from 1 at the end.
+    let size = group.size() as u32;
+    let mut first = [match &own {
+        Ok(_) => 0,
+        Err(_) => size - group.rank() as u32,
+    }];
+    let reduced = (group.collective()).all_reduce(BufferMut::U32(&mut first), Reduction::Max);
+    // Its own error says more.
+    let own = own?;
+    reduced?;
+    match first[0] {
+        0 => Ok(own),
+        rank => bail!("rank {} failed; its message says why", size - rank),
+    }
+}
+
+/// The text of rank 0.
+///
+/// # Errors
+/// When the group fails.
+pub fn text_of_first(group: &ProcessGroup, own: &str) -> Result<String> {
+    let collective = group.collective();
+    let mut length = [own.len() as u32];
+    collective.broadcast(BufferMut::U32(&mut length), 0)?;
+    let mut bytes = own.as_bytes().to_vec();
+    bytes.resize(length[0] as usize, 0);
+    collective.broadcast(BufferMut::U8(&mut bytes), 0)?;
+    Ok(String::from_utf8(bytes)?)
+}
+
+/// Whether one of the ranks says so.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn any(group: &ProcessGroup, own: bool) -> Result<bool> {
+    let mut all = [u32::from(own)];
+    (group.collective()).all_reduce(BufferMut::U32(&mut all), Reduction::Max)?;
+    Ok(all[0] != 0)
+}
+
+/// The means over the ranks of some numbers, of which all have as many.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn means(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>> {
+    (group.collective()).all_reduce(BufferMut::F32(&mut own), Reduction::Avg)?;
+    Ok(own)
+}
+
+/// The first `count` of numbers that the ranks have in turns: number `i` is number `i / size` of rank
+/// `i % size`. All have as many.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn in_turns(group: &ProcessGroup, own: &[f32], count: usize) -> Result<Vec<f32>> {
+    let (rounds, size) = (own.len(), group.size());
+    let mut all = vec![0.0; rounds * size];
+    (group.collective()).all_gather(Buffer::F32(own), BufferMut::F32(&mut all))?;
+    let turns = (0..count).map(|index| all[index % size * rounds + index / size]);
+    Ok(turns.collect())
+}
+
+/// The bytes of all ranks, of which all have as many, in the order of ranks.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn gathered_bytes<const N: usize>(
+    group: &ProcessGroup,
+    own: [u8; N],
+) -> Result<Vec<[u8; N]>> {
+    let mut all = vec![0; N * group.size()];
+    (group.collective()).all_gather(Buffer::U8(&own), BufferMut::U8(&mut all))?;
+    let parts = all.chunks_exact(N).map(<[u8; N]>::try_from);
+    parts
+        .map(|part| part.map_err(|error| anyhow!("{error}")))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use anyhow::anyhow;
+
+    use super::*;
+
+    fn on_ranks<T: Send>(size: usize, body: impl Fn(&ProcessGroup) -> T + Sync) -> Vec<T> {
+        let body = &body;
+        let groups = ProcessGroup::loopback(size, Duration::from_secs(20));
+        thread::scope(|scope| {
+            let threads = groups.iter().map(|group| scope.spawn(move || body(group)));
+            let threads: Vec<_> = threads.collect();
+            let results = threads.into_iter().map(|thread| thread.join());
+            results.map(Result::unwrap).collect()
+        })
+    }
+
+    #[test]
+    fn an_error_of_one_rank_is_one_of_all() {
+        let found = on_ranks(3, |group| {
+            let own = match group.rank() {
+                0 => Ok(7),
+                rank => Err(anyhow!("the disk of {rank} is full")),
+            };
+            agree(group, own).unwrap_err().to_string()
+        });
+        assert_eq!(
+            found,
+            [
+                "rank 1 failed; its message says why",
+                "the disk of 1 is full",
+                "the disk of 2 is full"
+            ]
+        );
+        assert!(on_ranks(2, |group| agree(group, Ok(3)).unwrap()) == [3, 3]);
+    }
+
+    #[test]
+    fn ranks_share_what_they_know() {
+        let found = on_ranks(3, |group| {
+            let rank = group.rank();
+            let stops = any(group, rank == 1).unwrap();
+            assert!(!any(group, false).unwrap());
+            let mean = means(group, vec![rank as f32, 3.0]).unwrap();
+            // Five numbers in turns; the sixth is not counted.
+            let turns = in_turns(group, &[rank as f32, 3.0 + rank as f32], 5).unwrap();
+            let bytes = gathered_bytes(group, [rank as u8, 9]).unwrap();
+            let text = text_of_first(group, if rank == 0 { "päth" } else { "" }).unwrap();
+            (stops, mean, turns, bytes, text)
+        });
+        for (stops, mean, turns, bytes, text) in found {
+            assert!(stops);
+            assert_eq!(mean, [1.0, 3.0]);
+            assert_eq!(turns, [0.0, 1.0, 2.0, 3.0, 4.0]);
+            assert_eq!(bytes, [[0, 9], [1, 9], [2, 9]]);
+            assert_eq!(text, "päth");
+        }
+    }
+}

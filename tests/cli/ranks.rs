@@ -1,0 +1,211 @@
+//! Several processes that train together, over TCP on this machine.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::*;
+
+/// Without what clipping to a norm, whose sum has another order over parts, would do to the last
+/// bit.
+const RECIPE: &str = "--recipe f32 --no-compare";
+
+fn launch(ranks: usize, out: &Path, more: &str) -> Output {
+    let out = out.to_str().unwrap();
+    let more: Vec<&str> = more.split_whitespace().collect();
+    let command = format!("launch --gpus {ranks} -- train {SMALL} {RUN}");
+    nvfp4(
+        &command,
+        &[&["--data", text(), "--out", out], &more[..]].concat(),
+    )
+}
+
+fn resume(ranks: usize, out: &Path) -> Output {
+    let path = out.to_str().unwrap();
+    match ranks {
+        1 => nvfp4("train", &["--resume", path]),
+        _ => nvfp4(
+            &format!("launch --gpus {ranks} -- train"),
+            &["--resume", path],
+        ),
+    }
+}
+
+/// Validation losses of a run with one recipe.
+fn valid_losses(out: &Path, recipe: &str) -> Vec<f64> {
+    let rows = metrics(&out.join(recipe).join("metrics.csv"));
+    let losses = rows.iter().filter(|row| !row[3].is_empty());
+    losses.map(|row| row[3].parse().unwrap()).collect()
+}
+
+fn assert_near(found: &[f64], expected: &[f64], within: f64) {
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(expected) {
+        assert!(
+            (found / expected - 1.0).abs() < within,
+            "{found} is not {expected}"
+        );
+    }
+}
+
+/// Every file of the checkpoints of both runs, and their rows but for the speed.
+fn assert_same_files(left: &Path, right: &Path, recipe: &str) {
+    let [left, right] = [left, right].map(|out| out.join(recipe));
+    let names = |folder: &Path| {
+        let files = fs::read_dir(checkpoint(folder)).unwrap();
+        let mut names: Vec<_> = files.map(|file| file.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&left), names(&right));
+    for name in names(&left) {
+        let name = name.to_str().unwrap();
+        if !matches!(name, "timing.json" | "manifest.json") {
+            let read = |folder: &Path| fs::read(checkpoint(folder).join(name)).unwrap();
+            assert!(read(&left) == read(&right), "{name} differs");
+        }
+    }
+    let rows = |folder: &Path| {
+        let mut rows = metrics(&folder.join("metrics.csv"));
+        rows.iter_mut().for_each(|row| row[5].clear());
+        rows
+    };
+    assert_eq!(rows(&left), rows(&right));
+}
+
+/// In high precision the mean over parts of a batch is that of the batch, up to the order of its sum.
+#[test]
+fn ranks_train_as_one_process_does() {
+    let [one, two, four] = ["ranks-1", "ranks-2", "ranks-4"].map(folder);
+    succeeds(train(&one, &format!("{RUN} {RECIPE}")));
+    let expected = valid_losses(&one, "f32");
+    for (ranks, out) in [(2, two), (4, four)] {
+        succeeds(launch(ranks, &out, RECIPE));
+        let found = valid_losses(&out, "f32");
+        // Before the first step nothing differs: the ranks take turns with the validation text.
+        assert_eq!(found[0], expected[0]);
+        assert_near(&found, &expected, 2e-5);
+        assert!(out.join("summary.json").exists());
+        assert_eq!(json(&out.join("config.json"))["dp"], ranks);
+    }
+}
+
+/// Sharding changes where numbers are, not what they are; and the files of the ranks are read on any
+/// number of them.
+#[test]
+fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
+    let whole = folder("ranks-whole");
+    succeeds(launch(2, &whole, RECIPE));
+    let expected = valid_losses(&whole, "f32");
+    for (flag, of_model) in [("--fsdp", true), ("--zero1", false)] {
+        let out = folder(&format!("ranks{flag}"));
+        let said = succeeds(launch(2, &out, &format!("{RECIPE} {flag} --stop-at 6")));
+        assert!(said.contains("launch --gpus 2 -- train --resume"), "{said}");
+        let files = checkpoint(&out.join("f32"));
+        assert!(files.join("optimizer-1.bpk").exists());
+        assert_eq!(files.join("model-1.bpk").exists(), of_model);
+        assert_eq!(files.join("model.bpk").exists(), !of_model);
+        // Each rank has half of almost everything.
+        let size = |name: &str| fs::metadata(files.join(name)).unwrap().len();
+        let of_whole = checkpoint(&whole.join("f32")).join("optimizer.bpk");
+        let bytes = fs::metadata(of_whole).unwrap().len();
+        assert!(size("optimizer-0.bpk") < bytes * 6 / 10);
+        for ranks in [1, 4, 2] {
+            let copy = folder(&format!("ranks{flag}-{ranks}"));
+            copy_folder(&out, &copy);
+            succeeds(resume(ranks, &copy));
+            assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
+        }
+    }
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        match path.is_dir() {
+            true => copy_folder(&path, &target),
+            false => drop(fs::copy(&path, &target).unwrap()),
+        }
+    }
+}
+
+/// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
+#[test]
+fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
+    for flag in ["", "--fsdp", "--zero1"] {
+        let more = format!("--no-compare {flag}");
+        let [whole, stopped] =
+            ["whole", "stopped"].map(|name| folder(&format!("ranks-bytes{flag}-{name}")));
+        succeeds(launch(2, &whole, &more));
+        succeeds(launch(2, &stopped, &format!("{more} --stop-at 5")));
+        succeeds(resume(2, &stopped));
+        assert_same_files(&whole, &stopped, "nvfp4");
+    }
+}
+
+/// A rank that is killed ends the run within seconds, and the run goes on from its checkpoint.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_killed_rank_ends_the_run_which_resumes() {
+    let [whole, killed] = ["ranks-kill-whole", "ranks-kill"].map(folder);
+    let more = "--no-compare --fsdp --steps 60 --checkpoint-every 5";
+    let run = |out: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
+        command.args("launch --gpus 2 -- train".split_whitespace());
+        command.args(SMALL.split_whitespace());
+        command.args(more.split_whitespace());
+        command.args(["--warmup", "2", "--eval-every", "60"]);
+        command.args(["--data", text(), "--out", out.to_str().unwrap()]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    succeeds(run(&whole).output().unwrap());
+    let launcher = run(&killed).spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let has_checkpoint = || {
+        let folder = fs::read_dir(killed.join("nvfp4"));
+        let mut names = folder.into_iter().flatten().flatten();
+        names.any(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            name.starts_with("checkpoint-") && !name.ends_with("unfinished")
+        })
+    };
+    while !has_checkpoint() {
+        assert!(Instant::now() < deadline, "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let pid = launcher.id();
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    let last = children.split_whitespace().last().unwrap();
+    let kill = Command::new("kill").args(["-9", last]).status().unwrap();
+    assert!(kill.success());
+    let began = Instant::now();
+    let output = launcher.wait_with_output().unwrap();
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(30), "{took:?}");
+    assert_eq!(output.status.code(), Some(128 + 9));
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("rank 1 failed (signal: 9"), "{error}");
+    succeeds(resume(2, &killed));
+    assert_same_files(&whole, &killed, "nvfp4");
+}
+
+#[test]
+fn what_ranks_cannot_do_is_said() {
+    let out = folder("ranks-refused");
+    let refused = |ranks, more: &str, names: &[&str]| {
+        fails(launch(ranks, &out, &format!("{RECIPE} {more}")), names);
+        assert!(!out.join("config.json").exists());
+    };
+    refused(3, "", &["batch is 4", "number of ranks (3)"]);
+    refused(2, "--dp 4", &["dp is 4", "2 ranks"]);
+    refused(2, "--fsdp --optimizer muon", &["fsdp", "adamw"]);
+    fails(
+        nvfp4("launch --gpus 2 -- study --out nowhere study.json", &[]),
+        &["study", "one process"],
+    );
+    fails(train(&out, "--dp 2"), &["dp is 2", "1 ranks"]);
+}
