@@ -65,7 +65,8 @@ impl ExpertOffsets {
         )
     }
 
-    /// The offsets of experts with so many tokens each, 1 to 512 experts and fewer than 2^31 tokens.
+    /// The offsets of experts with so many tokens each, 1 to 512 experts and fewer than 2^31
+    /// tokens.
     pub(crate) fn of_counts(counts: &[usize], device: &Device) -> Self {
         let mut offsets = vec![0u32];
         let mut tokens = 0;

@@ -175,8 +175,8 @@ impl Nvfp4GroupedLinear {
         (0..experts).map(part).collect()
     }
 
-    /// Experts `first` to `first + len` as a layer with the same parameters' ids and the same state,
-    /// and the ids of the layers that this one was made of.
+    /// Experts `first` to `first + len` as a layer with the same parameters' ids and the same
+    /// state, and the ids of the layers that this one was made of.
     pub(super) fn into_part(self, first: usize, len: usize) -> (Self, Option<Vec<PartIds>>) {
         fn part<const D: usize>(tensor: Tensor<D>, first: usize, len: usize) -> Tensor<D> {
             map_value(tensor, |tensor| {
@@ -195,8 +195,8 @@ impl Nvfp4GroupedLinear {
         (layer, ids)
     }
 
-    /// The layer with the experts of all ranks of `group`, one rank after the other. `ids` are those
-    /// of the layers that it was made of.
+    /// The layer with the experts of all ranks of `group`, one rank after the other. `ids` are
+    /// those of the layers that it was made of.
     pub(super) fn gathered(self, group: &ProcessGroup, ids: Option<Vec<PartIds>>) -> Self {
         fn whole<const D: usize>(tensor: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
             map_value(tensor, |tensor| group.all_gather(tensor, 0))

@@ -1,7 +1,7 @@
 //! The exchange of tokens with the ranks that have their experts.
 //!
-//! Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive as
-//! `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
+//! Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive
+//! as `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
 //! order that one rank with the tokens of all ranks, rank after rank, sorts them in. So each expert
 //! sees the matrix that it sees on one rank, and amax values, blocks along the tokens and sums over
 //! tokens are the same.
@@ -162,8 +162,8 @@ impl ExpertExchange {
     }
 }
 
-/// The choices of each expert on each rank of `group`, one rank after the other, given those of this
-/// rank. The host waits for them.
+/// The choices of each expert on each rank of `group`, one rank after the other, given those of
+/// this rank. The host waits for them.
 pub(super) fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
     let all = group.all_gather_int(counts.clone()).into_data();
     all.iter::<i64>().map(|count| count as usize).collect()

@@ -31,8 +31,8 @@ use crate::parallel::{ProcessGroup, broadcast, whole_dims};
 /// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
-/// order for another number of rows. Stochastic rounding draws the same bits too: blocks are numbered
-/// as one rank numbers those of all experts. For that, layers of experts draw as one rank
+/// order for another number of rows. Stochastic rounding draws the same bits too: blocks are
+/// numbered as one rank numbers those of all experts. For that, layers of experts draw as one rank
 /// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`): ranks with the same number in
 /// data parallelism have the same.
 ///
@@ -99,8 +99,8 @@ pub struct ExpertParallelMoe {
 
 impl ExpertParallelMoe {
     /// A new mixture on `device` with the parameters that rank 0 of `group` initialises, which are
-    /// those of [`Nvfp4MoeConfig::try_init`] there. All ranks call it together, and hold all experts
-    /// for a moment.
+    /// those of [`Nvfp4MoeConfig::try_init`] there. All ranks call it together, and hold all
+    /// experts for a moment.
     ///
     /// # Errors
     /// As [`Nvfp4MoeConfig::try_init`], and when `experts` is no multiple of the number of ranks.
@@ -216,7 +216,8 @@ impl ExpertParallelMoe {
     ///
     /// # Shapes
     ///
-    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token; ranks may
+    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token; ranks
+    /// may
     ///   have different numbers of them
     /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
     ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
@@ -224,9 +225,9 @@ impl ExpertParallelMoe {
     ///
     /// # Errors
     /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
-    /// supported, or the parts do not fit each other: before anything is queued, on this rank alone,
-    /// whose absence ends the others' calls. On all ranks when an expert's rank would get 2^31
-    /// tokens or more.
+    /// supported, or the parts do not fit each other: before anything is queued, on this rank
+    /// alone, whose absence ends the others' calls. On all ranks when an expert's rank would get
+    /// 2^31 tokens or more.
     ///
     /// # Panics
     /// When the group fails.

@@ -91,8 +91,9 @@ impl MoeParts<'_> {
         )
     }
 
-    /// What the experts of this rank make of tokens that are sorted by them. `earlier` are the tokens
-    /// of each expert of earlier ranks, behind whose blocks those of this rank draw random bits.
+    /// What the experts of this rank make of tokens that are sorted by them. `earlier` are the
+    /// tokens of each expert of earlier ranks, behind whose blocks those of this rank draw random
+    /// bits.
     pub fn run(
         &self,
         sorted: Tensor<2>,

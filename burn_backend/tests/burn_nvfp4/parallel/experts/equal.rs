@@ -117,8 +117,8 @@ fn in_the_type_of_activations() {
     }
 }
 
-/// Among them ranks with different numbers of tokens, so that a router's GEMM has other shapes: that
-/// its rows have the same bits then is so on Flex.
+/// Among them ranks with different numbers of tokens, so that a router's GEMM has other shapes:
+/// that its rows have the same bits then is so on Flex.
 #[test]
 fn ranks_with_few_and_different_tokens() {
     flex_only!();
