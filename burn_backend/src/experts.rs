@@ -4,7 +4,7 @@
 //! may have no tokens, all of them, or any number between.
 
 use burn_core::backend::Dispatch;
-use burn_core::tensor::{DType, Device, Int, Tensor};
+use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;
 pub use nvfp4_kernels::reference::Router;
 
@@ -63,6 +63,22 @@ impl ExpertOffsets {
             "ExpertOffsets::from_counts",
             Self::try_from_counts(counts, tokens),
         )
+    }
+
+    /// The offsets of experts with so many tokens each, 1 to 512 experts and fewer than 2^31
+    /// tokens.
+    pub(crate) fn of_counts(counts: &[usize], device: &Device) -> Self {
+        let mut offsets = vec![0u32];
+        let mut tokens = 0;
+        for count in counts {
+            tokens += count;
+            offsets.push(tokens as u32);
+        }
+        let data = TensorData::new(offsets, [counts.len() + 1]);
+        Self {
+            offsets: Tensor::from_data(data, (device, DType::U32)),
+            tokens,
+        }
     }
 
     /// The offsets, `u32[experts + 1]`: expert `e` has the tokens from entry `e` to entry `e + 1`.

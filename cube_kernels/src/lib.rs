@@ -72,7 +72,7 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, AttentionParams, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize,
-    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
+    AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Hadamard,
+    HadamardSize, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };
 pub use reference::{CrossEntropy, Reduction};

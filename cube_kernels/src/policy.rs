@@ -64,8 +64,9 @@ pub enum AmaxGranularity {
 
 /// Where stochastic rounding takes its bits from.
 ///
-/// The bits of one block are a pure function of these three numbers and of the block's index in
-/// the logical output, so they do not depend on tile shapes, launch geometry or runtime.
+/// The bits of one block are a pure function of the first three numbers and of the block's index in
+/// the logical output, so they do not depend on tile shapes, launch geometry, runtime, or how the
+/// output is sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomStream {
     /// Seed of the run.
@@ -76,6 +77,32 @@ pub struct RandomStream {
     /// Position in the stream: advance it by one for each use, so that the next one draws fresh
     /// bits.
     pub offset: u64,
+    /// Where the blocks of the quantized tensor stand in the logical output.
+    #[serde(default)]
+    pub position: BlockPosition,
+}
+
+/// Where the blocks of a quantized tensor stand in the logical output of which they are a part, such
+/// as the shard of a rank: each block draws the bits of its place there.
+///
+/// Block `b` of stored row `r` has the index `first + r · row_blocks + b`. The default is a tensor
+/// of its own. Tensors in groups have no `row_blocks`: `first` is added to the indices that they
+/// have by themselves, where one group follows the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct BlockPosition {
+    /// The index of the first block. MS-EDEN, which draws for eight blocks at once, needs a
+    /// multiple of 8.
+    pub first: u64,
+    /// The blocks of a stored row of the logical output; `None` for as many as the tensor has. For
+    /// MS-EDEN a multiple of 8.
+    pub row_blocks: Option<u32>,
+}
+
+impl BlockPosition {
+    /// Whether it is that of a tensor of its own.
+    pub fn is_own(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 impl RandomStream {
@@ -85,7 +112,16 @@ impl RandomStream {
             seed,
             stream,
             offset,
+            position: BlockPosition {
+                first: 0,
+                row_blocks: None,
+            },
         }
+    }
+
+    /// The same for a tensor whose blocks stand at `position`.
+    pub const fn at(self, position: BlockPosition) -> Self {
+        Self { position, ..self }
     }
 
     /// The Philox key: the seed mixed with the stream id.

@@ -1,6 +1,6 @@
 //! burn-train's training loops with NVFP4 layers: see `tests`.
 
-/// The examples of the book that use burn-train compile and run.
+/// The examples of the book that use burn-train or burn-optim compile and run.
 #[cfg(doctest)]
 mod book {
     #[doc = include_str!("../../docs/src/train.md")]
@@ -9,4 +9,6 @@ mod book {
     struct DataParallel;
     #[doc = include_str!("../../docs/src/parallel.md")]
     struct Parallel;
+    #[doc = include_str!("../../docs/src/expert-parallel.md")]
+    struct ExpertParallel;
 }

@@ -8,14 +8,14 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::{LinearPart, PartIds, apart};
+use super::parts::{LinearPart, PartIds, apart, constant};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
 use crate::ops::WeightIdentity;
-use crate::parallel::{warn_of_distributed_weight, whole_dims};
+use crate::parallel::{ProcessGroup, warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -148,10 +148,10 @@ impl Nvfp4GroupedLinear {
         }
         validate::blocks("linears", "d_input", shape[0])?;
         validate::blocks("linears", "d_output", shape[1])?;
-        let weights = linears.iter().map(|linear| linear.weight.val().detach());
+        let weights = linears.iter().map(|linear| constant(&linear.weight));
         let weight = Tensor::stack::<3>(weights.collect(), 0);
         let biases = linears.iter().filter_map(|linear| linear.bias.as_ref());
-        let biases: Vec<_> = biases.map(|bias| bias.val().detach()).collect();
+        let biases: Vec<_> = biases.map(constant).collect();
         let bias = biased.then(|| Param::from_tensor(Tensor::stack::<2>(biases, 0)));
         let layer = Self::new(Param::from_tensor(weight), bias, recipe, None)?;
         Ok(Self {
@@ -164,8 +164,8 @@ impl Nvfp4GroupedLinear {
     /// with new ones if it was made of none.
     pub fn into_linears(self) -> Vec<Linear> {
         let [experts, d_in, d_out] = self.weight.dims();
-        let weight = self.weight.val().detach();
-        let bias = self.bias.map(|bias| bias.val().detach());
+        let weight = constant(&self.weight);
+        let bias = self.bias.as_ref().map(constant);
         let part = |expert: usize| {
             let weight = weight.clone().narrow(0, expert, 1).reshape([d_in, d_out]);
             let bias = bias.clone();
@@ -173,6 +173,40 @@ impl Nvfp4GroupedLinear {
             apart(self.ids.as_deref(), expert, weight, bias)
         };
         (0..experts).map(part).collect()
+    }
+
+    /// Experts `first` to `first + len` as a layer with the same parameters' ids and the same
+    /// state, and the ids of the layers that this one was made of.
+    pub(super) fn into_part(self, first: usize, len: usize) -> (Self, Option<Vec<PartIds>>) {
+        fn part<const D: usize>(tensor: Tensor<D>, first: usize, len: usize) -> Tensor<D> {
+            map_value(tensor, |tensor| {
+                // Through the host, once: a view would keep all experts in the device's memory.
+                let place = (&tensor.device(), tensor.dtype());
+                Tensor::from_data(tensor.narrow(0, first, len).into_data(), place)
+            })
+        }
+        let ids = self.ids;
+        let layer = Self {
+            weight: self.weight.map(|weight| part(weight, first, len)),
+            bias: (self.bias).map(|bias| bias.map(|bias| part(bias, first, len))),
+            ids: (ids.as_ref()).map(|ids| ids[first..first + len].to_vec()),
+            ..self
+        };
+        (layer, ids)
+    }
+
+    /// The layer with the experts of all ranks of `group`, one rank after the other. `ids` are
+    /// those of the layers that it was made of.
+    pub(super) fn gathered(self, group: &ProcessGroup, ids: Option<Vec<PartIds>>) -> Self {
+        fn whole<const D: usize>(tensor: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+            map_value(tensor, |tensor| group.all_gather(tensor, 0))
+        }
+        Self {
+            weight: self.weight.map(|weight| whole(weight, group)),
+            bias: (self.bias).map(|bias| bias.map(|bias| whole(bias, group))),
+            ids,
+            ..self
+        }
     }
 
     /// The recipe of the layer.
@@ -248,6 +282,16 @@ impl Nvfp4GroupedLinear {
             self.try_forward(input, experts),
         )
     }
+}
+
+/// Another value for a parameter, of which a gradient is required as before.
+fn map_value<const D: usize>(
+    tensor: Tensor<D>,
+    map: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    let requires_grad = tensor.is_require_grad();
+    let constant = tensor.detach().set_require_grad(false);
+    map(constant).set_require_grad(requires_grad)
 }
 
 impl ModuleDisplay for Nvfp4GroupedLinear {

@@ -4,7 +4,7 @@
 //! launch. Built on them: [`Nvfp4Attention`], [`Nvfp4SwiGlu`] and [`Nvfp4FeedForward`],
 //! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. GEMMs of one input are fused (queries, keys and
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
-//! scale.
+//! scale. [`ExpertParallelMoe`] is the mixture with its experts on several ranks.
 //!
 //! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are stored
 //! in NVFP4.
@@ -31,7 +31,7 @@ pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu}
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
-pub use moe::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
+pub use moe::{ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use packed::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
 pub use routing::Routing;

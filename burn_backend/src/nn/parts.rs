@@ -61,14 +61,20 @@ fn param<const D: usize>(id: Option<ParamId>, value: Tensor<D>) -> Param<Tensor<
     param
 }
 
+/// The value of a parameter, of which no gradient is required: detaching alone keeps the
+/// requirement of a leaf, and what is computed from it could be no parameter.
+pub(super) fn constant<const D: usize>(param: &Param<Tensor<D>>) -> Tensor<D> {
+    param.val().detach().set_require_grad(false)
+}
+
 /// Layers of one input as one layer with concatenated outputs. A missing bias is zero if another
 /// layer has one.
 pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
-    let weights = linears.iter().map(|linear| linear.weight.val().detach());
+    let weights = linears.iter().map(|linear| constant(&linear.weight));
     let weight = Tensor::cat(weights.collect(), 1);
     let biased = linears.iter().any(|linear| linear.bias.is_some());
     let biases = linears.iter().map(|linear| match &linear.bias {
-        Some(bias) => bias.val().detach(),
+        Some(bias) => constant(bias),
         None => {
             let [_, d_out] = linear.weight.dims();
             Tensor::zeros([d_out], (&weight.device(), weight.dtype()))
@@ -85,8 +91,8 @@ pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
 pub(super) fn parts<const N: usize>(linear: Linear, ids: Option<&[PartIds]>) -> [Linear; N] {
     let [_, d_out] = linear.weight.dims();
     let width = d_out / N;
-    let weight = linear.weight.val().detach();
-    let bias = linear.bias.map(|bias| bias.val().detach());
+    let weight = constant(&linear.weight);
+    let bias = linear.bias.as_ref().map(constant);
     std::array::from_fn(|index| {
         let first = index * width;
         let bias = bias.clone().map(|bias| bias.narrow(0, first, width));

@@ -24,7 +24,7 @@
 //! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
 //! of 128, continue from group to group: from `first_row · blocks` on in a rowwise tensor, from
 //! `columns · (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no
-//! two experts draw the same bits.
+//! two experts draw the same bits. Experts on several ranks go on behind those of earlier ranks.
 
 pub mod attention;
 mod autodiff;

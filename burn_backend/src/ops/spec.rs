@@ -3,8 +3,8 @@
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    AmaxGranularity, BlockScaling, BlockShape, Format, Hadamard, HadamardSize, Nvfp4Error,
-    RandomStream, Rounding,
+    AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
+    HadamardSize, Nvfp4Error, RandomStream, Rounding,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::{Layout, Storage, Usage};
@@ -17,6 +17,22 @@ pub enum QuantRounding {
     Elements(Rounding),
     /// MS-EDEN: elements to nearest, block scales corrected and rounded stochastically.
     MsEden(EdenDraw),
+}
+
+impl QuantRounding {
+    /// The same for a tensor whose blocks stand at `position`.
+    fn at(self, position: BlockPosition) -> Self {
+        match self {
+            Self::Elements(Rounding::Nearest) => self,
+            Self::Elements(Rounding::Stochastic(stream)) => {
+                Self::Elements(Rounding::Stochastic(stream.at(position)))
+            }
+            Self::MsEden(draw) => Self::MsEden(EdenDraw {
+                stream: draw.stream.at(position),
+                ..draw
+            }),
+        }
+    }
 }
 
 /// What MS-EDEN draws.
@@ -342,6 +358,35 @@ impl LinearSpec {
                 params.offset_in_memory = params.stream().is_some();
             }
         }
+        self
+    }
+
+    /// The same for experts with weights `[d_in, d_out]` that stand behind others in the tensors of
+    /// all experts, `earlier` being the tokens of each of these: they draw the bits that they would
+    /// draw there. See [`ops`](crate::ops) for the numbers of blocks.
+    pub(crate) fn behind_experts(mut self, earlier: &[usize], [d_in, d_out]: [usize; 2]) -> Self {
+        fn start(operand: &mut OperandSpec, first: impl FnOnce(usize) -> usize) {
+            if let OperandSpec::Quantized(params) = operand {
+                let first = first(params.unit()) as u64;
+                params.rounding = params.rounding.at(BlockPosition {
+                    first,
+                    row_blocks: None,
+                });
+            }
+        }
+        let (experts, rows) = (earlier.len(), earlier.iter().sum::<usize>());
+        let blocks = |len: usize, unit: usize| len.next_multiple_of(unit) / BLOCK;
+        let along_tokens = |unit| earlier.iter().map(|&len| blocks(len, unit)).sum::<usize>();
+        start(&mut self.fprop_x, |unit| rows * blocks(d_in, unit));
+        start(&mut self.fprop_w, |unit| {
+            experts * d_out * blocks(d_in, unit)
+        });
+        start(&mut self.dgrad_dy, |unit| rows * blocks(d_out, unit));
+        start(&mut self.dgrad_w, |unit| {
+            experts * d_in * blocks(d_out, unit)
+        });
+        start(&mut self.wgrad_x, |unit| d_in * along_tokens(unit));
+        start(&mut self.wgrad_dy, |unit| d_out * along_tokens(unit));
         self
     }
 

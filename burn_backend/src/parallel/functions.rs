@@ -11,6 +11,7 @@
 //! | [`gather_mean`] | gather | mean, part of it | parts of a weight, and parts of the batch |
 //! | [`gather`] | gather | part | parts, and a tensor with which all ranks do the same |
 //! | [`scatter`] | part | gather | a tensor that all ranks have, and parts of it |
+//! | [`all_reduce`] | sum | sum | shares of something in which each rank has a loss of its own |
 //! | [`all_to_all`] | rows to other ranks | rows back | tokens, and their experts |
 //!
 //! # Panics
@@ -81,6 +82,13 @@ pub fn gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) ->
 pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
     along(x, dim, |x| exchange(x, group, Step::Slice, Step::AllGather))
+}
+
+/// The sum of all ranks' `x`, of which each rank makes a loss of its own: the gradient of each is the
+/// sum of all ranks' gradients, that of the sum of their losses.
+pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    let sum = Step::AllReduce(Reduction::Sum);
+    exchange(x, group, sum.clone(), sum)
 }
 
 /// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that arrive,

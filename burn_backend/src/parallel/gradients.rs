@@ -59,6 +59,45 @@ pub fn reduce_replicated<M: Module>(model: &M, gradients: &mut GradientsParams, 
     average(model, gradients, &shards.group, |id| !shards.contains(id));
 }
 
+/// The ranks that the gradients of a model with experts on several ranks are reduced over.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertGroups<'a> {
+    /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
+    pub batch: &'a ProcessGroup,
+    /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
+    pub experts: &'a [ParamId],
+    /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
+    pub data: &'a ProcessGroup,
+}
+
+/// Replaces the gradients of `model` by those of the mean of the losses of all ranks of
+/// [`batch`](ExpertGroups::batch), all of which call it with gradients of the same parameters.
+///
+/// The gradient of a parameter that all ranks have is the mean over them. That of an expert is of
+/// the tokens of all ranks that the experts are on already: it is summed over
+/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`.
+///
+/// # Panics
+/// When a group fails.
+pub fn average_expert_gradients<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    groups: ExpertGroups<'_>,
+) {
+    let is_expert = |id: ParamId| groups.experts.contains(&id);
+    average(model, gradients, groups.batch, |id| !is_expert(id));
+    let ranks = groups.batch.size() as f64;
+    if ranks == 1.0 {
+        return;
+    }
+    Buckets::new(BUCKET, is_expert).exchange(model, gradients, |flat| {
+        let sums = flat
+            .into_iter()
+            .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
+        sums.map(|sum| sum.div_scalar(ranks)).collect()
+    });
+}
+
 fn average<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,

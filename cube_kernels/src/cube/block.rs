@@ -8,7 +8,7 @@ use super::{
         nearest_codes, nearest_word, sign_nibbles, sign_nibbles_of_pairs, stochastic_codes,
         stochastic_word,
     },
-    philox::{Random, block_words},
+    philox::{Numbering, Random, block_words},
     ptx,
     scale::{GlobalScale, scale_byte},
 };
@@ -21,6 +21,8 @@ pub struct BlockPlan {
     pub stochastic: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
+    /// How blocks are numbered in drawing.
+    pub numbering: Numbering,
     /// How block scales are found.
     pub scaling: BlockScaling,
     /// Who converts.

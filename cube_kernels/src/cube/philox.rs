@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use crate::BlockPosition;
 use crate::reference::philox::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// Where a kernel takes its random bits from: the key of the stream, and the offset, which is added
@@ -16,6 +17,71 @@ pub struct Random {
     pub offset_low: u32,
     /// High word of the offset.
     pub offset_high: u32,
+}
+
+/// How a kernel numbers the blocks for which it draws.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Numbering {
+    /// As they lie in their own tensor.
+    Own,
+    /// From a first number on.
+    Shifted,
+    /// As they lie in a larger tensor, with a row length of its own.
+    Part,
+}
+
+impl Numbering {
+    pub(crate) fn of(position: &BlockPosition) -> Self {
+        match position {
+            BlockPosition {
+                row_blocks: Some(_),
+                ..
+            } => Self::Part,
+            BlockPosition { first: 0, .. } => Self::Own,
+            BlockPosition { .. } => Self::Shifted,
+        }
+    }
+}
+
+/// Where the blocks of a tensor stand in the larger one of which it is a part; see
+/// [`BlockPosition`].
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Position {
+    /// Low word of the first number.
+    pub first_low: u32,
+    /// High word of the first number.
+    pub first_high: u32,
+    /// Blocks of a stored row of the larger tensor.
+    pub row_blocks: u32,
+}
+
+impl From<BlockPosition> for PositionLaunch {
+    fn from(BlockPosition { first, row_blocks }: BlockPosition) -> Self {
+        let row_blocks = row_blocks.unwrap_or(0);
+        Self::new(first as u32, (first >> 32) as u32, row_blocks)
+    }
+}
+
+#[cube]
+impl Position {
+    /// The number of block `index` of a tensor whose stored rows have `row_blocks`.
+    pub fn number(&self, index: usize, row_blocks: usize, #[comptime] numbering: Numbering) -> u64 {
+        if comptime!(numbering == Numbering::Own) {
+            u64::cast_from(index)
+        } else if comptime!(numbering == Numbering::Shifted) {
+            self.first() + u64::cast_from(index)
+        } else {
+            let row = index / row_blocks;
+            let block = index - row * row_blocks;
+            self.first()
+                + u64::cast_from(row) * u64::cast_from(self.row_blocks)
+                + u64::cast_from(block)
+        }
+    }
+
+    fn first(&self) -> u64 {
+        u64::cast_from(self.first_low) | (u64::cast_from(self.first_high) << 32u64)
+    }
 }
 
 /// The four random words of block `index`: byte `i` of them, little-endian, rounds element `i`.

@@ -107,7 +107,7 @@ pub(super) fn quantize_columns(
                                 amax: largest,
                                 scale: 0u32.runtime(),
                                 below_7: false.runtime(),
-                                index: u64::cast_from(index),
+                                index: target.draw.number(index, group_blocks, policy),
                             };
                             let by = comptime!(TablePlan {
                                 first: from,

@@ -503,7 +503,7 @@ pub fn quantize_per_token_kernel<N: Size>(
                     let words = kept_block(&kept, k, kind);
                     let values = row_block(&words, &draw.signs, plan, kind);
                     let index = row * blocks + block;
-                    let logical = u64::cast_from(index);
+                    let logical = draw.number(index, blocks, policy);
                     let largest = row_amax_of(&words, &values, false, plan, kind);
                     let encoded = quantize_with_amax(
                         &values, 0usize, largest, &global, logical, &random, policy,
@@ -519,7 +519,7 @@ pub fn quantize_per_token_kernel<N: Size>(
                 let words = norm.load::<N>(x, &prologue, rstd, &at, per_token);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let index = row * blocks + block;
-                let logical = u64::cast_from(index);
+                let logical = draw.number(index, blocks, policy);
                 let largest = row_amax_of(&words, &values, false, plan, kind);
                 let encoded =
                     quantize_with_amax(&values, 0usize, largest, &global, logical, &random, policy);

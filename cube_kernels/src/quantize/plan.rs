@@ -3,12 +3,12 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
+    BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
         codec::Conversion,
         hadamard::{Signs, SignsLaunch},
-        philox::{Random, RandomLaunch},
+        philox::{Numbering, Position, Random, RandomLaunch},
         unscaled::{store_unscaled_block, unscaled_word},
     },
     launch::buffer,
@@ -64,6 +64,7 @@ pub(crate) struct QuantArgs {
     maxima: usize,
     key: [u32; 2],
     offset: u64,
+    position: BlockPosition,
     device_offset: Option<Handle>,
     signs: [u32; 4],
 }
@@ -95,6 +96,14 @@ impl QuantArgs {
                 "to nearest: four over six chooses by the error of rounding to nearest",
             ));
         }
+        let position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
+        if position.row_blocks.is_some() && !matches!(groups, Groups::One) {
+            return Err(Nvfp4Error::value(
+                "position",
+                format!("{position:?} of a tensor in groups"),
+                "no row_blocks: each group has its own rows",
+            ));
+        }
         let layout = Layout {
             scale_layout: copy.layout,
             scaling: copy.scaling,
@@ -120,6 +129,7 @@ impl QuantArgs {
                 policy: BlockPlan {
                     stochastic: stream.is_some(),
                     device_offset: device_offset.is_some(),
+                    numbering: Numbering::of(&position),
                     scaling: copy.scaling,
                     conversion,
                 },
@@ -132,6 +142,7 @@ impl QuantArgs {
             out,
             key: stream.map_or([0; 2], |stream| stream.key()),
             offset: stream.map_or(0, |stream| stream.offset),
+            position,
             device_offset,
             signs: copy
                 .hadamard
@@ -183,7 +194,8 @@ impl QuantArgs {
             // SAFETY: there is at least one amax.
             None => unsafe { buffer(&self.out.amax, 1) },
         };
-        DrawLaunch::new(offset, random, signs_launch(self.signs))
+        let signs = signs_launch(self.signs);
+        DrawLaunch::new(offset, random, self.position.into(), signs)
     }
 }
 
@@ -194,6 +206,8 @@ pub struct Draw {
     pub offset: Box<[u32]>,
     /// Where random bits come from.
     pub random: Random,
+    /// Where the blocks of the tensor stand.
+    pub position: Position,
     /// The signs of the transform.
     pub signs: Signs,
 }
@@ -203,6 +217,11 @@ impl Draw {
     /// The stream at its offset.
     pub fn resolve(&self, #[comptime] policy: BlockPlan) -> Random {
         resolve_offset(&self.random, &self.offset, policy)
+    }
+
+    /// The number by which block `index` draws, of a tensor whose stored rows have `row_blocks`.
+    pub fn number(&self, index: usize, row_blocks: usize, #[comptime] policy: BlockPlan) -> u64 {
+        self.position.number(index, row_blocks, policy.numbering)
     }
 }
 

@@ -263,7 +263,7 @@ pub fn quantize_row_kernel<N: Size>(
                 scale_of(&shared_scale, &target.amax, 0usize, plan)
             };
             let block = row_block(&words, &target.draw.signs, plan, kind);
-            let logical = u64::cast_from(index);
+            let logical = target.draw.number(index, blocks, policy);
             let largest = row_amax_of(&words, &block, false, plan, kind);
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);

@@ -266,7 +266,7 @@ fn quantize_rows_of_tile(
                 amax: largest,
                 scale: of_tile & 0xFFu32,
                 below_7: of_tile > 0xFFu32,
-                index: u64::cast_from(stored),
+                index: target.draw.number(stored, blocks, plan.policy),
             };
             let by = comptime!(TablePlan {
                 first: 0,

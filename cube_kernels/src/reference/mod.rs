@@ -63,12 +63,12 @@ pub use loss::{
 };
 #[cfg(feature = "cube")]
 pub(crate) use loss::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOSS_LANES, SQRT_HALF};
-#[cfg(feature = "cube")]
-pub(crate) use ms_eden::check_hadamard as check_eden_hadamard;
 pub use ms_eden::{
     EDEN_GROUP, EdenParams, EdenTarget, eden_amax, ms_eden, ms_eden_amax, ms_eden_at,
     round_scale_stochastic,
 };
+#[cfg(feature = "cube")]
+pub(crate) use ms_eden::{check_hadamard as check_eden_hadamard, eden_position};
 pub use mx::{mx_dequantize, mx_quantize};
 #[cfg(feature = "cube")]
 pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};

@@ -39,8 +39,8 @@ use super::{
     Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
 };
 use crate::{
-    Amax, BLOCK, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream,
-    Rounding, Usage,
+    Amax, BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin,
+    QuantizedTensor, RandomStream, Rounding, Usage,
     format::{e2m1, e4m3},
 };
 
@@ -187,6 +187,9 @@ pub fn ms_eden_at<T: Element>(
     check_hadamard(hadamard)?;
     let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
+    let position = eden_position(&stream.position)?;
+    let row_groups = position.row_blocks.map_or(groups as u64, u64::from);
+    let first_group = first_group.wrapping_add(position.first);
     let amax = eden_amax(amax, *target);
     let global = GlobalScale::from_amax(amax);
     let block_factor = global.encode * target.block_factor();
@@ -199,7 +202,8 @@ pub fn ms_eden_at<T: Element>(
         .for_each(|(index, (codes, scales))| {
             let at = (index / groups, index % groups);
             let values = load_group(x, cols, at, inner, usage, hadamard);
-            let random = philox::block_bytes(stream, first_group + index as u64);
+            let index = at.0 as u64 * row_groups + at.1 as u64;
+            let random = philox::block_bytes(stream, first_group.wrapping_add(index));
             quantize_group(&values, &global, block_factor, random, codes, scales);
         });
     let shape = match usage {
@@ -212,6 +216,31 @@ pub fn ms_eden_at<T: Element>(
     };
     let origin = Origin::block_1d(Rounding::Stochastic(*stream));
     QuantizedTensor::from_parts(layout, codes, scales, Amax::Tensor(amax), origin)
+}
+
+/// The position in rotation groups.
+///
+/// # Errors
+/// When it lies within a rotation group.
+pub(crate) fn eden_position(position: &BlockPosition) -> Result<BlockPosition, Nvfp4Error> {
+    let BlockPosition { first, row_blocks } = *position;
+    let blocks = BLOCKS as u32;
+    let row_groups = row_blocks.map(|count| count.is_multiple_of(blocks).then_some(count / blocks));
+    match (first.is_multiple_of(blocks.into()), row_groups) {
+        (true, None) => Ok(BlockPosition {
+            first: first / u64::from(blocks),
+            row_blocks: None,
+        }),
+        (true, Some(Some(row_groups))) => Ok(BlockPosition {
+            first: first / u64::from(blocks),
+            row_blocks: Some(row_groups),
+        }),
+        _ => Err(Nvfp4Error::value(
+            "position",
+            format!("{position:?} in MS-EDEN"),
+            "multiples of 8 blocks, which draw together",
+        )),
+    }
 }
 
 /// Steps 4 to 7 of the module's documentation.

@@ -13,8 +13,8 @@ use super::{
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error, Nvfp4Params, Origin,
-    QuantizedTensor, Rounding, ScaleLayout, Usage,
+    Amax, BLOCK, BlockPosition, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error,
+    Nvfp4Params, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
 };
 
 /// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]), or
@@ -26,8 +26,9 @@ use crate::{
 /// [`amax_rht_cols`](super::amax_rht_cols)). An `amax` for each stored row makes the copy
 /// row-scaled (per token).
 ///
-/// `first_block` is added to the logical index of each block before stochastic rounding draws its
-/// bits: matrices that share a buffer and a stream pass the number of blocks before them.
+/// `first_block` is added to the logical index of each block, which the
+/// [position](crate::BlockPosition) of the stream gives, before stochastic rounding draws its bits:
+/// matrices that share a buffer and a stream pass the number of blocks before them.
 ///
 /// # Errors
 /// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a rowwise tensor,
@@ -267,9 +268,9 @@ impl<T: Element> Part<'_, T> {
             let scaler = self
                 .source
                 .scaler(|lane| ((first + lane) / self.blocks).min(last_row));
-            let index = Index { first, stride: 1 };
+            let index = self.source.run_indices(first, self.blocks);
             let tile = isa.transpose(&rows);
-            let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, index);
+            let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, &index);
             for (scale, byte) in scales.iter_mut().zip(bytes) {
                 *scale = byte as u8;
             }
@@ -295,9 +296,7 @@ impl<T: Element> Part<'_, T> {
             );
             let tile = isa.transpose(&rows);
             // Nothing is drawn: tiles round to nearest.
-            let (bytes, words) = self
-                .source
-                .quantize(&tile, &tile, &scaler, Index::default());
+            let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, &[0; BLOCK]);
             for r in 0..self.scales.len() / self.blocks {
                 let at = r * self.blocks + index;
                 self.scales[at] = bytes[r] as u8;
@@ -329,10 +328,7 @@ impl<T: Element> Part<'_, T> {
                         transform_lanes(buffer, hadamard);
                     }
                     for (i, tile) in buffer.as_chunks::<BLOCK>().0.iter().enumerate() {
-                        let index = Index {
-                            first: col(0) * self.blocks + group0 + i,
-                            stride: self.blocks,
-                        };
+                        let index = self.source.column_indices(col(0), group0 + i, self.blocks);
                         let by_row;
                         let decides = match self.source.origin.block {
                             BlockShape::Block1d => tile,
@@ -341,7 +337,7 @@ impl<T: Element> Part<'_, T> {
                                 &by_row
                             }
                         };
-                        let (bytes, words) = self.source.quantize(tile, decides, &scaler, index);
+                        let (bytes, words) = self.source.quantize(tile, decides, &scaler, &index);
                         let at = group0 + i - first;
                         for lane in 0..BLOCK {
                             gathered_scales[chunk + lane][at] = bytes[lane] as u8;
@@ -367,24 +363,41 @@ impl<T: Element> Part<'_, T> {
     }
 }
 
-/// Where 16 blocks stand in a packed copy, counted over all of it.
-#[derive(Clone, Copy, Default)]
-struct Index {
-    /// The place of lane 0.
-    first: usize,
-    /// How far each lane is from the one before.
-    stride: usize,
-}
-
-impl Index {
-    #[inline(always)]
-    fn lanes(self, offset: u64) -> Lanes<u64> {
-        let first = offset.wrapping_add(self.first as u64);
-        lanes(|lane| first.wrapping_add((lane as u64).wrapping_mul(self.stride as u64)))
-    }
-}
-
 impl<T: Element> Source<'_, T> {
+    /// Where the copy stands in the logical output.
+    #[inline(always)]
+    fn position(&self) -> BlockPosition {
+        match &self.origin.rounding {
+            Rounding::Nearest => BlockPosition::default(),
+            Rounding::Stochastic(stream) => stream.position,
+        }
+    }
+
+    /// The logical indices of 16 blocks one after the other, the first of them block `first` of the
+    /// copy, whose stored rows have `blocks`.
+    #[inline(always)]
+    fn run_indices(&self, first: usize, blocks: usize) -> Lanes<u64> {
+        let position = self.position();
+        let offset = self.first_block.wrapping_add(position.first);
+        match position.row_blocks {
+            None => lanes(|lane| offset.wrapping_add((first + lane) as u64)),
+            Some(row_blocks) => lanes(|lane| {
+                let (row, block) = ((first + lane) / blocks, (first + lane) % blocks);
+                offset.wrapping_add(row as u64 * u64::from(row_blocks) + block as u64)
+            }),
+        }
+    }
+
+    /// The logical indices of block `block` of 16 stored rows from `row` on, of `blocks` each.
+    #[inline(always)]
+    fn column_indices(&self, row: usize, block: usize, blocks: usize) -> Lanes<u64> {
+        let position = self.position();
+        let row_blocks = position.row_blocks.map_or(blocks as u64, u64::from);
+        let first = self.first_block.wrapping_add(position.first);
+        let first = first.wrapping_add(row as u64 * row_blocks + block as u64);
+        lanes(|lane| first.wrapping_add((lane as u64).wrapping_mul(row_blocks)))
+    }
+
     /// The rule for 16 blocks, `outer` giving the stored row of each.
     #[inline(always)]
     fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
@@ -396,7 +409,7 @@ impl<T: Element> Source<'_, T> {
         Scaler::new(amax, self.layout.scaling)
     }
 
-    /// Scale bytes and codes of the 16 blocks of `tile`, whose places in the copy `index` gives.
+    /// Scale bytes and codes of the 16 blocks of `tile`, which draw at `index`.
     /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's
     /// rows.
     #[inline(always)]
@@ -405,12 +418,11 @@ impl<T: Element> Source<'_, T> {
         tile: &Tile,
         decides: &Tile,
         scaler: &Scaler,
-        index: Index,
+        index: &Lanes<u64>,
     ) -> (Lanes<u32>, Lanes<u64>) {
         let bytes = scaler.scale_bytes(decides, self.origin.block);
         let multipliers = scaler.multipliers(&bytes);
-        let index = index.lanes(self.first_block);
-        let words = encode_tile(tile, &multipliers, &self.origin.rounding, &index);
+        let words = encode_tile(tile, &multipliers, &self.origin.rounding, index);
         (bytes, words)
     }
 }

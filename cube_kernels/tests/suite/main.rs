@@ -63,6 +63,8 @@ mod router;
 #[cfg(feature = "cube")]
 mod shapes;
 #[cfg(feature = "cube")]
+mod shards;
+#[cfg(feature = "cube")]
 mod units;
 #[cfg(feature = "cube")]
 mod unscaled;

@@ -12,7 +12,12 @@ use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, Nvfp4Params, Usage,
-    cube::{block::BlockPlan, codec::Conversion, hadamard::SignsLaunch, philox::RandomLaunch},
+    cube::{
+        block::BlockPlan,
+        codec::Conversion,
+        hadamard::SignsLaunch,
+        philox::{Numbering, PositionLaunch, RandomLaunch},
+    },
     moe::GroupOffsets,
     quantize::{
         self, AmaxRequest, QuantRequest,
@@ -493,6 +498,7 @@ fn launch_geometry_does_not_matter() {
                             STREAM.offset as u32,
                             (STREAM.offset >> 32) as u32,
                         ),
+                        PositionLaunch::new(0, 0, 0),
                         SignsLaunch::new(0, 0, 0, 0),
                     ),
                     QuantOutArgs::Packed(PackedOutLaunch::new(
@@ -512,6 +518,7 @@ fn launch_geometry_does_not_matter() {
                         policy: BlockPlan {
                             stochastic: true,
                             device_offset: false,
+                            numbering: Numbering::Own,
                             scaling: BlockScaling::Standard,
                             conversion: Conversion::Software,
                         },

@@ -1,6 +1,7 @@
 //! Layers and training of several ranks, as threads with groups over loopback.
 
 mod data;
+mod experts;
 mod functions;
 
 use std::thread;

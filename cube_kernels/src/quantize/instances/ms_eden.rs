@@ -12,7 +12,10 @@ use super::{
 };
 use crate::{
     ScaleLayout,
-    cube::{hadamard::SignsLaunch, philox::RandomLaunch},
+    cube::{
+        hadamard::SignsLaunch,
+        philox::{Numbering, PositionLaunch, RandomLaunch},
+    },
     quantize::EdenForm,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
@@ -43,6 +46,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         source,
         swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
+        numbering: match across && source.grouping == Grouping::One {
+            true => Numbering::Part,
+            false => Numbering::Own,
+        },
         redrawn_signs: across,
         unscaled: form == EdenForm::Bf16Unscaled,
         conversion: device.conversion,
@@ -82,7 +89,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     tiles(),
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
-                    EdenDrawLaunch::new(b(2), random(), signs()),
+                    EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
                     policy(across, true, source, form),
                     FloatKind::F32,
                     FloatKind::F32.storage_type()
@@ -129,7 +136,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     tiles(),
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
-                    EdenDrawLaunch::new(b(2), random(), signs()),
+                    EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
                     policy(across, false, source, form),
                     dtype,
                     elem

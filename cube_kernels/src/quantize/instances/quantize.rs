@@ -12,7 +12,11 @@ use super::{
     inputs::{BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::{
-    cube::{block::BlockPlan, hadamard::SignsLaunch, philox::RandomLaunch},
+    cube::{
+        block::BlockPlan,
+        hadamard::SignsLaunch,
+        philox::{Numbering, PositionLaunch, RandomLaunch},
+    },
     policy::{BlockScaling, ErrorNorm, HadamardSize},
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
@@ -51,6 +55,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             policy: BlockPlan {
                 stochastic,
                 device_offset,
+                numbering: match device_offset {
+                    true => Numbering::Part,
+                    false => Numbering::Own,
+                },
                 scaling,
                 conversion: device.conversion,
             },
@@ -77,7 +85,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             unscaled: true,
             ..plan
         };
-        let draw = || DrawLaunch::new(b(2), random(), signs());
+        let draw = || DrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 32), signs());
         let packed_out = || QuantOutArgs::Packed(PackedOutLaunch::new(b(BLOCKS), b(BLOCKS)));
         let target = |plan: Option<QuantPlan>| {
             let out = match plan {

@@ -11,7 +11,7 @@ use crate::{
         codec::canonical,
         eden::EdenScale,
         hadamard::{Signs, seeded_signs},
-        philox::Random,
+        philox::{Position as BlockNumbers, Random},
     },
     policy::Hadamard,
 };
@@ -121,6 +121,8 @@ pub struct EdenDraw {
     pub offset: Box<[u32]>,
     /// Where random bits come from.
     pub random: Random,
+    /// Where the rotation groups of the tensor stand, counted in these.
+    pub position: BlockNumbers,
     /// The signs of the transform.
     pub signs: EdenSigns,
 }

@@ -151,7 +151,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                     kind,
                 );
                 sync_plane();
-                blocks.finish(&at, &mut out, &random, policy);
+                blocks.finish(&at, &mut out, &draw, &random, policy);
                 sync_plane();
             }
             index += CUBE_COUNT * tiles_of_cube(policy);
@@ -167,7 +167,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                 kept.turn_to(at.part, &from, policy);
                 take_tile(&tile, &mut blocks, &mut out, &at, &kept.scale, policy);
                 sync_cube();
-                blocks.finish(&at, &mut out, &random, policy);
+                blocks.finish(&at, &mut out, &draw, &random, policy);
                 sync_cube();
             }
             index += CUBE_COUNT;

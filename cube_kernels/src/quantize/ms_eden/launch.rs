@@ -20,10 +20,15 @@ use super::{
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
     capabilities::Capabilities,
-    cube::{eden::LINES, philox::RandomLaunch},
+    cube::{
+        eden::LINES,
+        philox::{Numbering, RandomLaunch},
+    },
     launch::{buffer, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
-    reference::{EDEN_GROUP, EdenTarget, check_eden_hadamard, padding::padded_bound},
+    reference::{
+        EDEN_GROUP, EdenTarget, check_eden_hadamard, eden_position, padding::padded_bound,
+    },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -379,7 +384,8 @@ pub fn ms_eden_as<'a>(
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
-    let draw = EdenDrawLaunch::new(offset, stream, transform.arg(amax));
+    let position = eden_position(&random.stream.position)?.into();
+    let draw = EdenDrawLaunch::new(offset, stream, position, transform.arg(amax));
     let (width, kind) = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
@@ -469,6 +475,17 @@ impl<'a> Geometry<'a> {
         if let Some(offset) = offset {
             check_memory("random", offset, 8)?;
         }
+        let numbering = match quantize {
+            Some((random, _)) => Numbering::of(&eden_position(&random.stream.position)?),
+            None => Numbering::Own,
+        };
+        if numbering == Numbering::Part && !matches!(source.groups(), Groups::One) {
+            return Err(Nvfp4Error::value(
+                "position",
+                "row_blocks of a tensor in groups",
+                "no row_blocks: each group has its own rows",
+            ));
+        }
         let (rows, cols) = source.shape();
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
@@ -499,6 +516,7 @@ impl<'a> Geometry<'a> {
             source: plan,
             swizzled,
             device_offset: offset.is_some(),
+            numbering,
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
             conversion: Capabilities::of(client).conversion,

@@ -6,7 +6,7 @@ use super::super::{
     packed_source::SourcePlan,
     tile::{Grouping, ROWS, Shape, group_place, tile_from},
 };
-use crate::cube::{codec::Conversion, eden::LINES, scale::swizzled_at};
+use crate::cube::{codec::Conversion, eden::LINES, philox::Numbering, scale::swizzled_at};
 
 /// The comptime choices of MS-EDEN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,6 +21,8 @@ pub struct EdenPolicy {
     pub swizzled: bool,
     /// The random offset has a part in device memory.
     pub device_offset: bool,
+    /// How rotation groups are numbered in drawing.
+    pub numbering: Numbering,
     /// The signs of the transform are drawn by the kernel.
     pub redrawn_signs: bool,
     /// The result is codes times scales in bf16.

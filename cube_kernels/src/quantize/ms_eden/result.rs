@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    arguments::{EdenOut, EdenValues, EdenValuesExpand},
+    arguments::{EdenDraw, EdenOut, EdenValues, EdenValuesExpand},
     position::{EdenPolicy, Position},
 };
 use crate::cube::{
@@ -95,6 +95,7 @@ impl Blocks {
         &mut self,
         at: &Position,
         out: &mut EdenOut,
+        draw: &EdenDraw,
         random: &Random,
         #[comptime] policy: EdenPolicy,
     ) {
@@ -103,7 +104,9 @@ impl Blocks {
         while line < LINES {
             let row = at.line0 + line;
             if row < at.lines {
-                let index = u64::cast_from(row * at.drawn_pitch + at.drawn_first);
+                let index = row * at.drawn_pitch + at.drawn_first;
+                let numbering = comptime!(policy.numbering);
+                let index = draw.position.number(index, at.drawn_pitch, numbering);
                 let found = correct_group(
                     &self.xx,
                     &self.xq,

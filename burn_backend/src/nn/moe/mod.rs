@@ -1,24 +1,27 @@
 //! A mixture of experts.
 
+mod exchange;
+mod losses;
+mod parallel;
+mod steps;
+
+pub use parallel::{ExpertParallelMoe, expert_parameters};
+
 use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::{Device, FloatDType, Int, Tensor};
+use burn_core::tensor::{Device, Int, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::feed_forward::swiglu_between;
 use super::{
-    Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, cast,
-    rows,
+    Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, rows,
 };
-use crate::experts::{MoeRoute, Router, check_experts, try_moe_route};
+use crate::experts::MoeRoute;
 use crate::functions::or_panic;
-use crate::ops::RowGroups;
-use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
-use crate::validate;
+use steps::{MoeParts, MoeSettings};
 
 /// Configuration of an [`Nvfp4Moe`].
 #[derive(Config, Debug)]
@@ -87,9 +90,11 @@ impl Nvfp4MoeConfig {
                 .with_bias(false)
                 .with_initializer(self.initializer.clone())
                 .init(device),
-            top_k: self.top_k,
-            normalize: self.normalize,
-            recompute: self.recompute,
+            settings: MoeSettings {
+                top_k: self.top_k,
+                normalize: self.normalize,
+                recompute: self.recompute,
+            },
         })
     }
 
@@ -147,11 +152,7 @@ pub struct Nvfp4Moe {
     /// The expert of every token.
     pub shared: Option<Nvfp4SwiGlu>,
     #[module(skip)]
-    top_k: usize,
-    #[module(skip)]
-    normalize: bool,
-    #[module(skip)]
-    recompute: bool,
+    settings: MoeSettings,
 }
 
 /// What a mixture of experts gives.
@@ -176,14 +177,14 @@ impl Nvfp4Moe {
     /// The same mixture, whose backward computes gate and up of all experts again instead of
     /// keeping them; see [`Nvfp4SwiGlu::with_recompute`].
     pub fn with_recompute(mut self, recompute: bool) -> Self {
-        self.recompute = recompute;
+        self.settings.recompute = recompute;
         self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
         self
     }
 
     /// Experts that each token is sent to.
     pub fn top_k(&self) -> usize {
-        self.top_k
+        self.settings.top_k
     }
 
     /// Apply the mixture.
@@ -198,39 +199,20 @@ impl Nvfp4Moe {
     /// supported, or the parts do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
+        let parts = self.parts();
         let (x, dims) = rows(x);
-        let [d_model, experts] = whole_dims(&self.router.weight);
-        let [tokens, _] = x.dims();
-        let router = cast(self.router.weight.val(), FloatDType::F32);
-        // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
-        // long as there are tokens, with which one GEMM would leave most of a GPU idle.
-        let parts = equal_parts(tokens, 5);
-        let logits = cast(x.clone(), FloatDType::F32)
-            .reshape([parts, tokens / parts, d_model])
-            .matmul(router.unsqueeze::<3>())
-            .reshape([tokens, experts]);
-        let router = Router {
-            experts,
-            top_k: self.top_k,
-            normalize: self.normalize,
-        };
         let MoeRoute {
             chosen,
             weights,
             balance_loss,
             z_loss,
             counts,
-        } = try_moe_route(logits, router)?;
-        let routing = Routing::try_new(chosen, experts)?;
-        let sorted = routing.dispatch(x.clone());
-        self.gate_up.check(&sorted, routing.experts())?;
-        let input = self.gate_up.part(sorted.is_tracked())?;
-        let output = self.down.part(input.tracks(&sorted))?;
-        let groups = RowGroups::Offsets(routing.experts().offsets().clone().into_dispatch());
-        let results = swiglu_between(sorted, input, output, groups, self.recompute);
+        } = parts.route(parts.logits(x.clone()))?;
+        let routing = Routing::try_new(chosen, parts.experts())?;
+        let results = parts.run(routing.dispatch(x.clone()), routing.experts(), &[])?;
         let mut output = routing.combine(results, weights);
-        if let Some(shared) = &self.shared {
-            output = output + shared.try_forward(x)?;
+        if let Some(shared) = parts.run_shared(x)? {
+            output = output + shared;
         }
         Ok(MoeOutput {
             output: output.reshape(dims),
@@ -242,37 +224,22 @@ impl Nvfp4Moe {
 
     /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
-        let (dims, device) = (x.dims(), x.device());
-        let router = &self.router.weight;
-        let [d_model, experts] = whole_dims(router);
-        if dims.last() != Some(&d_model) || dims.contains(&0) {
-            return Err(Nvfp4Error::shape(
-                "x",
-                format!("{dims:?}"),
-                format!("at least one token, and a last axis of {d_model}"),
-            ));
+        let parts = self.parts();
+        parts.check(x, parts.experts())
+    }
+
+    fn parts(&self) -> MoeParts<'_> {
+        MoeParts {
+            router: &self.router,
+            gate_up: &self.gate_up,
+            down: &self.down,
+            shared: self.shared.as_ref(),
+            settings: self.settings,
         }
-        validate::operand("x", x)?;
-        validate::parameter(&device, "router.weight", router)?;
-        validate::operand("router.weight", router)?;
-        check_experts("router.weight", experts)?;
-        let [_, _, both] = whole_dims(&self.gate_up.weight);
-        let names = ["gate_up.weight", "gate_up.bias"];
-        let shape = [experts, d_model, both];
-        self.gate_up.check_part(names, &device, shape)?;
-        let names = ["down.weight", "down.bias"];
-        let shape = [experts, both / 2, d_model];
-        self.down.check_part(names, &device, shape)?;
-        self.shared.iter().try_for_each(|shared| shared.check(x))
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }
-}
-
-/// A power of two, at most `2^log`, that divides `rows`.
-fn equal_parts(rows: usize, log: u32) -> usize {
-    1 << rows.trailing_zeros().min(log)
 }

@@ -1,0 +1,234 @@
+//! The exchange of tokens with the ranks that have their experts.
+//!
+//! Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive
+//! as `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
+//! order that one rank with the tokens of all ranks, rank after rank, sorts them in. So each expert
+//! sees the matrix that it sees on one rank, and amax values, blocks along the tokens and sums over
+//! tokens are the same.
+
+use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
+use nvfp4_kernels::Nvfp4Error;
+
+use crate::experts::{ExpertOffsets, moe_permute};
+use crate::parallel::{ProcessGroup, functions};
+
+/// Which rows travel where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Plan {
+    /// Rows for each rank.
+    send: Vec<usize>,
+    /// Rows from each rank.
+    receive: Vec<usize>,
+    /// Rows of each expert of this rank.
+    held: Vec<usize>,
+    /// The received row at each place of the order by expert.
+    rows: Vec<i32>,
+    /// The place of each received row.
+    places: Vec<i32>,
+}
+
+/// The choices of all experts of rank `of`, in `counts` of one rank.
+fn sent(counts: &[usize], of: usize, size: usize) -> usize {
+    let held = counts.len() / size;
+    counts[of * held..][..held].iter().sum()
+}
+
+impl Plan {
+    /// The plan of rank `rank`, given the choices of each expert on each rank: `size` rows of a
+    /// multiple of `size` experts.
+    ///
+    /// # Errors
+    /// On all ranks alike, when one of them would receive 2^31 rows or more.
+    fn try_new(counts: &[usize], rank: usize, size: usize) -> Result<Self, Nvfp4Error> {
+        let experts = counts.len() / size;
+        let sources: Vec<&[usize]> = counts.chunks_exact(experts).collect();
+        for to in 0..size {
+            let rows: usize = sources.iter().map(|from| sent(from, to, size)).sum();
+            if i32::try_from(rows).is_err() {
+                return Err(Nvfp4Error::shape(
+                    "x",
+                    format!("{rows} choices of the experts of rank {to}"),
+                    "fewer than 2^31",
+                ));
+            }
+        }
+        let held = experts / size;
+        let own = rank * held..(rank + 1) * held;
+        // The first received row of each expert of each source.
+        let mut starts = Vec::with_capacity(size * held);
+        let mut next = 0;
+        for source in &sources {
+            for expert in own.clone() {
+                starts.push(next);
+                next += source[expert];
+            }
+        }
+        let mut rows = Vec::with_capacity(next);
+        for (place, expert) in own.clone().enumerate() {
+            for (from, source) in sources.iter().enumerate() {
+                let start = starts[from * held + place];
+                rows.extend((start..start + source[expert]).map(|row| row as i32));
+            }
+        }
+        let mut places = vec![0; rows.len()];
+        for (place, &row) in rows.iter().enumerate() {
+            places[row as usize] = place as i32;
+        }
+        let total = |expert| sources.iter().map(|source| source[expert]).sum();
+        Ok(Self {
+            send: (0..size).map(|to| sent(sources[rank], to, size)).collect(),
+            receive: sources.iter().map(|from| sent(from, rank, size)).collect(),
+            held: own.map(total).collect(),
+            rows,
+            places,
+        })
+    }
+}
+
+/// The exchange of the choices of one forward.
+#[derive(Debug)]
+pub(super) struct ExpertExchange {
+    group: ProcessGroup,
+    plan: Plan,
+    /// Choices of each expert on all ranks.
+    totals: Vec<usize>,
+    /// The experts of this rank, and where the tokens of each begin.
+    experts: ExpertOffsets,
+    /// [`Plan::rows`] and [`Plan::places`].
+    rows: Tensor<1, Int>,
+    places: Tensor<1, Int>,
+}
+
+impl ExpertExchange {
+    /// The exchange of tokens that chose experts `counts` (`[experts]`, a multiple of the ranks)
+    /// times each. All ranks call it together; the host waits for the counts of all of them, as the
+    /// shapes of what it receives depend on them.
+    ///
+    /// # Errors
+    /// On all ranks alike, when one of them would receive 2^31 rows or more.
+    pub fn try_new(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
+        let device = counts.device();
+        let [experts] = counts.dims();
+        let all = gather_counts(counts, group);
+        let plan = Plan::try_new(&all, group.rank(), group.size())?;
+        Ok(Self {
+            group: group.clone(),
+            experts: ExpertOffsets::of_counts(&plan.held, &device),
+            rows: ints(&plan.rows, &device),
+            places: ints(&plan.places, &device),
+            totals: total_counts(&all, experts),
+            plan,
+        })
+    }
+
+    /// The experts of this rank, and where the tokens of each begin.
+    pub fn experts(&self) -> &ExpertOffsets {
+        &self.experts
+    }
+
+    /// The tokens of each expert of earlier ranks.
+    pub fn earlier(&self) -> &[usize] {
+        &self.totals[..self.group.rank() * self.plan.held.len()]
+    }
+
+    /// Choices of each expert on all ranks.
+    pub fn totals(&self) -> &[usize] {
+        &self.totals
+    }
+
+    /// The tokens of this rank's experts from all ranks, by expert, given those of this rank, by
+    /// expert. Differentiable.
+    pub fn dispatch(&self, sorted: Tensor<2>) -> Tensor<2> {
+        let Plan { send, receive, .. } = &self.plan;
+        let received = functions::all_to_all(sorted, send, receive, &self.group);
+        self.permute(received, &self.rows, &self.places)
+    }
+
+    /// The inverse of [`dispatch`](Self::dispatch), for results. Differentiable.
+    pub fn combine(&self, results: Tensor<2>) -> Tensor<2> {
+        let Plan { send, receive, .. } = &self.plan;
+        let results = self.permute(results, &self.places, &self.rows);
+        functions::all_to_all(results, receive, send, &self.group)
+    }
+
+    /// It depends on the number of ranks alone whether there is a step: ranks whose graphs differ
+    /// would meet their exchanges in another order in the backward.
+    fn permute(&self, x: Tensor<2>, index: &Tensor<1, Int>, inverse: &Tensor<1, Int>) -> Tensor<2> {
+        if self.group.size() == 1 {
+            return x;
+        }
+        let [rows] = inverse.dims();
+        moe_permute(x, index.clone(), inverse.clone().reshape([rows, 1]))
+    }
+}
+
+/// The choices of each expert on each rank of `group`, one rank after the other, given those of
+/// this rank. The host waits for them.
+pub(super) fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
+    let all = group.all_gather_int(counts.clone()).into_data();
+    all.iter::<i64>().map(|count| count as usize).collect()
+}
+
+/// The choices of each of `experts` on all ranks, given those on each.
+pub(super) fn total_counts(all: &[usize], experts: usize) -> Vec<usize> {
+    let total = |expert: usize| all.iter().skip(expert).step_by(experts).sum();
+    (0..experts).map(total).collect()
+}
+
+pub(super) fn ints(values: &[i32], device: &Device) -> Tensor<1, Int> {
+    let data = TensorData::new(values.to_vec(), [values.len()]);
+    Tensor::from_data(data, (device, DType::I32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ranks with two experts each; rank 1 chose no expert of rank 0 but the second, and nobody
+    /// chose the last.
+    #[test]
+    fn rows_are_ordered_by_expert_then_source() {
+        let counts = [2, 1, 3, 0, 0, 2, 1, 0];
+        let plan = |rank| Plan::try_new(&counts, rank, 2).unwrap();
+        let expected = Plan {
+            send: vec![3, 3],
+            receive: vec![3, 2],
+            held: vec![2, 3],
+            rows: vec![0, 1, 2, 3, 4],
+            places: vec![0, 1, 2, 3, 4],
+        };
+        assert_eq!(plan(0), expected);
+        let expected = Plan {
+            send: vec![2, 1],
+            receive: vec![3, 1],
+            held: vec![4, 0],
+            rows: vec![0, 1, 2, 3],
+            places: vec![0, 1, 2, 3],
+        };
+        assert_eq!(plan(1), expected);
+        // Both experts of rank 0 have rows of both ranks: as two blocks a rank, then as two blocks
+        // an expert.
+        let plan = Plan::try_new(&[2, 1, 1, 2], 0, 1).unwrap();
+        assert_eq!((plan.held, plan.receive), (vec![2, 1, 1, 2], vec![6]));
+        let plan = Plan::try_new(&[2, 1, 0, 0, 1, 2, 0, 0], 0, 2).unwrap();
+        assert_eq!(plan.rows, [0, 1, 3, 2, 4, 5]);
+        assert_eq!(plan.places, [0, 1, 3, 2, 4, 5]);
+        let plan = Plan::try_new(&[1, 2, 0, 0, 2, 1, 0, 0], 0, 2).unwrap();
+        assert_eq!(plan.rows, [0, 3, 4, 1, 2, 5]);
+        assert_eq!(plan.places, [0, 3, 4, 1, 2, 5]);
+        let plan = Plan::try_new(&[2, 2, 0, 0, 1, 1, 0, 0], 0, 2).unwrap();
+        assert_eq!(plan.rows, [0, 1, 4, 2, 3, 5]);
+        assert_eq!(plan.places, [0, 1, 3, 4, 2, 5]);
+    }
+
+    /// Both ranks see it, though one would receive little.
+    #[test]
+    fn too_many_rows_are_an_error_on_all_ranks() {
+        let most = i32::MAX as usize;
+        for rank in 0..2 {
+            let error = Plan::try_new(&[0, most, 1, 1], rank, 2).unwrap_err();
+            let expected = "2147483648 choices of the experts of rank 1";
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! A mixture whose experts are on several ranks.
+
+use burn_core as burn;
+
+use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
+use burn_core::tensor::{Device, Tensor};
+use burn_nn::Linear;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::super::parts::PartIds;
+use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, Routing, rows};
+use super::exchange::{ExpertExchange, gather_counts, ints, total_counts};
+use super::losses::batch_losses;
+use super::steps::{MoeParts, MoeSettings};
+use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
+use crate::experts::{MoeRoute, check_experts};
+use crate::functions::or_panic;
+use crate::parallel::{ProcessGroup, broadcast, whole_dims};
+
+/// An [`Nvfp4Moe`] with its experts on several ranks: rank `r` of `n` has experts `r · experts / n`
+/// up to `(r + 1) · experts / n`. All ranks have the router and the shared expert.
+///
+/// Each rank has tokens of its own, its part of the batch. It sends each to the ranks of its
+/// experts (dispatch), and gets the results back (combine), by all-to-all of unequal counts: no
+/// expert has a capacity and no token is dropped. Which counts they are the host has to know, so it
+/// waits for the device once in each forward.
+///
+/// # One rank
+///
+/// It computes what an [`Nvfp4Moe`] computes for the tokens of all ranks, rank after rank. Each
+/// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
+/// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
+/// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
+/// order for another number of rows. Stochastic rounding draws the same bits too: blocks are
+/// numbered as one rank numbers those of all experts. For that, layers of experts draw as one rank
+/// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`): ranks with the same number in
+/// data parallelism have the same.
+///
+/// # Gradients
+///
+/// A backward computes the gradients of the sum of the losses of all ranks. Those of experts are
+/// complete: their rank has seen all tokens. Those of the router, the shared expert and of other
+/// layers around are of this rank's tokens, to be summed over the ranks.
+/// [`average_expert_gradients`](crate::parallel::average_expert_gradients) reduces both, and
+/// [`expert_parameters`] tells which is which.
+///
+/// All ranks run the same operations in the same order, forward and backward. Where a rank uses a
+/// loss of [`MoeOutput`], all do.
+///
+/// ```
+/// # use burn_core as burn;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use burn_nvfp4::nn::ExpertParallelMoe;
+/// use burn_nvfp4::parallel::ProcessGroup;
+/// use burn_nvfp4::Nvfp4MoeConfig;
+/// use std::time::Duration;
+///
+/// # #[cfg(feature = "flex")] {
+/// let groups = ProcessGroup::loopback(2, Duration::from_secs(60));
+/// std::thread::scope(|scope| {
+///     for group in groups {
+///         scope.spawn(move || {
+///             let device = Device::flex().autodiff();
+///             let config = Nvfp4MoeConfig::new(32, 48, 4);
+///             let moe = ExpertParallelMoe::new(&config, &device, &group);
+///             assert_eq!(moe.gate_up.weight.dims(), [2, 32, 96]);
+///             let x = Tensor::<2>::random([5, 32], Distribution::Default, &device);
+///             let out = moe.forward(x);
+///             // Those of both ranks: ten tokens, each sent to two experts.
+///             assert_eq!(out.counts.sum().into_scalar::<i64>(), 20);
+///             let gradients = out.output.sum().backward();
+///             assert_eq!(moe.down.weight.grad(&gradients).unwrap().dims(), [2, 48, 32]);
+///         });
+///     }
+/// });
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct ExpertParallelMoe {
+    /// The router, `[d_model, experts]`, on all ranks.
+    pub router: Linear,
+    /// Gate and up of this rank's experts, `[experts / ranks, d_model, 2 * d_hidden]`.
+    pub gate_up: Nvfp4GroupedLinear,
+    /// Down of this rank's experts, `[experts / ranks, d_hidden, d_model]`.
+    pub down: Nvfp4GroupedLinear,
+    /// The expert of every token, on all ranks.
+    pub shared: Option<Nvfp4SwiGlu>,
+    #[module(skip)]
+    group: ProcessGroup,
+    /// The ranks with a part of the batch, if they are others.
+    #[module(skip)]
+    batch: Option<ProcessGroup>,
+    #[module(skip)]
+    settings: MoeSettings,
+    /// Of the layers that `gate_up` and `down` of all experts were made of.
+    #[module(skip)]
+    ids: [Option<Vec<PartIds>>; 2],
+}
+
+impl ExpertParallelMoe {
+    /// A new mixture on `device` with the parameters that rank 0 of `group` initialises, which are
+    /// those of [`Nvfp4MoeConfig::try_init`] there. All ranks call it together, and hold all
+    /// experts for a moment.
+    ///
+    /// # Errors
+    /// As [`Nvfp4MoeConfig::try_init`], and when `experts` is no multiple of the number of ranks.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn try_new(
+        config: &Nvfp4MoeConfig,
+        device: &Device,
+        group: &ProcessGroup,
+    ) -> Result<Self, Nvfp4Error> {
+        check_parts(config.experts, group)?;
+        let moe = config.try_init(device)?;
+        Self::try_from_moe(broadcast(moe, group), group)
+    }
+
+    /// [`try_new`](Self::try_new), panicking where it fails.
+    pub fn new(config: &Nvfp4MoeConfig, device: &Device, group: &ProcessGroup) -> Self {
+        or_panic(
+            "ExpertParallelMoe::new",
+            Self::try_new(config, device, group),
+        )
+    }
+
+    /// This rank's part of `moe`, which is the same on all ranks of `group`. Parameters keep their
+    /// ids, and layers their RNG state.
+    ///
+    /// # Errors
+    /// When the number of experts is not 1 to 512 or no multiple of the number of ranks, or the
+    /// grouped layers of `moe` have other numbers of experts than its router.
+    pub fn try_from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
+        let [_, experts] = whole_dims(&moe.router.weight);
+        check_experts("router.weight", experts)?;
+        check_parts(experts, group)?;
+        let layers = [("gate_up.weight", &moe.gate_up), ("down.weight", &moe.down)];
+        for (name, layer) in layers {
+            let [found, d_in, d_out] = whole_dims(&layer.weight);
+            if found != experts {
+                return Err(Nvfp4Error::shape(
+                    name,
+                    format!("[{found}, {d_in}, {d_out}]"),
+                    format!("{experts} matrices, as many as experts of the router"),
+                ));
+            }
+        }
+        let held = experts / group.size();
+        let first = group.rank() * held;
+        let (gate_up, gate_up_ids) = moe.gate_up.into_part(first, held);
+        let (down, down_ids) = moe.down.into_part(first, held);
+        Ok(Self {
+            router: moe.router,
+            gate_up,
+            down,
+            shared: moe.shared,
+            group: group.clone(),
+            batch: None,
+            settings: moe.settings,
+            ids: [gate_up_ids, down_ids],
+        })
+    }
+
+    /// [`try_from_moe`](Self::try_from_moe), panicking where it fails.
+    pub fn from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Self {
+        or_panic(
+            "ExpertParallelMoe::from_moe",
+            Self::try_from_moe(moe, group),
+        )
+    }
+
+    /// The mixture with the experts of all ranks, on every rank: the inverse of
+    /// [`try_from_moe`](Self::try_from_moe). All ranks call it together.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn into_moe(self) -> Nvfp4Moe {
+        let [gate_up_ids, down_ids] = self.ids;
+        Nvfp4Moe {
+            router: self.router,
+            gate_up: self.gate_up.gathered(&self.group, gate_up_ids),
+            down: self.down.gathered(&self.group, down_ids),
+            shared: self.shared,
+            settings: self.settings,
+        }
+    }
+
+    /// The same mixture for a batch of which the ranks of `batch` have a part each: those of
+    /// [`group`](Self::group) and of further groups with the same experts, which data parallelism
+    /// adds. The losses are of the tokens of all of them.
+    pub fn with_batch(mut self, batch: &ProcessGroup) -> Self {
+        self.batch = Some(batch.clone());
+        self
+    }
+
+    /// The ranks that the experts are on.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Experts that each token is sent to.
+    pub fn top_k(&self) -> usize {
+        self.settings.top_k
+    }
+
+    /// The same mixture, whose backward computes gate and up of all experts again instead of
+    /// keeping them; see [`Nvfp4SwiGlu::with_recompute`].
+    pub fn with_recompute(mut self, recompute: bool) -> Self {
+        self.settings.recompute = recompute;
+        self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
+        self
+    }
+
+    /// Apply the mixture. All ranks call it together.
+    ///
+    /// # Shapes
+    ///
+    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token; ranks
+    /// may
+    ///   have different numbers of them
+    /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
+    ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
+    ///   such)
+    ///
+    /// # Errors
+    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
+    /// supported, or the parts do not fit each other: before anything is queued, on this rank
+    /// alone, whose absence ends the others' calls. On all ranks when an expert's rank would get
+    /// 2^31 tokens or more.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
+        let parts = self.parts();
+        let experts = parts.experts();
+        check_parts(experts, &self.group)?;
+        parts.check(&x, experts / self.group.size())?;
+        let (x, dims) = rows(x);
+        let logits = parts.logits(x.clone());
+        let MoeRoute {
+            chosen, weights, ..
+        } = parts.route(logits.clone())?;
+        let routing = Routing::try_new(chosen, experts)?;
+        let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
+        let sorted = exchange.dispatch(routing.dispatch(x.clone()));
+        // What needs no token of another rank is queued behind the dispatch, which it can overlap
+        // with where an exchange only queues. Exchanges through the memory of the host wait.
+        let shared = parts.run_shared(x.clone())?;
+        let gathered = self.batch.as_ref().map(|batch| {
+            let all = gather_counts(routing.counts(), batch);
+            (total_counts(&all, experts), batch)
+        });
+        let (totals, batch) = match &gathered {
+            Some((totals, batch)) => (&totals[..], *batch),
+            None => (exchange.totals(), &self.group),
+        };
+        let top_k = self.settings.top_k;
+        let [balance_loss, z_loss] = batch_losses(logits, totals, top_k, batch);
+        let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
+        let counts = ints(&counts, &x.device());
+        let results = parts.run(sorted, exchange.experts(), exchange.earlier())?;
+        let results = exchange.combine(results);
+        let mut output = routing.combine(results, weights);
+        if let Some(shared) = shared {
+            output = output + shared;
+        }
+        Ok(MoeOutput {
+            output: output.reshape(dims),
+            balance_loss,
+            z_loss,
+            counts,
+        })
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
+        or_panic("ExpertParallelMoe::forward", self.try_forward(x))
+    }
+
+    fn parts(&self) -> MoeParts<'_> {
+        MoeParts {
+            router: &self.router,
+            gate_up: &self.gate_up,
+            down: &self.down,
+            shared: self.shared.as_ref(),
+            settings: self.settings,
+        }
+    }
+}
+
+/// Fails unless all ranks get as many experts.
+fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
+    if experts.is_multiple_of(group.size()) {
+        return Ok(());
+    }
+    Err(Nvfp4Error::value(
+        "experts",
+        experts.to_string(),
+        format!("a multiple of {}, the number of ranks", group.size()),
+    ))
+}
+
+/// Ids of the parameters of `model` of which each rank has others: the experts of each
+/// [`ExpertParallelMoe`] in it.
+///
+/// With experts on the ranks of a group and the batch on all ranks, the gradients of these are
+/// reduced over the ranks with the same experts; those of all other parameters over all ranks.
+pub fn expert_parameters<M: Module>(model: &M) -> Vec<ParamId> {
+    let mut visitor = ExpertVisitor::default();
+    model.visit(&mut visitor);
+    visitor.found
+}
+
+#[derive(Default)]
+struct ExpertVisitor {
+    /// Modules that are being visited, and whether each is one of experts or within one.
+    within: Vec<bool>,
+    found: Vec<ParamId>,
+}
+
+impl ModuleVisitor for ExpertVisitor {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        let is_within = self.within.last().is_some_and(|&within| within);
+        let is_experts =
+            container_type == "Struct:ExpertParallelMoe" && matches!(name, "gate_up" | "down");
+        self.within.push(is_within || is_experts);
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.within.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.within.last().is_some_and(|&within| within) {
+            self.found.push(param.id);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The steps of a mixture, whichever rank its experts are on.
+
+use burn_core::tensor::{FloatDType, Tensor};
+use burn_nn::Linear;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::super::feed_forward::swiglu_between;
+use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
+use crate::experts::{ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
+use crate::ops::RowGroups;
+use crate::parallel::whole_dims;
+use crate::validate;
+
+/// What a mixture is configured to do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MoeSettings {
+    /// Experts that each token is sent to.
+    pub top_k: usize,
+    /// Divide the weights of a token's experts by their sum.
+    pub normalize: bool,
+    /// Compute gate and up of the experts again in the backward.
+    pub recompute: bool,
+}
+
+/// The layers of a mixture. The router has a column for each expert, `gate_up` and `down` a matrix
+/// for each expert of this rank.
+pub(super) struct MoeParts<'a> {
+    pub router: &'a Linear,
+    pub gate_up: &'a Nvfp4GroupedLinear,
+    pub down: &'a Nvfp4GroupedLinear,
+    pub shared: Option<&'a Nvfp4SwiGlu>,
+    pub settings: MoeSettings,
+}
+
+impl MoeParts<'_> {
+    /// Experts that the router chooses from.
+    pub fn experts(&self) -> usize {
+        let [_, experts] = whole_dims(&self.router.weight);
+        experts
+    }
+
+    /// Fails unless the layers fit each other and the input `x`, with `held` experts on this rank.
+    pub fn check<const D: usize>(&self, x: &Tensor<D>, held: usize) -> Result<(), Nvfp4Error> {
+        let (dims, device) = (x.dims(), x.device());
+        let router = &self.router.weight;
+        let [d_model, experts] = whole_dims(router);
+        if dims.last() != Some(&d_model) || dims.contains(&0) {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{dims:?}"),
+                format!("at least one token, and a last axis of {d_model}"),
+            ));
+        }
+        validate::operand("x", x)?;
+        validate::parameter(&device, "router.weight", router)?;
+        validate::operand("router.weight", router)?;
+        check_experts("router.weight", experts)?;
+        let [_, _, both] = whole_dims(&self.gate_up.weight);
+        let names = ["gate_up.weight", "gate_up.bias"];
+        let shape = [held, d_model, both];
+        self.gate_up.check_part(names, &device, shape)?;
+        let names = ["down.weight", "down.bias"];
+        let shape = [held, both / 2, d_model];
+        self.down.check_part(names, &device, shape)?;
+        self.shared.iter().try_for_each(|shared| shared.check(x))
+    }
+
+    /// The logits of tokens, `f32[tokens, experts]`.
+    pub fn logits(&self, x: Tensor<2>) -> Tensor<2> {
+        let [d_model, experts] = whole_dims(&self.router.weight);
+        let [tokens, _] = x.dims();
+        let router = cast(self.router.weight.val(), FloatDType::F32);
+        // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
+        // long as there are tokens, with which one GEMM would leave most of a GPU idle.
+        let parts = equal_parts(tokens, 5);
+        cast(x, FloatDType::F32)
+            .reshape([parts, tokens / parts, d_model])
+            .matmul(router.unsqueeze::<3>())
+            .reshape([tokens, experts])
+    }
+
+    /// The experts of tokens with these logits, their weights, and the losses of these tokens.
+    pub fn route(&self, logits: Tensor<2>) -> Result<MoeRoute, Nvfp4Error> {
+        try_moe_route(
+            logits,
+            Router {
+                experts: self.experts(),
+                top_k: self.settings.top_k,
+                normalize: self.settings.normalize,
+            },
+        )
+    }
+
+    /// What the experts of this rank make of tokens that are sorted by them. `earlier` are the
+    /// tokens of each expert of earlier ranks, behind whose blocks those of this rank draw random
+    /// bits.
+    pub fn run(
+        &self,
+        sorted: Tensor<2>,
+        experts: &ExpertOffsets,
+        earlier: &[usize],
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        self.gate_up.check(&sorted, experts)?;
+        let mut input = self.gate_up.part(sorted.is_tracked())?;
+        let mut output = self.down.part(input.tracks(&sorted))?;
+        for part in [&mut input, &mut output] {
+            let [_, d_in, d_out] = part.weight.dims();
+            part.spec.0 = part.spec.0.behind_experts(earlier, [d_in, d_out]);
+        }
+        let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
+        let recompute = self.settings.recompute;
+        Ok(swiglu_between(sorted, input, output, groups, recompute))
+    }
+
+    /// What the expert of every token makes of tokens, if there is one.
+    pub fn run_shared(&self, x: Tensor<2>) -> Result<Option<Tensor<2>>, Nvfp4Error> {
+        self.shared.map(|shared| shared.try_forward(x)).transpose()
+    }
+}
+
+/// A power of two, at most `2^log`, that divides `rows`.
+fn equal_parts(rows: usize, log: u32) -> usize {
+    1 << rows.trailing_zeros().min(log)
+}

@@ -1,0 +1,212 @@
+//! Mixtures with experts on several ranks, against one rank with the tokens of all.
+
+mod equal;
+mod module;
+mod training;
+
+use std::ops::Range;
+
+use burn_core::module::{Module, ModuleMapper, Param};
+use burn_core::tensor::{DType, Device, Tensor, TensorData};
+use burn_nvfp4::nn::{ExpertParallelMoe, MoeOutput};
+use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::{Nvfp4Moe, Nvfp4MoeConfig, Nvfp4Recipe, state};
+
+use super::on_ranks;
+use crate::support::{Matrix, device, gaussian, values};
+
+const WIDTH: usize = 32;
+const HIDDEN: usize = 48;
+
+/// A mixture and the tokens that its ranks have.
+#[derive(Clone)]
+struct Case {
+    recipe: Nvfp4Recipe,
+    experts: usize,
+    top_k: usize,
+    /// Tokens of each rank.
+    tokens: Vec<usize>,
+    dtype: DType,
+    shared: bool,
+    /// The factors of the balance loss and the z-loss, if they are part of the loss.
+    losses: Option<[f64; 2]>,
+    /// The expert that all tokens choose.
+    favourite: Option<usize>,
+}
+
+impl Case {
+    fn new(recipe: &Nvfp4Recipe, experts: usize, top_k: usize, tokens: &[usize]) -> Self {
+        Self {
+            recipe: recipe.clone(),
+            experts,
+            top_k,
+            tokens: tokens.to_vec(),
+            dtype: DType::F32,
+            shared: false,
+            losses: None,
+            favourite: None,
+        }
+    }
+
+    fn config(&self) -> Nvfp4MoeConfig {
+        Nvfp4MoeConfig::new(WIDTH, HIDDEN, self.experts)
+            .with_top_k(self.top_k)
+            .with_shared_hidden(self.shared.then_some(64))
+            .with_recipe(self.recipe.clone())
+    }
+
+    /// The mixture, with the same parameters whoever calls it.
+    fn moe(&self, device: &Device) -> Nvfp4Moe {
+        let mut moe = self.config().init(device).map(&mut Fixed(300));
+        if let Some(expert) = self.favourite {
+            // The first feature of all tokens is 1, and only this expert listens to it.
+            let mut router = vec![0f32; WIDTH * self.experts];
+            router[expert] = 50.0;
+            let data = TensorData::new(router, [WIDTH, self.experts]);
+            let weight = |_| Tensor::from_data(data, device).require_grad();
+            moe.router.weight = moe.router.weight.map(weight);
+        }
+        self.recipe.apply(&moe).unwrap();
+        state::assign_layer_ids(&moe);
+        moe
+    }
+
+    /// Rows of tokens of all ranks: a tensor of values `seed`.
+    fn rows(&self, rows: Range<usize>, seed: u64, device: &Device) -> Tensor<2> {
+        let all: usize = self.tokens.iter().sum();
+        let mut all = Matrix::gaussian(all, WIDTH, self.dtype, seed);
+        if self.favourite.is_some() {
+            all.values.iter_mut().step_by(WIDTH).for_each(|x| *x = 1.0);
+        }
+        let values = all.values[rows.start * WIDTH..rows.end * WIDTH].to_vec();
+        Matrix::new(values, rows.len(), WIDTH, self.dtype).tensor(device)
+    }
+
+    /// The tokens of a rank among those of all.
+    fn part(&self, rank: usize) -> Range<usize> {
+        let start = self.tokens[..rank].iter().sum();
+        start..start + self.tokens[rank]
+    }
+
+    /// On one rank with the tokens of all.
+    fn on_one(&self) -> Found {
+        let device = device().autodiff();
+        let moe = self.moe(&device);
+        let all = 0..self.tokens.iter().sum();
+        let weights = Weights {
+            router: moe.router.weight.val(),
+            gate_up: moe.gate_up.weight.val(),
+            down: moe.down.weight.val(),
+            shared: (moe.shared.as_ref()).map(|shared| shared.down.weight.val()),
+        };
+        self.measure(all, 1, weights, |x| moe.forward(x))
+    }
+
+    /// On as many ranks as `tokens` says.
+    fn on_ranks(&self) -> Vec<Found> {
+        on_ranks(self.tokens.len(), |group| self.on_rank(&group))
+    }
+
+    fn on_rank(&self, group: &ProcessGroup) -> Found {
+        let device = device().autodiff();
+        let moe = ExpertParallelMoe::from_moe(self.moe(&device), group);
+        let weights = Weights {
+            router: moe.router.weight.val(),
+            gate_up: moe.gate_up.weight.val(),
+            down: moe.down.weight.val(),
+            shared: (moe.shared.as_ref()).map(|shared| shared.down.weight.val()),
+        };
+        let part = self.part(group.rank());
+        self.measure(part, group.size(), weights, |x| moe.forward(x))
+    }
+
+    /// Forward and backward on these tokens; each of `ranks` has a share of the losses.
+    fn measure(
+        &self,
+        tokens: Range<usize>,
+        ranks: usize,
+        weights: Weights,
+        forward: impl Fn(Tensor<2>) -> MoeOutput<2>,
+    ) -> Found {
+        let device = device().autodiff();
+        let x = self.rows(tokens.clone(), 5, &device).require_grad();
+        let dy = self.rows(tokens, 6, &device);
+        let out = forward(x.clone());
+        let mut loss = (out.output.clone() * dy).cast(DType::F32).sum();
+        if let Some([balance, z]) = self.losses {
+            let [balance, z] = [balance, z].map(|factor| factor / ranks as f64);
+            loss = loss + out.balance_loss.clone() * balance + out.z_loss.clone() * z;
+        }
+        let gradients = loss.backward();
+        Found {
+            y: values(out.output),
+            dx: values(x.grad(&gradients).unwrap()),
+            router: values(weights.router.grad(&gradients).unwrap()),
+            gate_up: values(weights.gate_up.grad(&gradients).unwrap()),
+            down: values(weights.down.grad(&gradients).unwrap()),
+            shared: weights
+                .shared
+                .map_or(vec![], |weight| values(weight.grad(&gradients).unwrap())),
+            losses: [out.balance_loss, out.z_loss].map(|loss| values(loss)[0]),
+            counts: out.counts.into_data().iter().collect(),
+        }
+    }
+}
+
+struct Weights {
+    router: Tensor<2>,
+    gate_up: Tensor<3>,
+    down: Tensor<3>,
+    shared: Option<Tensor<2>>,
+}
+
+/// What a forward and a backward give.
+struct Found {
+    y: Vec<f32>,
+    dx: Vec<f32>,
+    /// Gradients.
+    router: Vec<f32>,
+    gate_up: Vec<f32>,
+    down: Vec<f32>,
+    shared: Vec<f32>,
+    /// The balance loss and the z-loss.
+    losses: [f32; 2],
+    counts: Vec<i64>,
+}
+
+/// Replaces parameters by normal values, from this seed on.
+struct Fixed(u64);
+
+impl ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0 += 1;
+        param.map(|tensor| {
+            let dims = tensor.dims();
+            let values = gaussian(dims.iter().product(), self.0).into_iter();
+            let values: Vec<f32> = values.map(|value| 0.2 * value).collect();
+            Tensor::from_data(TensorData::new(values, dims), &tensor.device()).require_grad()
+        })
+    }
+}
+
+/// What the ranks have, one after the other.
+fn joined(found: &[Found], of: impl Fn(&Found) -> &Vec<f32>) -> Vec<f32> {
+    found.iter().flat_map(|found| of(found).clone()).collect()
+}
+
+/// The sum of what the ranks have.
+fn summed(found: &[Found], of: impl Fn(&Found) -> &Vec<f32>) -> Vec<f32> {
+    let mut sum = of(&found[0]).clone();
+    for found in &found[1..] {
+        sum.iter_mut().zip(of(found)).for_each(|(a, b)| *a += b);
+    }
+    sum
+}
+
+/// Largest difference over the largest magnitude.
+fn difference(found: &[f32], expected: &[f32]) -> f32 {
+    assert_eq!(found.len(), expected.len());
+    let scale = expected.iter().fold(1e-30f32, |max, x| max.max(x.abs()));
+    let errors = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    errors.fold(0f32, f32::max) / scale
+}
