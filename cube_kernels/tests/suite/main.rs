@@ -30,6 +30,8 @@ mod gemm_grouped;
 mod gemm_portable;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;
+#[cfg(feature = "cube")]
+mod gemm_tcgen05;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]
@@ -62,6 +64,8 @@ mod repeated;
 mod router;
 #[cfg(feature = "cube")]
 mod shapes;
+#[cfg(feature = "cube")]
+mod tcgen05_model;
 #[cfg(feature = "cube")]
 mod units;
 #[cfg(feature = "cube")]
