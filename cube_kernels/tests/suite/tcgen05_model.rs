@@ -11,9 +11,13 @@ use cubecl::prelude::*;
 use nvfp4_kernels::{
     cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor},
     format::swizzle::swizzle,
-    gemm::kernels::sm100_nvfp4_engine::{
-        BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS, VIOLATIONS,
-        execute_copy, execute_mma,
+    gemm::kernels::{
+        Fault, TensorCore,
+        sm100_nvfp4_engine::{
+            BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS,
+            VIOLATIONS, execute_copy, execute_mma,
+        },
+        sm100_nvfp4_operands as operands,
     },
     reference,
 };
@@ -281,6 +285,185 @@ fn sums_have_the_bits_of_the_scalar_order() {
         // Columns behind the accumulators keep what was there.
         if n < 256 {
             assert_eq!(tmem[n * 128], 0x7fff_ffff);
+        }
+    }
+}
+
+/// Executes the instructions of the kernel for a contraction of `k` in the order of the kernel, one
+/// stage for each K tile.
+#[cube(launch_unchecked)]
+fn execute_stages_kernel(
+    shared: &[u32],
+    tmem: &mut [u32],
+    violations: &[Atomic<u32>],
+    k: u32,
+    #[comptime] core: TensorCore,
+) {
+    let memory = Memory {
+        shared: BASE.runtime(),
+        bytes: comptime!(operands::OPERANDS as u32).runtime(),
+        tmem: 0usize.runtime(),
+    };
+    if UNIT_POS == 0u32 {
+        for k_tile in 0..k.div_ceil(256u32) {
+            let steps = operands::steps_of(k_tile, k);
+            let at = operands::StageAt {
+                operands: BASE.runtime(),
+                tmem: 0u32.runtime(),
+                stage: k_tile,
+            };
+            #[unroll]
+            for step in 0..4usize {
+                if comptime!(step as u32).runtime() < steps {
+                    #[unroll]
+                    for part in 0..3usize {
+                        let copy = operands::scale_copy(at, step, part, core);
+                        let command = Command {
+                            opcode: 0u32.runtime(),
+                            target: copy.target,
+                            a: copy.source,
+                            b: 0u64.runtime(),
+                            idesc: 0u32.runtime(),
+                            a_scales: 0u32.runtime(),
+                            b_scales: 0u32.runtime(),
+                            accumulate: 0u32.runtime(),
+                        };
+                        for lane in 0..128u32 {
+                            execute_copy(shared, tmem, memory, command, lane, violations);
+                        }
+                    }
+                }
+            }
+            #[unroll]
+            for step in 0..4usize {
+                if comptime!(step as u32).runtime() < steps {
+                    let mma = operands::mma_operands(at, k_tile, step, core);
+                    let command = Command {
+                        opcode: 1u32.runtime(),
+                        target: mma.d,
+                        a: mma.a,
+                        b: mma.b,
+                        idesc: mma.idesc,
+                        a_scales: mma.a_scales,
+                        b_scales: mma.b_scales,
+                        accumulate: mma.accumulate,
+                    };
+                    for lane in 0..128u32 {
+                        execute_mma(shared, tmem, memory, command, lane, violations);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The memory of all stages of the kernel, each with the K tile of its number: codes as TMA leaves
+/// them, zeros behind the last row and column, and the scales that there are; anything elsewhere.
+fn stages_of_kernel(a: &Packed, b: &Packed) -> Vec<u8> {
+    let mut bytes = vec![0x77u8; operands::OPERANDS];
+    let k = a.blocks * 16;
+    let atoms = k.div_ceil(64);
+    for stage in 0..k.div_ceil(TILE_K) {
+        let count = (atoms - stage * 4).min(4) * 512;
+        for (packed, rows, codes_at, scales_at) in [
+            (a, 128, 0, operands::A_SCALES_AT),
+            (b, 256, operands::B_CODES_AT, operands::B_SCALES_AT),
+        ] {
+            for row in 0..rows {
+                for byte in 0..128 {
+                    let column = stage * 128 + byte;
+                    let code = match row < packed.rows && column < k / 2 {
+                        true => packed.codes[row * k / 2 + column],
+                        false => 0,
+                    };
+                    let part = (byte / 16) ^ (row % 8);
+                    let at = codes_at + (stage * rows + row) * 128 + part * 16 + byte % 16;
+                    bytes[at] = code;
+                }
+            }
+            let tiles = swizzle(&packed.scales, packed.rows, packed.blocks);
+            for tile in 0..packed.rows.div_ceil(128) {
+                let from = (tile * atoms + stage * 4) * 512;
+                let to = scales_at + (stage * rows / 128 + tile) * 2048;
+                bytes[to..to + count].copy_from_slice(&tiles[from..from + count]);
+            }
+        }
+    }
+    bytes
+}
+
+/// The sums of [`execute_stages_kernel`], 256 columns to a row, and the counts of violations.
+fn execute_stages(
+    client: &Client,
+    a: &Packed,
+    b: &Packed,
+    core: TensorCore,
+) -> (Vec<f32>, Vec<u32>) {
+    let shared = stages_of_kernel(a, b);
+    let poison = vec![0x7fff_ffffu32; TMEM_WORDS];
+    let tmem = upload_bytes(client, bytemuck::cast_slice(&poison));
+    let violations = upload_bytes(client, &[0; 4 * VIOLATIONS]);
+    let arg = |handle: &cubecl::server::Handle, len| {
+        // SAFETY: the buffer has so many elements.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    // SAFETY: the model checks its addresses.
+    unsafe {
+        execute_stages_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            arg(&upload_bytes(client, &shared), shared.len() / 4),
+            arg(&tmem, TMEM_WORDS),
+            arg(&violations, VIOLATIONS),
+            (a.blocks * 16) as u32,
+            core,
+        );
+    }
+    let tmem = read_u32(client, &tmem, TMEM_WORDS);
+    (sums(&tmem, 256), read_u32(client, &violations, VIOLATIONS))
+}
+
+/// The operands that the kernel computes for its instructions, on the stages as it lays them out:
+/// whole and partial K tiles, with and without a second 128 rows of `b`.
+#[test]
+fn the_operands_of_the_kernel_multiply_its_stages() {
+    let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_its_stages");
+    for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
+        for (m, n, k) in [(128, 256, 1024), (128, 104, 32), (77, 136, 608)] {
+            let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
+            let (found, violations) = execute_stages(&client, &a, &b, core);
+            assert_eq!(violations, [0; VIOLATIONS], "{m} x {n} x {k}");
+            let expected = expected(&a, &b);
+            for (i, expected) in expected.iter().enumerate() {
+                let (row, column) = (i / n, i % n);
+                let found = found[row * 256 + column];
+                let what = format!("{m} x {n} x {k}: ({row}, {column})");
+                assert_eq!(found.to_bits(), expected.to_bits(), "{what}");
+            }
+        }
+    }
+}
+
+/// The faults that are in operands: the model reports them, or the sums are wrong.
+#[test]
+fn faults_of_operands_are_noticed() {
+    let client = client!("tcgen05_model::faults_of_operands_are_noticed");
+    let (a, b) = (Packed::random(128, 512, 3), Packed::random(256, 512, 4));
+    let expected = expected(&a, &b);
+    for (fault, kind) in [
+        (Fault::WrongScaleColumn, None),
+        (Fault::WrongInstructionDescriptor, Some(BAD_INSTRUCTION)),
+        (Fault::WrongStride, Some(BAD_SHARED)),
+    ] {
+        let core = TensorCore::Software(fault);
+        let (found, violations) = execute_stages(&client, &a, &b, core);
+        match kind {
+            Some(kind) => assert!(violations[kind] > 0, "{fault:?}: {violations:?}"),
+            None => {
+                assert_eq!(violations, [0; VIOLATIONS], "{fault:?}");
+                assert_ne!(found, expected, "{fault:?}");
+            }
         }
     }
 }

@@ -15,6 +15,8 @@ pub(crate) mod sm100_nvfp4_cta;
 #[allow(missing_docs)]
 pub mod sm100_nvfp4_engine;
 #[allow(missing_docs)]
+pub mod sm100_nvfp4_operands;
+#[allow(missing_docs)]
 mod sm100_nvfp4_output;
 #[allow(missing_docs)]
 mod sm100_nvfp4_roles;

@@ -28,7 +28,8 @@ use super::{
     sm100_nvfp4_commands::{SoftwareTensorCoreLaunch, has_fault},
     sm100_nvfp4_cta::{sm100_nvfp4_kernel, units},
     sm100_nvfp4_engine::{TMEM_WORDS, VIOLATIONS},
-    sm100_nvfp4_stage::{ATOM, STEP_K, Sm100Plan, SwizzledScalesLaunch, TILE_K},
+    sm100_nvfp4_operands::{ATOM, STEP_K, TILE_K},
+    sm100_nvfp4_stage::{Sm100Plan, SwizzledScalesLaunch},
 };
 use crate::{
     Nvfp4Error,

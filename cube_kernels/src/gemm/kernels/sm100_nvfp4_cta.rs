@@ -10,11 +10,10 @@ use super::{
         run_engine,
     },
     sm100_nvfp4_engine::{Memory, TMEM_WORDS},
+    sm100_nvfp4_operands::{OPERANDS, SCALE_COLUMNS, STAGES},
     sm100_nvfp4_output::{OutputTile, write_tile},
     sm100_nvfp4_roles::{issue_tiles, load_tiles},
-    sm100_nvfp4_stage::{
-        CtaState, GroupRows, OPERANDS, SCALE_COLUMNS, STAGES, Sm100Plan, SwizzledScales,
-    },
+    sm100_nvfp4_stage::{CtaState, GroupRows, Sm100Plan, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
@@ -144,7 +143,6 @@ pub fn sm100_nvfp4_kernel(
         }
         sync_plane();
     } else if comptime!(is_software) {
-        // Reads of the word by the other warps are behind the barrier below.
         run_engine(&operands, model, memory, cta.ring, board_at + 4u32, UNITS);
     }
 

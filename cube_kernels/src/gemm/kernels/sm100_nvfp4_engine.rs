@@ -1,4 +1,4 @@
-//! A software model of the tensor cores of sm_100, for the [`sm100_nvfp4`](super::sm100_nvfp4)
+//! A software model of the tensor cores of sm_100, for the `sm100_nvfp4`
 //! kernel on other GPUs: what `tcgen05.cp` and `tcgen05.mma` do, from their descriptors.
 //!
 //! Commands have all operands of an instruction. The functions here decode every field of a

@@ -5,17 +5,16 @@ use cubecl::{prelude::barrier::Barrier, prelude::*};
 
 use super::{
     sm100_nvfp4_commands::{delay, has_fault, issue_commit, issue_copy, issue_mma},
-    sm100_nvfp4_stage::{
-        A_CODES, A_SCALES, A_SCALES_AT, A_STEP_COLUMNS, ATOM, B_CODES, B_CODES_AT, B_SCALES,
-        B_SCALES_AT, B_STEP_COLUMNS, CtaState, GroupRows, SCALE_COLUMNS, STAGES, STEP_K, STEPS,
-        Sm100Plan, SwizzledScales, TILE_K,
+    sm100_nvfp4_operands::{
+        A_CODES, A_SCALES, A_SCALES_AT, ATOM, B_CODES, B_CODES_AT, B_SCALES, B_SCALES_AT, STAGES,
+        STEP_K, STEPS, StageAt, TILE_K, mma_operands, scale_copy, steps_of,
     },
+    sm100_nvfp4_stage::{CtaState, GroupRows, Sm100Plan, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
-        BlockScaled, MmaOperands, SharedLayout, cp_async_bulk, cvta_to_global,
-        instruction_descriptor, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
-        nanosleep, tcgen05_descriptor, tcgen05_fence_after_thread_sync,
+        cp_async_bulk, cvta_to_global, mbarrier_arrive, mbarrier_arrive_expect_tx,
+        mbarrier_wait_parity, nanosleep, tcgen05_fence_after_thread_sync,
     },
     gemm::{
         arguments::GroupedProblem,
@@ -23,46 +22,6 @@ use crate::{
         tiles::{Fault, SM100_TILE_M, SM100_TILE_N, TensorCore},
     },
 };
-
-/// The instruction descriptor of a whole tile. What lies outside of the output is multiplied too:
-/// its sums are not written.
-const IDESC: u32 =
-    instruction_descriptor(BlockScaled::Nvfp4, SM100_TILE_M as u32, SM100_TILE_N as u32);
-
-/// The descriptor of codes, or a wrong one.
-const fn codes_layout(core: TensorCore) -> SharedLayout {
-    match has_fault(core, Fault::WrongStride) {
-        true => SharedLayout {
-            stride: 512,
-            ..SharedLayout::CODES
-        },
-        false => SharedLayout::CODES,
-    }
-}
-
-/// The instruction descriptor, or a wrong one.
-const fn idesc(core: TensorCore) -> u32 {
-    match has_fault(core, Fault::WrongInstructionDescriptor) {
-        true => IDESC | 1 << 23,
-        false => IDESC,
-    }
-}
-
-/// Columns of tensor memory between the scales of one stage and of the next.
-const fn stage_columns(core: TensorCore) -> u32 {
-    match has_fault(core, Fault::SharedScaleColumns) {
-        true => 0,
-        false => SCALE_COLUMNS as u32,
-    }
-}
-
-/// How much further than they were copied to the scales of `b` are read.
-const fn column_error(core: TensorCore) -> u32 {
-    match has_fault(core, Fault::WrongScaleColumn) {
-        true => 4,
-        false => 0,
-    }
-}
 
 /// Where the operands of a tile begin.
 #[derive(CubeType, Clone, Copy)]
@@ -183,14 +142,6 @@ fn opaque(value: u32) -> u32 {
         options(nomem)
     );
     u32::reinterpret(same)
-}
-
-/// Instructions of K tile `k_tile` of `k` columns: fewer than [`STEPS`] in the last one. Scales end
-/// with the last instruction of the contraction.
-#[cube]
-fn steps_of(k_tile: u32, k: u32) -> u32 {
-    let left = k.div_ceil(comptime!(STEP_K as u32)) - k_tile * comptime!(STEPS as u32);
-    min(left, comptime!(STEPS as u32))
 }
 
 /// Waits until the next stage is empty and lets TMA fill it: codes through the maps, with zeros for
@@ -325,53 +276,26 @@ fn issue_stage(
     #[comptime] core: TensorCore,
 ) -> u32 {
     let ring = cta.ring;
-    let operands = cta.operands;
-    let a_codes = operands + stage * comptime!(A_CODES as u32);
-    let b_codes = operands + comptime!(B_CODES_AT as u32) + stage * comptime!(B_CODES as u32);
-    let a_from = operands + comptime!(A_SCALES_AT as u32) + stage * comptime!(A_SCALES as u32);
-    let b_from = operands + comptime!(B_SCALES_AT as u32) + stage * comptime!(B_SCALES as u32);
-    let a_scales = tcgen05_descriptor(a_from, SharedLayout::SCALES);
-    let b_scales = tcgen05_descriptor(b_from, SharedLayout::SCALES);
-    let a = tcgen05_descriptor(a_codes, comptime!(codes_layout(core)));
-    let b = tcgen05_descriptor(b_codes, comptime!(codes_layout(core)));
-    let a_columns =
-        cta.tmem + comptime!(SM100_TILE_N as u32) + stage * comptime!(stage_columns(core));
-    let b_columns = a_columns + comptime!((STEPS * A_STEP_COLUMNS) as u32);
+    let at = StageAt {
+        operands: cta.operands,
+        tmem: cta.tmem,
+        stage,
+    };
     let mut queued = queued;
     #[unroll]
-    for i in 0..STEPS {
-        if comptime!(i as u32).runtime() < steps {
-            // In units of 16 bytes.
-            let atom = comptime!((i * ATOM / 16) as u64);
-            let to = a_columns + comptime!((i * A_STEP_COLUMNS) as u32);
-            queued = issue_copy(ring, queued, to, a_scales + atom, core);
-            let to = b_columns + comptime!((i * B_STEP_COLUMNS) as u32);
-            queued = issue_copy(ring, queued, to, b_scales + atom, core);
-            let atom = comptime!(((i * ATOM + A_SCALES) / 16) as u64);
-            let to = b_columns + comptime!((i * B_STEP_COLUMNS + 4) as u32);
-            queued = issue_copy(ring, queued, to, b_scales + atom, core);
+    for step in 0..STEPS {
+        if comptime!(step as u32).runtime() < steps {
+            #[unroll]
+            for part in 0..3usize {
+                let copy = scale_copy(at, step, part, core);
+                queued = issue_copy(ring, queued, copy.target, copy.source, core);
+            }
         }
     }
     #[unroll]
-    for i in 0..STEPS {
-        if comptime!(i as u32).runtime() < steps {
-            // 64 codes are 32 bytes.
-            let codes = comptime!((i * STEP_K / 2 / 16) as u64);
-            let first = u32::cast_from(k_tile > 0u32);
-            let column = comptime!((i * B_STEP_COLUMNS) as u32 + column_error(core));
-            let operands = MmaOperands {
-                d: cta.tmem,
-                a: a + codes,
-                b: b + codes,
-                idesc: comptime!(idesc(core)).runtime(),
-                a_scales: a_columns + comptime!((i * A_STEP_COLUMNS) as u32),
-                b_scales: b_columns + column,
-                accumulate: if comptime!(i == 0) {
-                    first
-                } else {
-                    1u32.runtime()
-                },
-            };
+    for step in 0..STEPS {
+        if comptime!(step as u32).runtime() < steps {
+            let operands = mma_operands(at, k_tile, step, core);
             queued = issue_mma(ring, queued, operands, core);
         }
     }

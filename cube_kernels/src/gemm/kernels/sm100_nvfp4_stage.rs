@@ -1,45 +1,16 @@
-//! Stages of the [`sm100_nvfp4`](super::sm100_nvfp4) kernel: how codes and block scales of both
-//! operands lie in shared memory, their columns of tensor memory, and what the roles of a CTA
-//! share.
+//! What the roles of a CTA of the [`sm100_nvfp4`](super::sm100_nvfp4) kernel share.
 
 use cubecl::prelude::*;
 
-use super::sm100_nvfp4_commands::CommandRing;
+use super::{sm100_nvfp4_commands::CommandRing, sm100_nvfp4_operands::STAGES};
 use crate::{
     gemm::{
         arguments::GroupedProblem,
         scheduler::GroupedDim,
-        tiles::{SM100_TILE_M, SM100_TILE_N, TensorCore},
+        tiles::{SM100_TILE_M, TensorCore},
     },
     moe::groups::extent,
 };
-
-/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
-pub(super) const TILE_K: usize = 256;
-/// Columns of an instruction.
-pub(super) const STEP_K: usize = 64;
-/// Instructions of a stage.
-pub(super) const STEPS: usize = TILE_K / STEP_K;
-/// Stages of the ring.
-pub(super) const STAGES: usize = 4;
-/// Bytes of codes of `a` and of `b` in a stage.
-pub(super) const A_CODES: usize = SM100_TILE_M * TILE_K / 2;
-pub(super) const B_CODES: usize = SM100_TILE_N * TILE_K / 2;
-/// Bytes of the scales of 128 rows and 64 columns.
-pub(super) const ATOM: usize = 512;
-/// Bytes of scales of `a` and of `b` in a stage.
-pub(super) const A_SCALES: usize = STEPS * ATOM;
-pub(super) const B_SCALES: usize = 2 * A_SCALES;
-/// Where the parts begin, each of all stages, and where the last ends.
-pub(super) const B_CODES_AT: usize = STAGES * A_CODES;
-pub(super) const A_SCALES_AT: usize = B_CODES_AT + STAGES * B_CODES;
-pub(super) const B_SCALES_AT: usize = A_SCALES_AT + STAGES * A_SCALES;
-pub(super) const OPERANDS: usize = B_SCALES_AT + STAGES * B_SCALES;
-
-/// Columns of tensor memory of a step's scales of `a`, and of a stage's scales of both.
-pub(super) const A_STEP_COLUMNS: usize = 4;
-pub(super) const B_STEP_COLUMNS: usize = 8;
-pub(super) const SCALE_COLUMNS: usize = STEPS * (A_STEP_COLUMNS + B_STEP_COLUMNS);
 
 /// The comptime choices of `sm100_nvfp4_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
