@@ -283,7 +283,8 @@ pub fn run_engine(
         delay(seed, at);
         if seed % 2u32 == 1u32 {
             if lane == 0u32 {
-                st_shared(board, count_ahead(ring, at));
+                // A variable would reach the instruction as a pointer.
+                st_shared(board, u32::reinterpret(count_ahead(ring, at)));
             }
             named_barrier_sync(ENGINE_BARRIER, ENGINE_UNITS);
             let count = ld_shared(board);
