@@ -64,7 +64,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
     let mut rows = quantize::describe(&capabilities);
     rows.extend(gemm::describe_typical(client));
     let bf16 = match capabilities.gemm {
-        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => None,
+        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => None,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => Some(
             "Burn's bf16 matmul is faster than cmma; with a bias or an f32 result it would compute \
              in f32, and the kernels run",

@@ -34,6 +34,10 @@ pub enum GemmBackend {
     /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
     /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Never run on hardware.
     CublasLt,
+    /// Compute capability 10.0 and 10.3, where the environment variable `NVFP4_GEMM=tcgen05` or a
+    /// request asks for it: FP4 tensor cores by a kernel of this crate. What it does not take goes
+    /// where [`CublasLt`](Self::CublasLt) sends it. Never run on hardware.
+    Sm100Tcgen05,
     /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix
     /// instructions as they are (never run on hardware), or small M with a packed weight that is
     /// dequantized in registers.
@@ -87,7 +91,10 @@ impl Capabilities {
             runtime,
             compute_capability,
             conversion: conversion(compute_capability),
-            gemm: gemm_backend(has_matrix, has_block_scaled, compute_capability),
+            gemm: with_tcgen05(
+                gemm_backend(has_matrix, has_block_scaled, compute_capability),
+                std::env::var("NVFP4_GEMM").as_deref() == Ok("tcgen05"),
+            ),
         }
     }
 }
@@ -105,6 +112,14 @@ fn gemm_backend(
         Some(120..130) if has_matrix && has_block_scaled => GemmBackend::Sm120BlockScaled,
         _ if has_matrix => GemmBackend::Cmma,
         _ => GemmBackend::Scalar,
+    }
+}
+
+/// `backend`, or the kernel that needs to be `asked` for.
+fn with_tcgen05(backend: GemmBackend, asked: bool) -> GemmBackend {
+    match backend {
+        GemmBackend::CublasLt if asked => GemmBackend::Sm100Tcgen05,
+        backend => backend,
     }
 }
 
@@ -166,5 +181,16 @@ mod tests {
         assert_eq!(llvm, GemmBackend::Cmma);
         assert_eq!(gemm_backend(false, false, Some(75)), GemmBackend::Scalar);
         assert_eq!(gemm_backend(false, false, None), GemmBackend::Scalar);
+    }
+
+    /// The kernel for `tcgen05` is taken where it is asked for, on the GPUs that have it.
+    #[test]
+    fn tcgen05_is_asked_for() {
+        let library = GemmBackend::CublasLt;
+        assert_eq!(with_tcgen05(library, false), library);
+        assert_eq!(with_tcgen05(library, true), GemmBackend::Sm100Tcgen05);
+        for other in [GemmBackend::Sm90Wgmma, GemmBackend::Sm120BlockScaled] {
+            assert_eq!(with_tcgen05(other, true), other);
+        }
     }
 }

@@ -7,8 +7,8 @@ use super::{
     cublaslt,
     kernels::{
         cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
-        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm120_nvfp4::Sm120Nvfp4,
-        small_m::SmallM,
+        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm100_nvfp4::Sm100Nvfp4,
+        sm120_nvfp4::Sm120Nvfp4, small_m::SmallM,
     },
     materialize::PackedReads,
     operand::OperandLayout,
@@ -22,7 +22,8 @@ use crate::{
 };
 
 /// All kernels, in the order in which they are asked.
-const KERNELS: [&dyn Kernel; 8] = [
+const KERNELS: [&dyn Kernel; 9] = [
+    &Sm100Nvfp4,
     &CublasLt,
     &SmallM,
     &Sm90W4a16,
@@ -42,6 +43,7 @@ pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
         Plan::DequantThenBf16(..) => &Sm90Bf16,
         Plan::StreamK(..) => &Sm90StreamK,
         Plan::BlockScaled(_) => &Sm120Nvfp4,
+        Plan::Tcgen05(_) => &Sm100Nvfp4,
         Plan::Cmma => &Cmma,
         Plan::Scalar => &Scalar,
     }
@@ -161,7 +163,7 @@ pub(crate) fn with_plan(
 ) -> Result<Choice, Nvfp4Error> {
     let is_planned = matches!(
         choice.backend,
-        GemmBackend::Sm90Wgmma | GemmBackend::Sm120BlockScaled
+        GemmBackend::Sm90Wgmma | GemmBackend::Sm100Tcgen05 | GemmBackend::Sm120BlockScaled
     );
     if !is_planned {
         return Ok(choice);
@@ -318,8 +320,9 @@ mod tests {
     use super::{
         super::{
             cublaslt::{CublasLtFormat, CublasLtProblem},
+            epilogue::Factor,
             heuristics::BAND,
-            tiles::{Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
+            tiles::{Multiply, Sm90Tile, Sm100Tile, Sm120Tile, W4a16Tile},
         },
         *,
     };
@@ -584,6 +587,55 @@ mod tests {
         assert!(refused.refused_by_library().is_some());
     }
 
+    /// Data-center Blackwell where the kernel for `tcgen05` is asked for, by `NVFP4_GEMM` or by the
+    /// request; what it refuses goes where it would go else.
+    #[test]
+    fn tcgen05_where_it_is_asked_for() {
+        let tcgen05 = Plan::Tcgen05(Sm100Tile::INSTRUCTION);
+        let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
+        let shape = (4096, 4096, 4096);
+        let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
+        let plan = |problem: Problem| choice(&asked, 148, &problem).plan;
+        let dense = Problem::new(PACKED, shape);
+        assert_eq!(plan(dense), tcgen05);
+        assert_eq!(plan(Problem::new(PACKED, (1, 4096, 4096))), tcgen05);
+        assert_eq!(plan(dense.grouped(GroupedDim::M, 8)), tcgen05);
+        let mut per_token = dense;
+        per_token.epilogue.a = Factor::PerRow;
+        assert_eq!(plan(per_token), tcgen05);
+        assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), Plan::Cmma);
+        assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
+        assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
+        let unaligned = Problem {
+            aligned: false,
+            ..dense
+        };
+        assert_ne!(plan(unaligned), tcgen05);
+        let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+        assert_eq!(plan(Problem::new(WEIGHT_ONLY, shape)), bf16);
+
+        // Without that it is a request's backend, or nothing.
+        let library = device(Some(103), GemmBackend::CublasLt);
+        let found = choice(&library, 148, &dense);
+        assert_eq!(found.plan, nvfp4);
+        assert_eq!(found.refusals[0].0, "sm100_nvfp4");
+        let by_request = Problem {
+            backend: Some(GemmBackend::Sm100Tcgen05),
+            ..dense
+        };
+        let found = choice(&library, 148, &by_request);
+        let backend = GemmBackend::Sm100Tcgen05;
+        assert_eq!((found.backend, found.plan), (backend, tcgen05));
+        let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+        let hopper = Device {
+            capabilities: &hopper,
+            sms: 132,
+            cublaslt: &|_| Ok(()),
+        };
+        let error = super::plan(&hopper, &by_request).unwrap_err();
+        assert!(error.to_string().contains("10.0"), "{error}");
+    }
+
     /// Every row names a kernel and why it is not another one.
     #[test]
     fn rows_of_every_device() {
@@ -592,6 +644,7 @@ mod tests {
             (Some(80), GemmBackend::Cmma),
             (Some(90), GemmBackend::Sm90Wgmma),
             (Some(100), GemmBackend::CublasLt),
+            (Some(100), GemmBackend::Sm100Tcgen05),
             (Some(120), GemmBackend::Sm120BlockScaled),
         ] {
             let capabilities = device(capability, backend);

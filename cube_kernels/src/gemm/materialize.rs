@@ -9,6 +9,7 @@ use crate::{
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
+    moe::GroupOffsets,
     quantize,
     tensor::{DeviceQuantized, Matrix},
 };
@@ -38,6 +39,17 @@ impl Reads {
         packed: PackedReads::Compact,
         mn_major: false,
     };
+}
+
+/// Where 128x4 tiles of block scales begin anew.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ScaleTiling<'a> {
+    /// Nowhere: one matrix.
+    Matrix,
+    /// At each of so many matrices of equal size.
+    Batch(usize),
+    /// At each group of rows.
+    RowGroups(&'a GroupOffsets),
 }
 
 /// An operand as a kernel reads it. What its layout does not have is any other memory of it,
@@ -83,7 +95,7 @@ pub(crate) fn materialize(
     operand: &Operand,
     stack: usize,
     layout: OperandLayout,
-    reads: Reads,
+    (reads, tiling): (Reads, ScaleTiling),
 ) -> Result<Materialized, Nvfp4Error> {
     let rows = operand.outer();
     let dense = |layout, handle: &Handle| Materialized {
@@ -113,7 +125,7 @@ pub(crate) fn materialize(
             })
         }
         Elements::Packed(packed) => {
-            let scales = block_scales(client, packed, reads.packed)?;
+            let scales = block_scales(client, packed, reads.packed, tiling)?;
             if reads.packed == PackedReads::Bf16 {
                 let values = decode_from(client, packed, &scales);
                 return Ok(dense(OperandLayout::KMajor, &values));
@@ -135,12 +147,22 @@ fn block_scales(
     client: &Client,
     packed: &DeviceQuantized,
     reads: PackedReads,
+    tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
     match (packed.layout.scale_layout, reads) {
-        (ScaleLayout::Compact, PackedReads::Swizzled) => {
-            quantize::swizzle(client, &packed.scales, outer, blocks)
-        }
+        (ScaleLayout::Compact, PackedReads::Swizzled) => match tiling {
+            ScaleTiling::Matrix => quantize::swizzle(client, &packed.scales, outer, blocks),
+            ScaleTiling::Batch(count) => {
+                let rows = outer / count;
+                quantize::swizzle_batch(client, &packed.scales, count, rows, blocks)
+            }
+            ScaleTiling::RowGroups(groups) => {
+                let scales = &packed.scales;
+                let tiled = quantize::swizzle_row_groups(client, scales, outer, blocks, groups);
+                tiled.map(|(scales, _)| scales)
+            }
+        },
         (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
             quantize::unswizzle(client, &packed.scales, outer, blocks)

@@ -52,7 +52,7 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 use epilogue::EpilogueArgs;
-use materialize::materialize;
+use materialize::{ScaleTiling, materialize};
 use output::Output;
 use problem::{Launch, sms};
 use scheduler::GroupArgs;
@@ -111,8 +111,8 @@ impl<'a> Grouped<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {
     /// The left operand: rows of the output. Packed operands may have their block scales in rows
-    /// or, without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] reads and other backends
-    /// turn into rows before.
+    /// or, without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] and
+    /// [`GemmBackend::Sm100Tcgen05`] read and other backends turn into rows before.
     pub a: Operand<'a>,
     /// The right operand: columns of the output.
     pub b: Operand<'a>,
@@ -366,9 +366,13 @@ impl<'a> Gemm<'a> {
     fn capabilities_of(&self, client: &Client) -> Capabilities {
         let found = self.capabilities.cloned();
         let mut capabilities = found.unwrap_or_else(|| Capabilities::of(client));
-        let emulated = self.plan.is_some_and(|plan| plan.is_emulated());
-        if emulated && capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar {
-            capabilities.gemm = GemmBackend::Sm120BlockScaled;
+        let is_gpu = capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar;
+        if let Some(backend) = self
+            .plan
+            .and_then(Plan::emulated_backend)
+            .filter(|_| is_gpu)
+        {
+            capabilities.gemm = backend;
         }
         capabilities
     }
@@ -413,8 +417,15 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
 
     let kernel = dispatch::kernel_of(choice.plan);
     let reads = kernel.reads(choice.plan);
-    let a = materialize(client, &gemm.a, 1, problem.a, reads)?;
-    let b = materialize(client, &gemm.b, gemm.stack(), problem.b, reads)?;
+    let (a_tiling, b_tiling) = match gemm.grouped {
+        Grouped::M(offsets) => (
+            ScaleTiling::RowGroups(offsets),
+            ScaleTiling::Batch(offsets.count),
+        ),
+        Grouped::None | Grouped::K(_) => (ScaleTiling::Matrix, ScaleTiling::Matrix),
+    };
+    let a = materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?;
+    let b = materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?;
 
     // What the epilogue does not read may be any memory.
     let unread = gemm.a.memory();

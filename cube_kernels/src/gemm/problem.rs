@@ -11,7 +11,10 @@ use super::{
     operand::OperandLayout,
     output::Output,
     scheduler::{GroupArgs, GroupedDim},
-    tiles::{Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm120Tile, W4a16Tile},
+    tiles::{
+        Multiply, SM90_TILE_M, SM100_TILE_M, SM100_TILE_N, SM120_TILE_N, Sm90Tile, Sm100Tile,
+        Sm120Tile, TensorCore, W4a16Tile,
+    },
 };
 use crate::{
     Nvfp4Error,
@@ -133,6 +136,8 @@ pub enum Plan {
     StreamK(Sm90Tile, usize),
     /// Codes and scales go to block-scaled matrix instructions.
     BlockScaled(Sm120Tile),
+    /// Codes and scales go to the tensor cores of data-center Blackwell.
+    Tcgen05(Sm100Tile),
     /// Tiles dequantized in shared memory, 16x16x16 matrix instructions.
     Cmma,
     /// One unit for each output element.
@@ -140,10 +145,18 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// Whether plain arithmetic stands in for an instruction, so that other devices can run the
-    /// rest.
-    pub(crate) fn is_emulated(self) -> bool {
-        matches!(self, Self::BlockScaled(tile) if tile.multiply == Multiply::Software)
+    /// The backend whose instruction plain arithmetic stands in for, so that other devices can run
+    /// the rest.
+    pub(crate) fn emulated_backend(self) -> Option<GemmBackend> {
+        match self {
+            Self::BlockScaled(tile) if tile.multiply == Multiply::Software => {
+                Some(GemmBackend::Sm120BlockScaled)
+            }
+            Self::Tcgen05(tile) if tile.core != TensorCore::Instruction => {
+                Some(GemmBackend::Sm100Tcgen05)
+            }
+            _ => None,
+        }
     }
 }
 
@@ -177,6 +190,13 @@ impl fmt::Display for Plan {
                     Multiply::Software => "block-scaled mma.sync in software",
                 };
                 write!(f, "{by}, {m} x {n} tiles")
+            }
+            Self::Tcgen05(tile) => {
+                let by = match tile.core {
+                    TensorCore::Instruction => "tcgen05.mma",
+                    TensorCore::Software(_) => "tcgen05.mma in software",
+                };
+                write!(f, "{by}, {SM100_TILE_M} x {SM100_TILE_N} tiles")
             }
             Self::Cmma => f.write_str("cmma 16x16x16, tiles dequantized in shared memory"),
             Self::Scalar => f.write_str("one thread for each output element"),

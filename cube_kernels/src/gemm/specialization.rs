@@ -3,7 +3,8 @@
 use cubecl::prelude::AddressType;
 
 use super::kernels::{
-    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm120Plan, SmallMShape, StreamKPlan, W4a16Plan,
+    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
+    W4a16Plan,
 };
 
 /// What a GEMM kernel, or one that prepares its operands, was specialized for.
@@ -15,6 +16,8 @@ pub enum GemmInstance {
     Sm90StreamK(StreamKPlan),
     /// The W4A16 kernel of Hopper.
     Sm90W4a16(W4a16Plan),
+    /// The NVFP4 kernel of data-center Blackwell.
+    Sm100Nvfp4(Sm100Plan),
     /// The NVFP4 kernel of consumer Blackwell.
     Sm120Nvfp4(Sm120Plan),
     /// The kernel of small M.

@@ -228,3 +228,74 @@ impl Sm120Tile {
         Self { strips, multiply }
     }
 }
+
+/// Rows of `a` in a tile of the `tcgen05` kernel: the lanes of tensor memory.
+pub const SM100_TILE_M: usize = 128;
+/// Rows of `b` in a tile: the columns of its accumulators.
+pub const SM100_TILE_N: usize = 256;
+
+/// Who executes `tcgen05` instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TensorCore {
+    /// The tensor cores of sm_100 and sm_103.
+    Instruction,
+    /// Four warps more, which execute the same commands from a ring in shared memory; tensor memory
+    /// is in device memory. For Hopper, whose TMA and barriers are the same, and for tests.
+    Software(Fault),
+}
+
+/// What a test breaks in the kernel, to see that the software model notices it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Fault {
+    /// Nothing.
+    None,
+    /// Stages are multiplied without waiting for them.
+    NoFullWait,
+    /// Accumulators are read without waiting for them.
+    NoAccumulatorWait,
+    /// A stage is released when its instructions are issued, not when they are complete.
+    EarlyStageReuse,
+    /// Codes are copied without the swizzle that their descriptor names.
+    WrongSwizzle,
+    /// Scales of `b` are read four columns further.
+    WrongScaleColumn,
+    /// All stages have their scales in the same columns, so that a copy may overtake the
+    /// instruction that reads them.
+    SharedScaleColumns,
+    /// The instruction descriptor names UE8M0 scales.
+    WrongInstructionDescriptor,
+    /// The descriptor of codes has another distance between groups of eight rows.
+    WrongStride,
+}
+
+impl Fault {
+    /// All of them but none.
+    pub const INJECTED: [Self; 8] = [
+        Self::NoFullWait,
+        Self::NoAccumulatorWait,
+        Self::EarlyStageReuse,
+        Self::WrongSwizzle,
+        Self::WrongScaleColumn,
+        Self::SharedScaleColumns,
+        Self::WrongInstructionDescriptor,
+        Self::WrongStride,
+    ];
+}
+
+/// How the `tcgen05` kernel runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Sm100Tile {
+    /// Who multiplies.
+    pub core: TensorCore,
+    /// In software: the seed of delays and of the order of commands, or 0 for none and the order in
+    /// which they were issued. Odd seeds let scale copies overtake instructions.
+    pub seed: u32,
+}
+
+impl Sm100Tile {
+    /// With the instructions.
+    pub const INSTRUCTION: Self = Self {
+        core: TensorCore::Instruction,
+        seed: 0,
+    };
+}

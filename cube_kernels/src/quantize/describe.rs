@@ -54,10 +54,10 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
         ),
     };
     let layout = match capabilities.gemm {
-        GemmBackend::CublasLt => row(
+        GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => row(
             "128x4 scale layout",
             "one kernel, before each GEMM",
-            "cuBLASLt reads 128x4 tiles of scales, and tensors keep theirs in rows",
+            "FP4 tensor cores read 128x4 tiles of scales, and tensors keep theirs in rows",
         ),
         _ => row(
             "128x4 scale layout",

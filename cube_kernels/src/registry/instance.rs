@@ -108,6 +108,8 @@ pub enum Architectures {
     All,
     /// sm_90a: `wgmma` and TMA, or what only kernels with them need.
     Sm90a,
+    /// sm_100a and sm_103a: `tcgen05`.
+    Sm100,
     /// sm_120a and sm_121a: block-scaled `mma`.
     Sm120,
 }
@@ -118,6 +120,7 @@ impl Architectures {
         match self {
             Self::All => true,
             Self::Sm90a => arch == "sm_90a",
+            Self::Sm100 => ["sm_100a", "sm_103a"].contains(&arch),
             Self::Sm120 => ["sm_120a", "sm_121a"].contains(&arch),
         }
     }

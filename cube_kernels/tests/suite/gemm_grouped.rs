@@ -28,7 +28,10 @@ fn paths(client: &Client) -> Vec<GemmBackend> {
         GemmBackend::Scalar => vec![GemmBackend::Scalar],
         // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no
         // bf16 operands; its groups of rows are tested beside it.
-        GemmBackend::Cmma | GemmBackend::Sm120BlockScaled | GemmBackend::CublasLt => {
+        GemmBackend::Cmma
+        | GemmBackend::Sm120BlockScaled
+        | GemmBackend::Sm100Tcgen05
+        | GemmBackend::CublasLt => {
             vec![GemmBackend::Cmma, GemmBackend::Scalar]
         }
         GemmBackend::Sm90Wgmma => vec![

@@ -9,8 +9,8 @@ use nvfp4_kernels::{
     gemm::{
         GemmInstance,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm120Plan,
-            SmallMShape, StreamKPlan, W4a16Plan,
+            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Plan,
+            Sm120Plan, SmallMShape, StreamKPlan, TensorCore, W4a16Plan, sm100_units,
         },
     },
     tensor::FloatKind,
@@ -19,9 +19,18 @@ use nvfp4_kernels::{
 /// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
 const BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
 
+/// What a CTA takes.
+#[derive(Clone, Copy)]
+pub struct Resources {
+    /// Registers of a thread.
+    pub registers: usize,
+    /// Bytes of shared memory.
+    pub shared: usize,
+}
+
 /// Fails when the machine code `sass` of `gemm` for `arch` lacks what it must hold. `name` is for
 /// the messages.
-pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
+pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch: &str) {
     let name = &format!("{name} for {arch}");
     println!(
         "{name}: {} HGMMA, {} OMMA, {} HMMA, {} LDL and STL, {} lines",
@@ -35,6 +44,7 @@ pub fn check(name: &str, gemm: GemmInstance, sass: &str, arch: &str) {
         GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
         GemmInstance::Sm90StreamK(plan) => sm90_stream_k(name, plan, sass),
         GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
+        GemmInstance::Sm100Nvfp4(plan) => sm100_nvfp4(name, plan, takes, sass),
         GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
@@ -119,6 +129,85 @@ fn sm90_w4a16(name: &str, plan: W4a16Plan, sass: &str) {
     }
 }
 
+/// Registers and shared memory of a CTA on sm_90 and sm_100.
+const REGISTERS: usize = 65536;
+const SHARED: usize = 227 << 10;
+/// Registers that the kernel for `tcgen05` takes at most, of the instances of the registry.
+const SM100_REGISTERS: usize = 56;
+
+fn sm100_nvfp4(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
+    let units = sm100_units(plan.core) as usize;
+    let Resources { registers, shared } = takes;
+    let found = |opcode| count(sass, opcode);
+    println!(
+        "{name}: {} UTCOMMA, {} UTCCP, {} UTCBAR, {} ELECT, {} LDTM, {registers} registers, \
+         {shared} bytes of shared memory, {} lines",
+        found("UTCOMMA"),
+        found("UTCCP"),
+        found("UTCBAR"),
+        found("ELECT"),
+        found("LDTM"),
+        sass.lines().count()
+    );
+    if plan.core == TensorCore::Instruction {
+        assert_eq!(spills(sass), 0, "{name} spills");
+        assert!(
+            registers <= SM100_REGISTERS,
+            "{name}: {registers} registers"
+        );
+    }
+    assert!(
+        units * registers <= REGISTERS,
+        "{name}: {registers} registers"
+    );
+    assert!(shared <= SHARED, "{name}: {shared} bytes");
+    for other in ["HMMA", "OMMA", "QMMA", "HGMMA"] {
+        assert_eq!(found(other), 0, "{name}: {other}");
+    }
+    // Codes of both operands, and the scales of one and two times 128 rows, for each time that the
+    // compiler has unrolled the loop.
+    let boxes = found("UTMALDG");
+    assert!(
+        boxes > 0 && boxes.is_multiple_of(2),
+        "{name}: {boxes} UTMALDG"
+    );
+    assert_eq!(found("UBLKCP"), boxes / 2 * 3, "{name}");
+    let (multiply, copies, commits) = match plan.core {
+        // Of each K tile: four steps of one multiplication and three copies, and a commit. One
+        // commit more for each tile of the output.
+        TensorCore::Instruction => (4, 12, 2),
+        TensorCore::Software(_) => (0, 0, 0),
+    };
+    for (opcode, expected) in [
+        ("UTCOMMA", multiply),
+        ("UTCCP", copies),
+        ("UTCBAR", commits),
+    ] {
+        assert_eq!(found(opcode), expected, "{name}: {opcode}");
+    }
+    // Around instructions of one thread whose choice ptxas does not understand it makes loops,
+    // which elect one thread after another.
+    assert_eq!(sass.matches("BRA.U.ANY").count(), 0, "{name}: a loop");
+    if plan.core == TensorCore::Instruction {
+        assert!(found("LDTM.x16") > 0, "{name}: LDTM");
+        let lines: Vec<&str> = sass.lines().collect();
+        let first = lines
+            .iter()
+            .position(|line| line.contains("UTCCP"))
+            .unwrap();
+        let last = lines
+            .iter()
+            .rposition(|line| line.contains("UTCBAR"))
+            .unwrap();
+        let main_loop = lines[first..last].join("\n");
+        assert_eq!(
+            count(&main_loop, "ELECT"),
+            0,
+            "{name}: ELECT in the main loop"
+        );
+    }
+}
+
 fn sm120_nvfp4(name: &str, plan: Sm120Plan, sass: &str) {
     let found = count(sass, BLOCK_SCALED);
     for (other, expected) in [("OMMA", found), ("QMMA", 0), ("IMMA", 0), ("HMMA", 0)] {
@@ -176,6 +265,10 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
         GemmInstance::Sm90StreamK(plan) => {
             plan.tile == Sm90Tile::N256 || plan.majors == [Major::K; 2]
         }
+        GemmInstance::Sm100Nvfp4(plan) => match plan.core {
+            TensorCore::Instruction => true,
+            TensorCore::Software(_) => plan.grouped == GroupedDim::M,
+        },
         GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {
             Multiply::Instruction => true,
             Multiply::Software => plan.grouped == GroupedDim::M,

@@ -30,6 +30,8 @@ mod gemm_grouped;
 mod gemm_portable;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;
+#[cfg(feature = "cube")]
+mod gemm_tcgen05;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]
@@ -64,6 +66,7 @@ mod router;
 mod shapes;
 #[cfg(feature = "cube")]
 mod shards;
+mod tcgen05_model;
 #[cfg(feature = "cube")]
 mod units;
 #[cfg(feature = "cube")]

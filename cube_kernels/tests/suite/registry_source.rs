@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use crate::gemm_source;
+use crate::gemm_source::{self, Resources};
 use crate::support::{
     is_full,
     nvrtc::CudaTools,
@@ -20,7 +20,10 @@ use cubecl::{hash::StableHash, prelude::KernelId};
 use cubecl_server::runtime::Runtime;
 use nvfp4_kernels::{
     cube::codec::Conversion,
-    gemm::{GemmInstance, kernels::Multiply},
+    gemm::{
+        GemmInstance,
+        kernels::{Fault, GroupedDim, Multiply, Sm100Plan, TensorCore},
+    },
     registry::{self, DummyDevice, Expected, Instance},
 };
 
@@ -53,6 +56,10 @@ fn is_block_scaled(instance: &Instance) -> bool {
     matches!(instance.gemm, Some(GemmInstance::Sm120Nvfp4(_)))
 }
 
+fn is_tcgen05(instance: &Instance) -> bool {
+    matches!(instance.gemm, Some(GemmInstance::Sm100Nvfp4(_)))
+}
+
 fn is_not_block_scaled(instance: &Instance) -> bool {
     !is_block_scaled(instance)
 }
@@ -70,9 +77,32 @@ fn assert_found(expected: Option<bool>, found: bool, what: &str) {
     }
 }
 
+/// A mutable variable reaches an asm block as a pointer, which some instructions take silently: a
+/// store of 32 bits from a register of 64, and an address in shared memory. What takes 64 bits
+/// rightly is named here.
+fn assert_no_pointers(name: &str, source: &str) {
+    let takes_64 = [
+        "cvta.to.",
+        "atom.",
+        "tcgen05.cp.",
+        "tcgen05.mma.",
+        "cp.async.bulk.",
+    ];
+    let statements = source.lines().filter(|line| line.contains("asm"));
+    for line in statements.filter(|line| line.contains("\"l\"(")) {
+        let is_right = takes_64
+            .iter()
+            .any(|instruction| line.contains(instruction));
+        assert!(is_right, "{name} passes a pointer: {line}");
+    }
+}
+
 fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     let name = &instance.name;
-    let text = sources::cuda_source(name, &*instance.kernel);
+    let (text, shared) = sources::cuda_kernel(name, &*instance.kernel);
+    if is_tcgen05(instance) {
+        assert_no_pointers(name, &text);
+    }
     let compiled = machine_code(tools, name, &text, arch);
     let Expected {
         e2m1_rn,
@@ -101,7 +131,11 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     assert_found(e2m1_rs, sass.contains(E2M1_RS), &what("e2m1, stochastic"));
     assert_found(e4m3, sass.contains(E4M3), &what("e4m3"));
     if let Some(gemm) = instance.gemm {
-        gemm_source::check(name, gemm, &sass, arch);
+        let takes = Resources {
+            registers: compiled.registers,
+            shared,
+        };
+        gemm_source::check(name, gemm, takes, &sass, arch);
     }
 }
 
@@ -196,6 +230,13 @@ fn block_scaled_gemms_compile_for_sm_120a() {
     );
 }
 
+/// Of the kernel for `tcgen05` alone; that of sm_100a is among all kernels.
+#[test]
+fn tcgen05_gemms_compile_for_sm_103a() {
+    let test = "registry_source::tcgen05_gemms_compile_for_sm_103a";
+    check(test, "sm_103a", Conversion::Hardware, is_tcgen05);
+}
+
 #[test]
 fn compiles_for_sm_100a() {
     let test = "registry_source::compiles_for_sm_100a";
@@ -231,8 +272,8 @@ fn other_architectures() {
     }
 }
 
-/// The compilation can fail: the block-scaled instruction exists on sm_120a and sm_121a alone, and
-/// the conversion of E4M3 from sm_89 on.
+/// The compilation can fail: the block-scaled instruction exists on sm_120a and sm_121a alone,
+/// `tcgen05` on sm_100a and sm_103a, and the conversion of E4M3 from sm_89 on.
 #[test]
 fn instructions_are_refused_where_they_do_not_exist() {
     let tools = tools!("registry_source::instructions_are_refused_where_they_do_not_exist");
@@ -242,10 +283,18 @@ fn instructions_are_refused_where_they_do_not_exist() {
         Some(GemmInstance::Sm120Nvfp4(plan)) => plan.tile.multiply == Multiply::Instruction,
         _ => false,
     };
+    let has_tcgen05 = |instance: &Instance| match instance.gemm {
+        Some(GemmInstance::Sm100Nvfp4(plan)) => plan.core == TensorCore::Instruction,
+        _ => false,
+    };
     for (Instance { name, kernel, .. }, refused) in [
         (
             instances.iter().find(|instance| has_instruction(instance)),
             &["sm_90a", "sm_100a"][..],
+        ),
+        (
+            instances.iter().find(|instance| has_tcgen05(instance)),
+            &["sm_90a", "sm_120a"][..],
         ),
         (
             instances.iter().find(|instance| is_small_m(instance)),
@@ -275,6 +324,59 @@ fn stochastic_conversion_is_refused_where_it_does_not_exist() {
     for arch in ["sm_90a", "sm_120a"] {
         assert!(tools.compile(&text, arch).is_err(), "{arch}");
     }
+}
+
+/// The statements of a source in any order, without the numbers in names: CubeCL numbers variables
+/// anew each time, and the name of a function ends in a hash of its arguments.
+fn statements(source: &str) -> Vec<String> {
+    let mut all: Vec<String> = source
+        .lines()
+        .map(|line| {
+            let mut kept = String::new();
+            let mut in_name = false;
+            for c in line.chars() {
+                // A digit or letter behind a letter belongs to a name.
+                in_name = c.is_alphabetic() || c == '_' || in_name && c.is_ascii_digit();
+                if !(in_name && c.is_ascii_digit()) {
+                    kept.push(c);
+                }
+            }
+            match kept.split_once("sm_nvfp_kernel_") {
+                Some((before, rest)) => format!("{before}{}", rest.split_once('(').unwrap().1),
+                None => kept,
+            }
+        })
+        .collect();
+    all.sort_unstable();
+    all
+}
+
+/// A fault that a test injects into the kernel for `tcgen05` is in its code, and in no other's: the
+/// sources are all different, but for the swizzle, which is one of the tensor maps.
+#[test]
+fn injected_faults_are_in_the_source() {
+    let instances = instances(Conversion::Hardware);
+    let source = |fault: Fault| {
+        let plan = Sm100Plan {
+            grouped: GroupedDim::None,
+            core: TensorCore::Software(fault),
+        };
+        let is_it = |instance: &&Instance| {
+            instance.gemm == Some(GemmInstance::Sm100Nvfp4(plan))
+                && instance.name.contains("-Bf16-false-")
+        };
+        let Instance { name, kernel, .. } = instances.iter().find(is_it).unwrap();
+        statements(&sources::cuda_source(name, &**kernel))
+    };
+    let plain = source(Fault::None);
+    assert_eq!(source(Fault::WrongSwizzle), plain);
+    let mut all = BTreeSet::from([plain]);
+    for fault in Fault::INJECTED {
+        if fault != Fault::WrongSwizzle {
+            assert!(all.insert(source(fault)), "{fault:?}");
+        }
+    }
+    assert_eq!(all.len(), Fault::INJECTED.len());
 }
 
 /// All files with Rust source in `folder` and below.

@@ -131,7 +131,7 @@ fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: Flo
     }
     match backend {
         _ if operands.contains(&ElementClass::Wide) => false,
-        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt => true,
+        GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => true,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
         GemmBackend::Scalar => false,
     }
@@ -246,6 +246,7 @@ mod tests {
         let gpus = [
             GemmBackend::Sm90Wgmma,
             GemmBackend::CublasLt,
+            GemmBackend::Sm100Tcgen05,
             GemmBackend::Sm120BlockScaled,
             GemmBackend::Cmma,
         ];
@@ -257,7 +258,10 @@ mod tests {
                 );
             }
             assert!(!runs_on_kernels(backend, [Wide, Nvfp4], f32), "{backend:?}");
-            let library = matches!(backend, GemmBackend::Sm90Wgmma | GemmBackend::CublasLt);
+            let library = matches!(
+                backend,
+                GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05
+            );
             assert_eq!(
                 runs_on_kernels(backend, [Bf16, Bf16], bf16),
                 library,

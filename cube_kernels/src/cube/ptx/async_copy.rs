@@ -1,5 +1,5 @@
-//! Asynchronous copies of single units from device to shared memory (`cp.async`, not the bulk
-//! copies of TMA).
+//! Asynchronous copies from device to shared memory: of single units (`cp.async`), and in bulk
+//! (`cp.async.bulk`).
 
 use cubecl::prelude::*;
 
@@ -77,5 +77,18 @@ pub fn cp_async_mbarrier_arrive_noinc(barrier: u32) {
     gpu_asm!(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{barrier}];",
         barrier = in(_) barrier
+    );
+}
+
+/// Starts a bulk copy of `bytes`, a multiple of 16, from device memory at `source` to shared memory
+/// at `target`, both multiples of 16; they count as arrived bytes of `barrier`: `cp.async.bulk`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk"; PTX 8.0, sm_90 and later.
+#[cube]
+pub fn cp_async_bulk(target: u32, source: u64, bytes: u32, barrier: u32) {
+    gpu_asm!(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "[{t}], [{s}], {n}, [{b}];",
+        t = in(_) target, s = in(_) source, n = in(_) bytes, b = in(_) barrier
     );
 }

@@ -40,3 +40,19 @@ pub fn mbarrier_arrive_expect_tx(barrier: u32, bytes: u32) {
         barrier = in(_) barrier, bytes = in(_) bytes
     );
 }
+
+/// Whether the phase of `parity` of `barrier` is complete, 1 or 0, without waiting; if so, acquires
+/// what was written before: `mbarrier.test_wait.parity`.
+///
+/// PTX 7.1 (7.8 for `shared::cta`); sm_80 and later.
+#[cube]
+pub fn mbarrier_test_wait_parity(barrier: u32, parity: u32) -> u32 {
+    let done: u32;
+    gpu_asm!(
+        "{{ .reg .pred done;",
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [{barrier}], {parity};",
+        "selp.b32 {d}, 1, 0, done; }}",
+        d = out(_) done, barrier = in(_) barrier, parity = in(_) parity
+    );
+    u32::reinterpret(done)
+}

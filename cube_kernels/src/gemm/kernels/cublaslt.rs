@@ -35,7 +35,11 @@ impl Kernel for CublasLt {
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
         let GemmShape { n, k, .. } = problem.shape;
         let asked = problem.backend == Some(GemmBackend::CublasLt);
-        if !asked && device.capabilities.gemm != GemmBackend::CublasLt {
+        let is_here = matches!(
+            device.capabilities.gemm,
+            GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05
+        );
+        if !asked && !is_here {
             return Err(Refusal::Device(
                 "the device is not of compute capability 10.0 or 10.3",
             ));

@@ -7,6 +7,21 @@ pub(crate) mod cmma;
 pub(crate) mod cublaslt;
 #[allow(missing_docs)]
 pub(crate) mod scalar;
+pub(crate) mod sm100_nvfp4;
+#[allow(missing_docs)]
+pub(crate) mod sm100_nvfp4_commands;
+#[allow(missing_docs)]
+pub(crate) mod sm100_nvfp4_cta;
+#[allow(missing_docs)]
+pub mod sm100_nvfp4_engine;
+#[allow(missing_docs)]
+pub mod sm100_nvfp4_operands;
+#[allow(missing_docs)]
+mod sm100_nvfp4_output;
+#[allow(missing_docs)]
+mod sm100_nvfp4_roles;
+#[allow(missing_docs)]
+pub(crate) mod sm100_nvfp4_stage;
 #[allow(missing_docs)]
 pub(crate) mod sm120_nvfp4;
 mod sm120_nvfp4_stage;
@@ -29,7 +44,7 @@ pub use super::{
     materialize::{decode, dequantize_unscaled_kernel, transpose_kernel, transposed},
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
-    tiles::{CmmaTile, Multiply, Sm90Tile, Sm120Tile, W4a16Tile},
+    tiles::{CmmaTile, Fault, Multiply, Sm90Tile, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile},
 };
 pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
@@ -39,6 +54,9 @@ pub use sm90_stream_k::{
     PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
 };
 pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
+pub use sm100_nvfp4_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
+pub use sm100_nvfp4_cta::{sm100_nvfp4_kernel, units as sm100_units};
+pub use sm100_nvfp4_stage::{Sm100Plan, SwizzledScalesLaunch};
 pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
 pub use sm120_nvfp4_stage::Pieces;
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};

@@ -22,6 +22,8 @@ pub struct Compiled {
     /// Bytes of memory in which a thread keeps what registers do not hold: spilled registers, and
     /// arrays with indices of the run time.
     pub stack: usize,
+    /// Registers of a thread.
+    pub registers: usize,
 }
 
 impl CudaTools {
@@ -124,8 +126,11 @@ impl CudaTools {
                 assert_eq!(cubin_size(program, &mut size), 0, "nvrtcGetCUBINSize");
                 let mut code = vec![0u8; size];
                 assert_eq!(cubin(program, code.as_mut_ptr().cast()), 0, "nvrtcGetCUBIN");
-                let stack = stack_of(&text);
-                Ok(Compiled { code, stack })
+                Ok(Compiled {
+                    code,
+                    stack: stack_of(&text),
+                    registers: number_before(&text, " registers"),
+                })
             } else {
                 Err(text.into_owned())
             };
@@ -159,9 +164,14 @@ impl CudaTools {
 fn stack_of(log: &str) -> usize {
     let frames = log.matches(" bytes stack frame").count();
     assert_eq!(frames, 1, "one kernel: {log}");
-    let (before, _) = log.split_once(" bytes stack frame").unwrap();
-    let bytes = before.rsplit(char::is_whitespace).next().unwrap();
-    bytes
+    number_before(log, " bytes stack frame")
+}
+
+/// The number before `what` in the log of ptxas.
+fn number_before(log: &str, what: &str) -> usize {
+    let (before, _) = log.split_once(what).unwrap_or_else(|| panic!("{log}"));
+    let number = before.rsplit(char::is_whitespace).next().unwrap();
+    number
         .parse()
         .unwrap_or_else(|error| panic!("{error}: {log}"))
 }

@@ -22,13 +22,18 @@ macro_rules! tools {
 
 /// What CubeCL makes of `kernel`, in CUDA C++.
 pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
+    cuda_kernel(name, kernel).0
+}
+
+/// What CubeCL makes of `kernel`, in CUDA C++, and the bytes of shared memory that it takes at its
+/// launch.
+pub fn cuda_kernel(name: &str, kernel: &dyn CubeKernel) -> (String, usize) {
     let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
     let mut options = cubecl_cpp::shared::CompilationOptions::default();
     options.supports_features.grid_constants = true;
     let compiled = compiler.compile(kernel.define(), &options);
-    compiled
-        .unwrap_or_else(|error| panic!("{name}: {error:?}"))
-        .to_string()
+    let compiled = compiled.unwrap_or_else(|error| panic!("{name}: {error:?}"));
+    (compiled.to_string(), compiled.shared_memory_size)
 }
 
 /// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.

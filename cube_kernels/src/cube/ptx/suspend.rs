@@ -1,0 +1,11 @@
+//! Suspension of a thread.
+
+use cubecl::prelude::*;
+
+/// Suspends the thread for about `nanoseconds`, twice that at most: `nanosleep`.
+///
+/// PTX ISA "Miscellaneous Instructions: nanosleep"; PTX 6.3, sm_70 and later.
+#[cube]
+pub fn nanosleep(nanoseconds: u32) {
+    gpu_asm!("nanosleep.u32 {t};", t = in(_) nanoseconds);
+}

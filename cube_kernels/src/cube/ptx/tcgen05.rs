@@ -1,0 +1,159 @@
+//! The instructions of the fifth-generation tensor cores, `tcgen05`, for one CTA (`cta_group::1`).
+//! PTX ISA "TensorCore 5th Generation Family Instructions"; PTX 8.6, sm_100a and sm_103a, unless a
+//! wrapper says otherwise.
+//!
+//! Accumulators and block scales are in tensor memory (TMEM): 128 lanes of 512 columns of 32 bits
+//! in each SM, addressed as `lane << 16 | column`. Operands are in shared memory and addressed by
+//! [descriptors](tcgen05_descriptor()). One thread issues [`tcgen05_cp_32x128b_warpx4()`],
+//! [`tcgen05_mma_block16()`] and [`tcgen05_commit()`]: the one that [`elect_sync()`] chooses. A
+//! thread that an index chooses makes ptxas repeat the election in a loop around each of these
+//! instructions.
+//!
+//! These instructions have never run: no such GPU was at hand. Their machine code was inspected.
+
+use cubecl::prelude::*;
+
+#[cfg(doc)]
+use super::tcgen05_descriptor;
+
+/// Columns of tensor memory in an SM.
+pub const TMEM_COLUMNS: usize = 512;
+/// Lanes of tensor memory.
+pub const TMEM_LANES: usize = 128;
+
+/// 1 in one thread of a converged warp, 0 in the others: `elect.sync`.
+///
+/// PTX ISA "Parallel Synchronization and Communication Instructions: elect.sync"; PTX 8.0, sm_90
+/// and later.
+#[cube]
+pub fn elect_sync() -> u32 {
+    let elected: u32;
+    gpu_asm!(
+        "{{ .reg .pred leader; elect.sync _|leader, 0xffffffff;",
+        "selp.b32 {e}, 1, 0, leader; }}",
+        e = out(_) elected
+    );
+    u32::reinterpret(elected)
+}
+
+/// Allocates `columns` columns of tensor memory (32 to 512, a power of two) and stores their
+/// address to shared memory at `target`: `tcgen05.alloc`. One warp, all of its threads. It waits
+/// until another CTA of the SM has freed enough.
+#[cube]
+pub fn tcgen05_alloc(target: u32, #[comptime] columns: u32) {
+    gpu_asm!(
+        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{t}], {c};",
+        t = in(_) target, c = const columns
+    );
+}
+
+/// Promises that this CTA allocates no more: `tcgen05.relinquish_alloc_permit`. The warp that
+/// allocated.
+#[cube]
+pub fn tcgen05_relinquish_alloc_permit() {
+    gpu_asm!("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
+}
+
+/// Frees what [`tcgen05_alloc()`] allocated: `tcgen05.dealloc`. One warp, all of its threads,
+/// behind all accesses of the CTA.
+#[cube]
+pub fn tcgen05_dealloc(address: u32, #[comptime] columns: u32) {
+    gpu_asm!(
+        "tcgen05.dealloc.cta_group::1.sync.aligned.b32 {a}, {c};",
+        a = in(_) address, c = const columns
+    );
+}
+
+/// Copies 32 lines of 16 bytes from shared memory to four columns of tensor memory, line `i` to the
+/// lanes `i`, `i + 32`, `i + 64` and `i + 96`: `tcgen05.cp.32x128b.warpx4`. One thread.
+#[cube]
+pub fn tcgen05_cp_32x128b_warpx4(target: u32, source: u64) {
+    gpu_asm!(
+        "tcgen05.cp.cta_group::1.32x128b.warpx4 [{t}], {s};",
+        t = in(_) target, s = in(_) source
+    );
+}
+
+/// What [`tcgen05_mma_block16()`] multiplies.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct MmaOperands {
+    /// The address of the accumulators in tensor memory.
+    pub d: u32,
+    /// The descriptor of `a` in shared memory.
+    pub a: u64,
+    /// The descriptor of `b` in shared memory.
+    pub b: u64,
+    /// The instruction descriptor.
+    pub idesc: u32,
+    /// The address of the block scales of `a` in tensor memory.
+    pub a_scales: u32,
+    /// The address of the block scales of `b` in tensor memory.
+    pub b_scales: u32,
+    /// 0 to replace the accumulators, else to add to them.
+    pub accumulate: u32,
+}
+
+/// `d = a · bᵀ (+ d)` over 64 columns of E2M1 codes with an E4M3 scale for each 16:
+/// `tcgen05.mma.kind::mxf4nvf4.block_scale.block16`. One thread.
+///
+/// PTX 8.8 for the name `block16` of `scale_vec::4X`, which ptxas refuses for the family target
+/// sm_100f.
+#[cube]
+pub fn tcgen05_mma_block16(operands: MmaOperands) {
+    let MmaOperands {
+        d,
+        a,
+        b,
+        idesc,
+        a_scales,
+        b_scales,
+        accumulate,
+    } = operands;
+    gpu_asm!(
+        "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
+        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
+        "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
+        d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
+        sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
+    );
+}
+
+/// Arrives once at `barrier` when all `tcgen05` operations that this thread has issued are
+/// complete: `tcgen05.commit`. Implies [`tcgen05_fence_before_thread_sync()`].
+#[cube]
+pub fn tcgen05_commit(barrier: u32) {
+    gpu_asm!(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{b}];",
+        b = in(_) barrier
+    );
+}
+
+/// Loads 16 columns of the thread's lane of tensor memory, and waits for them:
+/// `tcgen05.ld.32x32b.x16` and `tcgen05.wait::ld`, in one block so that no register of the load is
+/// read before. A warp, all of its threads: warp `w` of a warpgroup has the lanes from `32 w` on,
+/// which `address` names.
+#[cube]
+pub fn tcgen05_ld_32x32b_x16(address: u32) -> Vector<f32, Const<16>> {
+    let sums: Vector<f32, Const<16>>;
+    gpu_asm!(
+        "tcgen05.ld.sync.aligned.32x32b.x16.b32 {v}, [{a}];",
+        "tcgen05.wait::ld.sync.aligned;",
+        v = out(_) sums, a = in(_) address
+    );
+    Vector::<f32, Const<16>>::reinterpret(sums)
+}
+
+/// Orders the `tcgen05` operations before it before the synchronization of threads that follows:
+/// `tcgen05.fence::before_thread_sync`.
+#[cube]
+pub fn tcgen05_fence_before_thread_sync() {
+    gpu_asm!("tcgen05.fence::before_thread_sync;");
+}
+
+/// Orders the `tcgen05` operations behind it behind the synchronization of threads before it:
+/// `tcgen05.fence::after_thread_sync`.
+#[cube]
+pub fn tcgen05_fence_after_thread_sync() {
+    gpu_asm!("tcgen05.fence::after_thread_sync;");
+}

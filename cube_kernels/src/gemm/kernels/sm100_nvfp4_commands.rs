@@ -1,0 +1,337 @@
+//! How the [`sm100_nvfp4`](super::sm100_nvfp4) kernel reaches its tensor core: by instructions, or
+//! by commands in a ring in shared memory, which four warps execute
+//! ([`sm100_nvfp4_engine`](super::sm100_nvfp4_engine)).
+//!
+//! The ring holds the commands of more K tiles than the kernel has stages, so that a stage that is
+//! released too early is filled again before its commands are executed.
+
+use cubecl::prelude::*;
+
+use super::sm100_nvfp4_engine::{
+    BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma,
+};
+use crate::{
+    cube::ptx::{
+        MmaOperands, ld_shared, ld_shared_v2, mbarrier_arrive, mbarrier_test_wait_parity,
+        mbarrier_wait_parity, named_barrier_sync, nanosleep, st_shared, st_shared_v2,
+        tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16, tcgen05_mma_block16,
+    },
+    gemm::{
+        arguments::thread_in_cta,
+        tiles::{Fault, TensorCore},
+    },
+};
+
+/// Commands in the ring.
+pub const COMMANDS: usize = 128;
+/// Bytes of a command.
+const COMMAND: usize = 48;
+/// Words of the ring.
+pub const RING_WORDS: usize = COMMANDS * COMMAND / 4;
+/// Commands that may be looked ahead for copies.
+const AHEAD: u32 = 24;
+/// Units of the model.
+pub const ENGINE_UNITS: u32 = 128;
+/// The named barrier of the model.
+const ENGINE_BARRIER: u32 = 1;
+
+/// The memory of the software model; any memory where the instructions run.
+#[derive(CubeType, CubeLaunch)]
+pub struct SoftwareTensorCore {
+    /// Tensor memory, for each CTA.
+    pub tmem: Box<[u32]>,
+    /// Counts of violations.
+    pub violations: Box<[Atomic<u32>]>,
+    /// The seed of delays, or 0.
+    pub seed: u32,
+}
+
+/// Where the ring of commands lies, by addresses in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct CommandRing {
+    /// The commands.
+    pub words: u32,
+    /// The barriers that complete when a command is written; those of executed ones are behind
+    /// them.
+    pub full: u32,
+}
+
+/// Sleeps for up to four microseconds, as `seed` says for `event`.
+#[cube]
+pub fn delay(seed: u32, event: u32) {
+    if seed != 0u32 {
+        let mut hash = (event + 1u32) * 0x9e37_79b1u32 + seed * 0x85eb_ca77u32;
+        hash ^= hash >> 15u32;
+        hash *= 0x2c1b_3c6du32;
+        hash ^= hash >> 12u32;
+        if hash & 3u32 == 0u32 {
+            nanosleep((hash >> 8u32) & 0x7ffu32);
+        }
+    }
+}
+
+/// Puts command number `queued` into the ring.
+#[cube]
+fn push(ring: CommandRing, queued: u32, command: Command) {
+    let slot = queued % comptime!(COMMANDS as u32);
+    let parity = ((queued / comptime!(COMMANDS as u32)) & 1u32) ^ 1u32;
+    let full = ring.full + slot * 8u32;
+    mbarrier_wait_parity(full + comptime!(8 * COMMANDS as u32), parity);
+    let at = ring.words + slot * comptime!(COMMAND as u32);
+    let (low, high) = (
+        u32::cast_from(command.a),
+        u32::cast_from(command.a >> 32u64),
+    );
+    st_shared_v2(at, low, high);
+    let (low, high) = (
+        u32::cast_from(command.b),
+        u32::cast_from(command.b >> 32u64),
+    );
+    st_shared_v2(at + 8u32, low, high);
+    st_shared(at + 16u32, u32::reinterpret(command.opcode));
+    st_shared(at + 20u32, u32::reinterpret(command.target));
+    st_shared(at + 24u32, u32::reinterpret(command.idesc));
+    st_shared(at + 28u32, u32::reinterpret(command.a_scales));
+    st_shared(at + 32u32, u32::reinterpret(command.b_scales));
+    st_shared(at + 36u32, u32::reinterpret(command.accumulate));
+    mbarrier_arrive(full);
+}
+
+/// The command in slot `slot`.
+#[cube]
+fn pull(ring: CommandRing, slot: u32) -> Command {
+    let at = ring.words + slot * comptime!(COMMAND as u32);
+    let a = ld_shared_v2(at);
+    let b = ld_shared_v2(at + 8u32);
+    Command {
+        opcode: ld_shared(at + 16u32),
+        target: ld_shared(at + 20u32),
+        a: u64::cast_from(a.extract(0usize)) | (u64::cast_from(a.extract(1usize)) << 32u64),
+        b: u64::cast_from(b.extract(0usize)) | (u64::cast_from(b.extract(1usize)) << 32u64),
+        idesc: ld_shared(at + 24u32),
+        a_scales: ld_shared(at + 28u32),
+        b_scales: ld_shared(at + 32u32),
+        accumulate: ld_shared(at + 36u32),
+    }
+}
+
+/// Copies 512 bytes of block scales to four columns of tensor memory. Returns how many commands
+/// were issued until now, `queued` before.
+#[cube]
+pub fn issue_copy(
+    ring: CommandRing,
+    queued: u32,
+    target: u32,
+    source: u64,
+    #[comptime] core: TensorCore,
+) -> u32 {
+    if comptime!(core == TensorCore::Instruction) {
+        tcgen05_cp_32x128b_warpx4(target, source);
+        queued
+    } else {
+        let command = Command {
+            opcode: COPY.runtime(),
+            target,
+            a: source,
+            b: 0u64.runtime(),
+            idesc: 0u32.runtime(),
+            a_scales: 0u32.runtime(),
+            b_scales: 0u32.runtime(),
+            accumulate: 0u32.runtime(),
+        };
+        push(ring, queued, command);
+        queued + 1u32
+    }
+}
+
+/// Multiplies 64 columns. Returns as [`issue_copy()`].
+#[cube]
+pub fn issue_mma(
+    ring: CommandRing,
+    queued: u32,
+    operands: MmaOperands,
+    #[comptime] core: TensorCore,
+) -> u32 {
+    if comptime!(core == TensorCore::Instruction) {
+        tcgen05_mma_block16(operands);
+        queued
+    } else {
+        let command = Command {
+            opcode: MMA.runtime(),
+            target: operands.d,
+            a: operands.a,
+            b: operands.b,
+            idesc: operands.idesc,
+            a_scales: operands.a_scales,
+            b_scales: operands.b_scales,
+            accumulate: operands.accumulate,
+        };
+        push(ring, queued, command);
+        queued + 1u32
+    }
+}
+
+/// Arrives at `barrier` when all that was issued before is complete. Returns as [`issue_copy()`].
+#[cube]
+pub fn issue_commit(
+    ring: CommandRing,
+    queued: u32,
+    barrier: u32,
+    #[comptime] core: TensorCore,
+) -> u32 {
+    if comptime!(core == TensorCore::Instruction) {
+        tcgen05_commit(barrier);
+        queued
+    } else {
+        push(ring, queued, other(COMMIT, barrier));
+        queued + 1u32
+    }
+}
+
+/// Ends the software model.
+#[cube]
+pub fn issue_stop(ring: CommandRing, queued: u32) {
+    push(ring, queued, other(STOP, queued));
+}
+
+/// A command without descriptors.
+#[cube]
+fn other(#[comptime] opcode: u32, target: u32) -> Command {
+    Command {
+        opcode: opcode.runtime(),
+        target,
+        a: 0u64.runtime(),
+        b: 0u64.runtime(),
+        idesc: 0u32.runtime(),
+        a_scales: 0u32.runtime(),
+        b_scales: 0u32.runtime(),
+        accumulate: 0u32.runtime(),
+    }
+}
+
+/// 16 accumulators of the thread's lane, which `address` names for its warp.
+#[cube]
+pub fn load_accumulators(
+    model: &mut SoftwareTensorCore,
+    memory: Memory,
+    address: u32,
+    #[comptime] core: TensorCore,
+) -> Vector<f32, Const<16>> {
+    if comptime!(core == TensorCore::Instruction) {
+        tcgen05_ld_32x32b_x16(address)
+    } else {
+        let (lanes, column) = (address >> 16u32, address & 0xffffu32);
+        let own = (UNIT_POS / 32u32) % 4u32 * 32u32;
+        let lane = UNIT_POS % 32u32;
+        if lane == 0u32 && (lanes != own || column + 16u32 > 512u32) {
+            model.violations[BAD_TMEM].fetch_add(1u32);
+        }
+        let mut sums = Vector::<f32, Const<16>>::new(0.0f32);
+        #[unroll]
+        for i in 0..16usize {
+            let word = (column + comptime!(i as u32)) * 128u32 + lanes + lane;
+            sums.insert(i, f32::reinterpret(model.tmem[memory.tmem + word as usize]));
+        }
+        sums
+    }
+}
+
+/// How many commands behind command `at` are written, at most [`AHEAD`].
+#[cube]
+fn count_ahead(ring: CommandRing, at: u32) -> u32 {
+    let mut count = 0u32;
+    let mut looks = true;
+    while looks {
+        let next = at + count + 1u32;
+        let slot = next % comptime!(COMMANDS as u32);
+        let parity = (next / comptime!(COMMANDS as u32)) & 1u32;
+        looks = mbarrier_test_wait_parity(ring.full + slot * 8u32, parity) == 1u32;
+        if looks {
+            count += 1u32;
+            looks = count < AHEAD;
+        }
+    }
+    count
+}
+
+/// The software model: executes commands, in the order of the ring, until there are no more. With
+/// an odd seed copies overtake the instructions and commits before them, as PTX permits:
+/// `tcgen05.cp` is ordered before a later `tcgen05.mma`, not behind an earlier one.
+///
+/// `board` is the address of a word of shared memory.
+#[cube]
+pub fn run_engine(
+    shared: &[u32],
+    model: &mut SoftwareTensorCore,
+    memory: Memory,
+    ring: CommandRing,
+    board: u32,
+    #[comptime] first_unit: u32,
+) {
+    let lane = thread_in_cta() - first_unit;
+    let seed = model.seed;
+    let mut at = 0u32;
+    // Bit `i`: command `at + i` is a copy that has been executed.
+    let mut early = 0u32;
+    let mut runs = true;
+    while runs {
+        let slot = at % comptime!(COMMANDS as u32);
+        let parity = (at / comptime!(COMMANDS as u32)) & 1u32;
+        let full = ring.full + slot * 8u32;
+        mbarrier_wait_parity(full, parity);
+        delay(seed, at);
+        if seed % 2u32 == 1u32 {
+            if lane == 0u32 {
+                // A variable would reach the instruction as a pointer.
+                st_shared(board, u32::reinterpret(count_ahead(ring, at)));
+            }
+            named_barrier_sync(ENGINE_BARRIER, ENGINE_UNITS);
+            let count = ld_shared(board);
+            let mut i = 1u32;
+            while i <= count {
+                let slot = (at + i) % comptime!(COMMANDS as u32);
+                // What lane 0 saw is acquired by all.
+                let parity = ((at + i) / comptime!(COMMANDS as u32)) & 1u32;
+                mbarrier_wait_parity(ring.full + slot * 8u32, parity);
+                let command = pull(ring, slot);
+                if command.opcode == COPY && (early >> i) & 1u32 == 0u32 {
+                    let (tmem, violations) = (&mut model.tmem, &model.violations);
+                    execute_copy(shared, tmem, memory, command, lane, violations);
+                    early |= 1u32 << i;
+                }
+                i += 1u32;
+            }
+            named_barrier_sync(ENGINE_BARRIER, ENGINE_UNITS);
+        }
+        let command = pull(ring, slot);
+        if command.opcode == COPY {
+            if early & 1u32 == 0u32 {
+                let (tmem, violations) = (&mut model.tmem, &model.violations);
+                execute_copy(shared, tmem, memory, command, lane, violations);
+            }
+        } else if command.opcode == MMA {
+            let (tmem, violations) = (&mut model.tmem, &model.violations);
+            execute_mma(shared, tmem, memory, command, lane, violations);
+        } else if command.opcode == COMMIT {
+            // All lanes are behind what was issued before: they met after each command.
+            if lane == 0u32 {
+                mbarrier_arrive(u32::reinterpret(command.target));
+            }
+        } else {
+            runs = false;
+        }
+        named_barrier_sync(ENGINE_BARRIER, ENGINE_UNITS);
+        mbarrier_arrive(full + comptime!(8 * COMMANDS as u32));
+        early >>= 1u32;
+        at += 1u32;
+    }
+}
+
+/// Whether a kernel with `core` has `fault`.
+pub const fn has_fault(core: TensorCore, fault: Fault) -> bool {
+    match core {
+        TensorCore::Instruction => false,
+        TensorCore::Software(injected) => injected as u32 == fault as u32,
+    }
+}

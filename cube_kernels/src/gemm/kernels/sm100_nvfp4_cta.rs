@@ -1,0 +1,247 @@
+//! What a CTA of the [`sm100_nvfp4`](super::sm100_nvfp4) kernel does: shared memory, barriers and
+//! tensor memory, and the epilogue's warps. The threads that load and multiply are in
+//! [`sm100_nvfp4_roles`](super::sm100_nvfp4_roles).
+
+use cubecl::prelude::{barrier::Barrier, *};
+
+use super::{
+    sm100_nvfp4_commands::{
+        COMMANDS, CommandRing, ENGINE_UNITS, RING_WORDS, SoftwareTensorCore, has_fault, issue_stop,
+        run_engine,
+    },
+    sm100_nvfp4_engine::{Memory, TMEM_WORDS},
+    sm100_nvfp4_operands::{OPERANDS, SCALE_COLUMNS, STAGES},
+    sm100_nvfp4_output::{OutputTile, write_tile},
+    sm100_nvfp4_roles::{issue_tiles, load_tiles},
+    sm100_nvfp4_stage::{CtaState, GroupRows, Sm100Plan, SwizzledScales},
+};
+use crate::{
+    cube::ptx::{
+        TMEM_COLUMNS, cvta_to_shared, elect_sync, ld_shared, mbarrier_arrive, mbarrier_wait_parity,
+        st_shared, tcgen05_alloc, tcgen05_dealloc, tcgen05_fence_after_thread_sync,
+        tcgen05_fence_before_thread_sync, tcgen05_relinquish_alloc_permit,
+    },
+    gemm::{
+        arguments::GroupedProblem,
+        epilogue::Epilogue,
+        scheduler::place,
+        tiles::{Fault, SM100_TILE_M, SM100_TILE_N, TensorCore},
+    },
+};
+
+/// Barriers of the ring of stages and of the accumulators, in this order: full, empty, accumulators
+/// full, accumulators empty. Those of the ring of commands are behind them.
+const BARRIERS: usize = 2 * STAGES + 2;
+
+/// Threads of the epilogue: the first warps, because a warp reads the lanes of its place among
+/// four.
+const EPILOGUE_UNITS: u32 = 128;
+/// The warps that issue instructions and fill stages.
+const MMA_WARP: u32 = 4;
+const TMA_WARP: u32 = 5;
+/// Threads of a CTA, without those of the software model.
+pub(super) const UNITS: u32 = 192;
+
+/// Shared memory that a CTA may have on sm_90 and sm_100: 227 KiB.
+const MOST_SHARED: usize = 227 << 10;
+
+const _: () = {
+    assert!(SM100_TILE_N + STAGES * SCALE_COLUMNS <= TMEM_COLUMNS);
+    let barriers = 8 * (BARRIERS + 2 * COMMANDS);
+    assert!(OPERANDS + 4 * RING_WORDS + barriers + 64 <= MOST_SHARED);
+};
+
+/// Threads of a CTA.
+pub const fn units(core: TensorCore) -> u32 {
+    match core {
+        TensorCore::Instruction => UNITS,
+        TensorCore::Software(_) => UNITS + ENGINE_UNITS,
+    }
+}
+
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
+/// group.
+///
+/// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th: the grid depends on
+/// nothing that is in device memory. The bias has a row for each group. The maps are of words of
+/// eight codes; `out` is in units of 16 bytes.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn sm100_nvfp4_kernel(
+    a: &TensorMap<u32, Tiled>,
+    b: &TensorMap<u32, Tiled>,
+    scales: SwizzledScales,
+    problem: GroupedProblem,
+    epilogue: Epilogue,
+    model: &mut SoftwareTensorCore,
+    out: &mut [Vector<u32, Const<4>>],
+    #[comptime] plan: Sm100Plan,
+) {
+    let core = comptime!(plan.core);
+    let is_software = comptime!(core != TensorCore::Instruction);
+    let mut operands: Shared<[u32]> = Shared::new_aligned_slice(comptime!(OPERANDS / 4), 1024usize);
+    let commands: Shared<[u32]> =
+        Shared::new_aligned_slice(comptime!(if is_software { RING_WORDS } else { 4 }), 16usize);
+    // Where tensor memory begins, and a word for the software model.
+    let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
+    let barrier_count = comptime!(BARRIERS + if is_software { 2 * COMMANDS } else { 0 });
+    let barriers: Shared<[Barrier]> = Shared::new_aligned_slice(barrier_count, 8usize);
+    let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
+    let operands_at = cvta_to_shared::<u32>(operands.as_slice().as_ptr());
+    let board_at = cvta_to_shared::<u32>(board.as_slice().as_ptr());
+    let memory = Memory {
+        shared: operands_at,
+        bytes: comptime!(OPERANDS as u32).runtime(),
+        tmem: CUBE_POS * comptime!(TMEM_WORDS),
+    };
+    let warp = UNIT_POS / 32u32;
+
+    init_barriers(&barriers, is_software);
+    if comptime!(is_software) {
+        poison(model, memory);
+        if UNIT_POS == 0u32 {
+            st_shared(board_at, 0u32.runtime());
+        }
+    } else if warp == MMA_WARP {
+        tcgen05_alloc(board_at, comptime!(TMEM_COLUMNS as u32));
+        tcgen05_relinquish_alloc_permit();
+        tcgen05_fence_before_thread_sync();
+    }
+    sync_async_proxy_shared();
+    sync_cube();
+    if comptime!(!is_software) {
+        tcgen05_fence_after_thread_sync();
+    }
+    let mut seed = 0u32;
+    if comptime!(is_software) {
+        seed = model.seed;
+    }
+    let cta = CtaState {
+        operands: operands_at,
+        full,
+        accumulators: full + comptime!(16 * STAGES as u32),
+        ring: CommandRing {
+            words: cvta_to_shared::<u32>(commands.as_slice().as_ptr()),
+            full: full + comptime!(8 * BARRIERS as u32),
+        },
+        tmem: ld_shared(board_at),
+        seed,
+    };
+
+    if warp < comptime!(EPILOGUE_UNITS / 32) {
+        write_tiles(&problem, &epilogue, model, memory, out, cta, plan);
+    } else if warp == MMA_WARP {
+        if elect_sync() != 0u32 {
+            let queued = issue_tiles(&problem, cta, plan);
+            if comptime!(is_software) {
+                issue_stop(cta.ring, queued);
+            }
+        }
+        sync_plane();
+    } else if warp == TMA_WARP {
+        if elect_sync() != 0u32 {
+            load_tiles(a, b, &scales, &problem, &mut operands, &barriers, cta, plan);
+        }
+        sync_plane();
+    } else if comptime!(is_software) {
+        run_engine(&operands, model, memory, cta.ring, board_at + 4u32, UNITS);
+    }
+
+    // All accumulators have been read.
+    if comptime!(!is_software) {
+        tcgen05_fence_before_thread_sync();
+        sync_cube();
+        if warp == MMA_WARP {
+            tcgen05_fence_after_thread_sync();
+            tcgen05_dealloc(cta.tmem, comptime!(TMEM_COLUMNS as u32));
+        }
+    }
+}
+
+/// Makes the barriers known to all threads and, behind the fence that follows, to TMA.
+#[cube]
+fn init_barriers(barriers: &[Barrier], #[comptime] is_software: bool) {
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for s in 0..STAGES {
+            barriers[s].init_manual(1u32);
+            barriers[s + STAGES].init_manual(1u32);
+        }
+        barriers[comptime!(2 * STAGES)].init_manual(1u32);
+        barriers[comptime!(2 * STAGES + 1)].init_manual(EPILOGUE_UNITS);
+        if comptime!(is_software) {
+            for s in 0..COMMANDS {
+                barriers[BARRIERS + s].init_manual(1u32);
+                barriers[comptime!(BARRIERS + COMMANDS) + s].init_manual(ENGINE_UNITS);
+            }
+        }
+    }
+}
+
+/// Fills the CTA's tensor memory with NaN: what `tcgen05.alloc` returns has any contents.
+#[cube]
+fn poison(model: &mut SoftwareTensorCore, memory: Memory) {
+    let mut word = UNIT_POS as usize;
+    while word < TMEM_WORDS {
+        model.tmem[memory.tmem + word] = 0x7fff_ffffu32;
+        word += CUBE_DIM as usize;
+    }
+}
+
+/// The epilogue of all tiles of this CTA.
+#[cube]
+fn write_tiles(
+    problem: &GroupedProblem,
+    epilogue: &Epilogue,
+    model: &mut SoftwareTensorCore,
+    memory: Memory,
+    out: &mut [Vector<u32, Const<4>>],
+    cta: CtaState,
+    #[comptime] plan: Sm100Plan,
+) {
+    let core = comptime!(plan.core);
+    let tiles_n = problem.shape.n.div_ceil(comptime!(SM100_TILE_N as u32));
+    let lanes = (UNIT_POS / 32u32) * 32u32;
+    let mut tile = CUBE_POS as u32;
+    // The group that is looked at, the tiles before it, and the tiles of this CTA until now.
+    let mut group = 0u32;
+    let mut passed = 0u32;
+    let mut done = 0u32;
+    while group < problem.shape.groups {
+        let rows = GroupRows::of(problem, group, comptime!(plan.grouped));
+        let tiles_m = rows.tiles();
+        if tile - passed < tiles_m * tiles_n {
+            let at = place(
+                tile - passed,
+                tiles_m,
+                tiles_n,
+                problem.band,
+                comptime!(SM100_TILE_M as u32),
+                comptime!(SM100_TILE_N as u32),
+            );
+            if comptime!(!has_fault(core, Fault::NoAccumulatorWait)) {
+                mbarrier_wait_parity(cta.accumulators, done & 1u32);
+            }
+            if comptime!(core == TensorCore::Instruction) {
+                tcgen05_fence_after_thread_sync();
+            }
+            let own = OutputTile {
+                row: rows.first + at.row + UNIT_POS,
+                end: rows.end,
+                column: at.column,
+                n: problem.shape.n,
+                group,
+                accumulators: cta.tmem + (lanes << 16u32),
+            };
+            write_tile(model, memory, own, epilogue, out, core);
+            if comptime!(core == TensorCore::Instruction) {
+                tcgen05_fence_before_thread_sync();
+            }
+            mbarrier_arrive(cta.accumulators + 8u32);
+            done += 1u32;
+            tile += CUBE_COUNT as u32;
+        } else {
+            passed += tiles_m * tiles_n;
+            group += 1u32;
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! A software model of the tensor cores of sm_100, for the `sm100_nvfp4`
+//! kernel on other GPUs: what `tcgen05.cp` and `tcgen05.mma` do, from their descriptors.
+//!
+//! Commands have all operands of an instruction. The functions here decode every field of a
+//! descriptor; a field that is not what the PTX ISA asks for, and an address outside of its memory,
+//! is counted as a violation. Tensor memory is device memory, one word for each lane of each
+//! column, `[column][lane]`. Nothing here is specific to CUDA: a test runs the same functions on
+//! CubeCL's CPU runtime.
+//!
+//! It models what the documents say. It cannot show that hardware does the same.
+
+use cubecl::prelude::*;
+
+use crate::cube::{
+    codec::{decode_e2m1, decode_e4m3},
+    ptx::{TMEM_COLUMNS, TMEM_LANES},
+};
+
+/// Words of tensor memory.
+pub const TMEM_WORDS: usize = TMEM_COLUMNS * TMEM_LANES;
+
+/// A descriptor of shared memory with a field that it may not have.
+pub const BAD_SHARED: usize = 0;
+/// An instruction descriptor that is not one of NVFP4.
+pub const BAD_INSTRUCTION: usize = 1;
+/// An address in tensor memory that has lanes, does not fit, or overlaps the accumulators.
+pub const BAD_TMEM: usize = 2;
+/// An address outside of the operands.
+pub const BAD_BOUNDS: usize = 3;
+/// Kinds of violations.
+pub const VIOLATIONS: usize = 4;
+
+/// `tcgen05.cp`.
+pub const COPY: u32 = 0;
+/// `tcgen05.mma`.
+pub const MMA: u32 = 1;
+/// `tcgen05.commit`.
+pub const COMMIT: u32 = 2;
+/// No more commands.
+pub const STOP: u32 = 3;
+
+/// An instruction with its operands. What it does not have is zero.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Command {
+    /// Which.
+    pub opcode: u32,
+    /// The address of the accumulators, or where a copy goes, or the barrier of a commit.
+    pub target: u32,
+    /// The descriptor of `a`, or of what is copied.
+    pub a: u64,
+    /// The descriptor of `b`.
+    pub b: u64,
+    /// The instruction descriptor.
+    pub idesc: u32,
+    /// The address of the scales of `a`.
+    pub a_scales: u32,
+    /// The address of the scales of `b`.
+    pub b_scales: u32,
+    /// 0 to replace the accumulators.
+    pub accumulate: u32,
+}
+
+/// Where the model finds shared and tensor memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Memory {
+    /// The address of the operands in the shared window.
+    pub shared: u32,
+    /// Their bytes.
+    pub bytes: u32,
+    /// The first word of the CTA's tensor memory.
+    pub tmem: usize,
+}
+
+/// Adds one to violation `kind` where `is_bad`.
+#[cube]
+fn report(violations: &[Atomic<u32>], #[comptime] kind: usize, is_bad: bool) {
+    if is_bad {
+        violations[kind].fetch_add(1u32);
+    }
+}
+
+/// Bits `from` to `from + count - 1`.
+#[cube]
+fn field(descriptor: u64, #[comptime] from: u32, #[comptime] count: u32) -> u32 {
+    u32::cast_from((descriptor >> comptime!(from as u64)) & comptime!((1u64 << count) - 1))
+}
+
+/// A decoded descriptor of shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct SharedOperand {
+    /// The address of the first row.
+    pub start: u32,
+    /// Bytes from eight rows to the next eight.
+    pub stride: u32,
+    /// The mask of the swizzle: 7 exchanges eight parts of 16 bytes, 0 none.
+    pub mask: u32,
+    /// Whether a field is what it may not be.
+    pub is_bad: bool,
+}
+
+/// Decodes a descriptor of shared memory, of `swizzle` in bits 61 to 63 alone.
+#[cube]
+pub fn decode_shared(descriptor: u64, #[comptime] swizzle: u32) -> SharedOperand {
+    let start = field(descriptor, 0u32, 14u32) * 16u32;
+    let stride = field(descriptor, 32u32, 14u32) * 16u32;
+    let mode = field(descriptor, 61u32, 3u32);
+    // Two bits and two bits between the offsets, a base offset and the mode of the leading
+    // dimension, and eight bits behind that: all zero.
+    let zeros = field(descriptor, 14u32, 2u32)
+        | field(descriptor, 30u32, 2u32)
+        | field(descriptor, 49u32, 3u32)
+        | field(descriptor, 52u32, 1u32)
+        | field(descriptor, 53u32, 8u32);
+    let constant = field(descriptor, 46u32, 3u32);
+    SharedOperand {
+        start,
+        stride,
+        mask: select(mode == 2u32, 7u32, 0u32),
+        is_bad: zeros != 0u32 || constant != 1u32 || mode != swizzle,
+    }
+}
+
+/// The address of byte `byte` of row `row` of a K-major operand with rows of 128 bytes: the swizzle
+/// exchanges the 16-byte parts of absolute addresses.
+#[cube]
+pub fn code_address(operand: SharedOperand, row: u32, byte: u32) -> u32 {
+    let linear = operand.start + (row / 8u32) * operand.stride + (row % 8u32) * 128u32 + byte;
+    linear ^ (((linear >> 7u32) & operand.mask) << 4u32)
+}
+
+/// The word of shared memory at `address`; zero outside of the operands.
+#[cube]
+fn load_word(shared: &[u32], memory: Memory, address: u32, violations: &[Atomic<u32>]) -> u32 {
+    let inside = address >= memory.shared && address - memory.shared < memory.bytes;
+    report(violations, BAD_BOUNDS, !inside);
+    let offset = select(inside, address - memory.shared, 0u32);
+    let word = shared[offset as usize / 4usize];
+    select(inside, word, 0u32)
+}
+
+/// Lane `lane`'s part of `tcgen05.cp.32x128b.warpx4`: 32 lines of 16 bytes go to four columns, line
+/// `i` to lanes `i`, `i + 32`, `i + 64` and `i + 96`.
+#[cube]
+pub fn execute_copy(
+    shared: &[u32],
+    tmem: &mut [u32],
+    memory: Memory,
+    command: Command,
+    lane: u32,
+    violations: &[Atomic<u32>],
+) {
+    let source = decode_shared(command.a, 0u32);
+    let column = command.target & 0xffffu32;
+    let is_outside = command.target >> 16u32 != 0u32 || column + 4u32 > 512u32;
+    if lane == 0u32 {
+        report(violations, BAD_SHARED, source.is_bad);
+        report(violations, BAD_TMEM, is_outside);
+    }
+    if !is_outside {
+        let line = lane % 32u32;
+        let address = source.start + (line / 8u32) * source.stride + (line % 8u32) * 16u32;
+        #[unroll]
+        for i in 0..4u32 {
+            let word = load_word(shared, memory, address + comptime!(4 * i), violations);
+            tmem[memory.tmem + ((column + i) * 128u32 + lane) as usize] = word;
+        }
+    }
+}
+
+/// Whether `idesc` is anything but NVFP4 of M = 128, K = 64, dense, K-major, not negated, with
+/// scales at the first byte of their words.
+#[cube]
+pub fn is_bad_instruction(idesc: u32) -> bool {
+    let fixed = idesc & comptime!(!(0x3fu32 << 17));
+    let n = (idesc >> 17u32) & 0x3fu32;
+    // Types E2M1 of `a` and `b`, and M / 128 = 1; every other bit is zero.
+    fixed != comptime!((1u32 << 7) | (1 << 10) | (1 << 27)) || n == 0u32 || n > 32u32
+}
+
+/// Lane `lane`'s part of `tcgen05.mma.block16`: row `lane` of the accumulators, 64 columns of both
+/// operands. Columns ascend and every product is exact, as in the scalar kernel.
+#[cube]
+pub fn execute_mma(
+    shared: &[u32],
+    tmem: &mut [u32],
+    memory: Memory,
+    command: Command,
+    lane: u32,
+    violations: &[Atomic<u32>],
+) {
+    let a = decode_shared(command.a, 2u32);
+    let b = decode_shared(command.b, 2u32);
+    let n = ((command.idesc >> 17u32) & 0x3fu32) * 8u32;
+    let b_columns = n.div_ceil(128u32) * 4u32;
+    let lanes = (command.target | command.a_scales | command.b_scales) >> 16u32;
+    let d_end = command.target + n;
+    let is_outside = lanes != 0u32
+        || d_end > 512u32
+        || command.a_scales + 4u32 > 512u32
+        || command.b_scales + b_columns > 512u32
+        || (command.a_scales < d_end && command.a_scales + 4u32 > command.target)
+        || (command.b_scales < d_end && command.b_scales + b_columns > command.target);
+    let is_bad = is_bad_instruction(command.idesc);
+    // The leading dimension's offset is not used, and every kernel here sets it to 16 bytes.
+    let leading = field(command.a, 16u32, 14u32) != 1u32 || field(command.b, 16u32, 14u32) != 1u32;
+    // The distance between rows is what rows of 128 bytes have.
+    let strides = a.stride != 1024u32 || b.stride != 1024u32;
+    if lane == 0u32 {
+        report(
+            violations,
+            BAD_SHARED,
+            a.is_bad || b.is_bad || leading || strides,
+        );
+        report(violations, BAD_INSTRUCTION, is_bad);
+        report(violations, BAD_TMEM, is_outside);
+    }
+    if !is_outside && !is_bad {
+        multiply_row(shared, tmem, memory, command, lane, violations);
+    }
+}
+
+/// [`execute_mma()`] of a command without violations.
+#[cube]
+fn multiply_row(
+    shared: &[u32],
+    tmem: &mut [u32],
+    memory: Memory,
+    command: Command,
+    lane: u32,
+    violations: &[Atomic<u32>],
+) {
+    let a = decode_shared(command.a, 2u32);
+    let b = decode_shared(command.b, 2u32);
+    let n = ((command.idesc >> 17u32) & 0x3fu32) * 8u32;
+    let quadrant = lane / 32u32;
+    // The scales of a row lie in the lanes that are equal to it modulo 32: in the quadrant of the
+    // lane that reads them too.
+    let a_word = tmem[memory.tmem + ((command.a_scales + quadrant) * 128u32 + lane) as usize];
+    let mut left = Array::<f32>::new(64usize);
+    #[unroll]
+    for word in 0..8usize {
+        let address = code_address(a, lane, comptime!(4 * word as u32).runtime());
+        let codes = load_word(shared, memory, address, violations);
+        let scale = decode_e4m3((a_word >> comptime!(8 * (word as u32 / 2))) & 0xffu32);
+        #[unroll]
+        for i in 0..8usize {
+            let code = codes >> comptime!(4 * i as u32);
+            left[comptime!(8 * word + i)] = decode_e2m1(code) * scale;
+        }
+    }
+    for column in 0..n {
+        let scales = command.b_scales + column / 32u32;
+        let from = quadrant * 32u32 + column % 32u32;
+        let b_word = tmem[memory.tmem + (scales * 128u32 + from) as usize];
+        let at = memory.tmem + ((command.target + column) * 128u32 + lane) as usize;
+        let mut sum = 0.0f32;
+        if command.accumulate != 0u32 {
+            sum = f32::reinterpret(tmem[at]);
+        }
+        #[unroll]
+        for word in 0..8usize {
+            let address = code_address(b, column, comptime!(4 * word as u32).runtime());
+            let codes = load_word(shared, memory, address, violations);
+            let scale = decode_e4m3((b_word >> comptime!(8 * (word as u32 / 2))) & 0xffu32);
+            #[unroll]
+            for i in 0..8usize {
+                let code = codes >> comptime!(4 * i as u32);
+                // The product is exact, so a contraction of this sum changes nothing.
+                sum += left[comptime!(8 * word + i)] * (decode_e2m1(code) * scale);
+            }
+        }
+        tmem[at] = u32::reinterpret(sum);
+    }
+}

@@ -1,0 +1,618 @@
+//! The software model of `tcgen05` on CubeCL's CPU runtime or any other device: descriptors, the
+//! 128-byte swizzle, the layout of scales in tensor memory, and the sums. Shared memory is a buffer
+//! here, which this module fills as TMA would.
+
+use crate::support::{
+    device::{read_u32, upload_bytes},
+    inputs::Generator,
+    packed::Packed,
+};
+use cubecl::prelude::*;
+use nvfp4_kernels::{
+    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor},
+    format::swizzle::swizzle,
+    gemm::kernels::{
+        Fault, TensorCore,
+        sm100_nvfp4_engine::{
+            BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS,
+            VIOLATIONS, execute_copy, execute_mma,
+        },
+        sm100_nvfp4_operands as operands,
+    },
+    reference,
+};
+
+/// Columns of a stage.
+const TILE_K: usize = 256;
+/// Where the shared memory of this test begins in the shared window: what tiles of codes are
+/// aligned to.
+const BASE: u32 = 1024;
+
+/// A command on the host, and in a buffer.
+#[derive(Clone, Copy, Default, Debug)]
+struct HostCommand {
+    is_copy: bool,
+    target: u32,
+    a: u64,
+    b: u64,
+    idesc: u32,
+    a_scales: u32,
+    b_scales: u32,
+    accumulate: u32,
+}
+
+impl HostCommand {
+    fn words(self) -> [u32; 10] {
+        [
+            self.is_copy as u32,
+            self.target,
+            self.a as u32,
+            (self.a >> 32) as u32,
+            self.b as u32,
+            (self.b >> 32) as u32,
+            self.idesc,
+            self.a_scales,
+            self.b_scales,
+            self.accumulate,
+        ]
+    }
+}
+
+/// Executes commands one after another, each for all lanes. One unit.
+#[cube(launch_unchecked)]
+fn execute_kernel(
+    shared: &[u32],
+    tmem: &mut [u32],
+    commands: &[u32],
+    violations: &[Atomic<u32>],
+    count: u32,
+    bytes: u32,
+) {
+    let memory = Memory {
+        shared: BASE.runtime(),
+        bytes,
+        tmem: 0usize.runtime(),
+    };
+    if UNIT_POS == 0u32 {
+        for c in 0..count {
+            let at = (c * 10u32) as usize;
+            let (a_low, a_high) = (commands[at + 2usize], commands[at + 3usize]);
+            let (b_low, b_high) = (commands[at + 4usize], commands[at + 5usize]);
+            let command = Command {
+                opcode: commands[at],
+                target: commands[at + 1usize],
+                a: u64::cast_from(a_low) | (u64::cast_from(a_high) << 32u64),
+                b: u64::cast_from(b_low) | (u64::cast_from(b_high) << 32u64),
+                idesc: commands[at + 6usize],
+                a_scales: commands[at + 7usize],
+                b_scales: commands[at + 8usize],
+                accumulate: commands[at + 9usize],
+            };
+            for lane in 0..128u32 {
+                if command.opcode == 1u32 {
+                    execute_copy(shared, tmem, memory, command, lane, violations);
+                } else {
+                    execute_mma(shared, tmem, memory, command, lane, violations);
+                }
+            }
+        }
+    }
+}
+
+/// What [`execute_kernel`] leaves: tensor memory, and the counts of violations.
+fn execute(client: &Client, shared: &[u8], commands: &[HostCommand]) -> (Vec<u32>, Vec<u32>) {
+    let words: Vec<u32> = commands
+        .iter()
+        .flat_map(|command| command.words())
+        .collect();
+    let tmem = upload_bytes(
+        client,
+        bytemuck::cast_slice(&vec![0x7fff_ffffu32; TMEM_WORDS]),
+    );
+    let violations = upload_bytes(client, &[0; 4 * VIOLATIONS]);
+    // SAFETY: each buffer has so many elements, and the model checks its addresses.
+    unsafe {
+        let arg =
+            |handle: &cubecl::server::Handle, len| BufferArg::from_raw_parts(handle.clone(), len);
+        execute_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            arg(&upload_bytes(client, shared), shared.len() / 4),
+            arg(&tmem, TMEM_WORDS),
+            arg(
+                &upload_bytes(client, bytemuck::cast_slice(&words)),
+                words.len(),
+            ),
+            arg(&violations, VIOLATIONS),
+            commands.len() as u32,
+            shared.len() as u32,
+        );
+    }
+    (
+        read_u32(client, &tmem, TMEM_WORDS),
+        read_u32(client, &violations, VIOLATIONS),
+    )
+}
+
+/// The operands of a tile in shared memory, in this order, one stage after another.
+struct Stages {
+    bytes: Vec<u8>,
+    /// Rows of `a` and of `b`.
+    rows: [usize; 2],
+    k: usize,
+}
+
+impl Stages {
+    /// Where the codes (0 and 1) and the scales (2 and 3) of `a` and `b` begin in a stage.
+    fn parts(rows: [usize; 2]) -> [usize; 5] {
+        let sizes = [
+            rows[0] * 128,
+            rows[1] * 128,
+            rows[0].div_ceil(128) * 2048,
+            rows[1].div_ceil(128) * 2048,
+        ];
+        let mut at = [0; 5];
+        for (i, size) in sizes.into_iter().enumerate() {
+            at[i + 1] = (at[i] + size).next_multiple_of(1024);
+        }
+        at
+    }
+
+    /// As TMA's boxes with the 128-byte swizzle, which exchanges the 16-byte parts of a row by its
+    /// number modulo 8, and bulk copies of whole tiles of scales leave them.
+    fn of(a: &Packed, b: &Packed) -> Self {
+        let rows = [a.rows, b.rows];
+        let k = a.blocks * 16;
+        let stages = k.div_ceil(TILE_K);
+        let parts = Self::parts(rows);
+        let mut bytes = vec![0xaau8; stages * parts[4]];
+        for stage in 0..stages {
+            for (which, packed) in [a, b].into_iter().enumerate() {
+                let codes = stage * parts[4] + parts[which];
+                for row in 0..packed.rows {
+                    for byte in 0..128 {
+                        // Columns behind the last are zero.
+                        let column = stage * 128 + byte;
+                        let code = match column < k / 2 {
+                            true => packed.codes[row * k / 2 + column],
+                            false => 0,
+                        };
+                        let part = (byte / 16) ^ (row % 8);
+                        bytes[codes + row * 128 + part * 16 + byte % 16] = code;
+                    }
+                }
+                let atoms = k.div_ceil(64);
+                let tiles = swizzle(&packed.scales, packed.rows, packed.blocks);
+                let count = (atoms - stage * 4).min(4) * 512;
+                for tile in 0..packed.rows.div_ceil(128) {
+                    let from = (tile * atoms + stage * 4) * 512;
+                    let to = stage * parts[4] + parts[2 + which] + tile * 2048;
+                    bytes[to..to + count].copy_from_slice(&tiles[from..from + count]);
+                }
+            }
+        }
+        Self { bytes, rows, k }
+    }
+
+    /// The commands of the kernel: of each stage the copies of scales, then the multiplications.
+    fn commands(&self) -> Vec<HostCommand> {
+        let n = self.rows[1];
+        let parts = Self::parts(self.rows);
+        let idesc = instruction_descriptor(BlockScaled::Nvfp4, 128, n as u32);
+        let mut commands = Vec::new();
+        let at = |stage: usize, part: usize, offset: usize| {
+            BASE + (stage * parts[4] + parts[part] + offset) as u32
+        };
+        let steps = self.k.div_ceil(64);
+        for stage in 0..steps.div_ceil(4) {
+            let columns = 256 + 48 * (stage as u32 % 4);
+            let steps = (steps - 4 * stage).min(4);
+            for i in 0..steps {
+                let mut copies = vec![(columns + 4 * i as u32, at(stage, 2, 512 * i))];
+                for tile in 0..n.div_ceil(128) {
+                    let target = columns + 16 + 8 * i as u32 + 4 * tile as u32;
+                    copies.push((target, at(stage, 3, 2048 * tile + 512 * i)));
+                }
+                commands.extend(copies.into_iter().map(|(target, from)| HostCommand {
+                    is_copy: true,
+                    target,
+                    a: SharedLayout::SCALES.at(from),
+                    ..Default::default()
+                }));
+            }
+            commands.extend((0..steps).map(|i| HostCommand {
+                a: SharedLayout::CODES.at(at(stage, 0, 32 * i)),
+                b: SharedLayout::CODES.at(at(stage, 1, 32 * i)),
+                idesc,
+                a_scales: columns + 4 * i as u32,
+                b_scales: columns + 16 + 8 * i as u32,
+                accumulate: (stage + i > 0) as u32,
+                ..Default::default()
+            }));
+        }
+        commands
+    }
+}
+
+/// The sums in tensor memory, column by column, as rows.
+fn sums(tmem: &[u32], n: usize) -> Vec<f32> {
+    (0..128 * n)
+        .map(|i| f32::from_bits(tmem[i % n * 128 + i / n]))
+        .collect()
+}
+
+/// The exact order of the scalar kernel.
+fn expected(a: &Packed, b: &Packed) -> Vec<f32> {
+    let (x, y, k) = (a.decoded(), b.decoded(), a.blocks * 16);
+    let mut out = Vec::new();
+    for row in 0..a.rows {
+        for column in 0..b.rows {
+            let mut sum = 0f32;
+            for i in 0..k {
+                sum += x[row * k + i] * y[column * k + i];
+            }
+            out.push(sum);
+        }
+    }
+    out
+}
+
+/// Tiles of whole and of partial K, with scales that all differ: any misplaced code or scale shows.
+#[test]
+fn sums_have_the_bits_of_the_scalar_order() {
+    let client = client!("tcgen05_model::sums_have_the_bits_of_the_scalar_order");
+    for (i, (n, k)) in [(256, 64), (128, 32), (8, 256), (200, 352), (256, 608)]
+        .into_iter()
+        .enumerate()
+    {
+        let seed = 2 * i as u32;
+        let (a, b) = (Packed::random(128, k, seed), Packed::random(n, k, seed + 1));
+        let stages = Stages::of(&a, &b);
+        let (tmem, violations) = execute(&client, &stages.bytes, &stages.commands());
+        assert_eq!(violations, [0; VIOLATIONS], "{n} x {k}");
+        let (found, expected) = (sums(&tmem, n), expected(&a, &b));
+        assert!(expected.iter().any(|sum| *sum != 0.0));
+        for (at, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert_eq!(
+                found.to_bits(),
+                expected.to_bits(),
+                "{n} x {k}: ({}, {})",
+                at / n,
+                at % n
+            );
+        }
+        // Columns behind the accumulators keep what was there.
+        if n < 256 {
+            assert_eq!(tmem[n * 128], 0x7fff_ffff);
+        }
+    }
+}
+
+/// Executes the instructions of the kernel for a contraction of `k` in the order of the kernel, one
+/// stage for each K tile.
+#[cube(launch_unchecked)]
+fn execute_stages_kernel(
+    shared: &[u32],
+    tmem: &mut [u32],
+    violations: &[Atomic<u32>],
+    k: u32,
+    #[comptime] core: TensorCore,
+) {
+    let memory = Memory {
+        shared: BASE.runtime(),
+        bytes: comptime!(operands::OPERANDS as u32).runtime(),
+        tmem: 0usize.runtime(),
+    };
+    if UNIT_POS == 0u32 {
+        for k_tile in 0..k.div_ceil(256u32) {
+            let steps = operands::steps_of(k_tile, k);
+            let at = operands::StageAt {
+                operands: BASE.runtime(),
+                tmem: 0u32.runtime(),
+                stage: k_tile,
+            };
+            #[unroll]
+            for step in 0..4usize {
+                if comptime!(step as u32).runtime() < steps {
+                    #[unroll]
+                    for part in 0..3usize {
+                        let copy = operands::scale_copy(at, step, part, core);
+                        let command = Command {
+                            opcode: 0u32.runtime(),
+                            target: copy.target,
+                            a: copy.source,
+                            b: 0u64.runtime(),
+                            idesc: 0u32.runtime(),
+                            a_scales: 0u32.runtime(),
+                            b_scales: 0u32.runtime(),
+                            accumulate: 0u32.runtime(),
+                        };
+                        for lane in 0..128u32 {
+                            execute_copy(shared, tmem, memory, command, lane, violations);
+                        }
+                    }
+                }
+            }
+            #[unroll]
+            for step in 0..4usize {
+                if comptime!(step as u32).runtime() < steps {
+                    let mma = operands::mma_operands(at, k_tile, step, core);
+                    let command = Command {
+                        opcode: 1u32.runtime(),
+                        target: mma.d,
+                        a: mma.a,
+                        b: mma.b,
+                        idesc: mma.idesc,
+                        a_scales: mma.a_scales,
+                        b_scales: mma.b_scales,
+                        accumulate: mma.accumulate,
+                    };
+                    for lane in 0..128u32 {
+                        execute_mma(shared, tmem, memory, command, lane, violations);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The memory of all stages of the kernel, each with the K tile of its number: codes as TMA leaves
+/// them, zeros behind the last row and column, and the scales that there are; anything elsewhere.
+fn stages_of_kernel(a: &Packed, b: &Packed) -> Vec<u8> {
+    let mut bytes = vec![0x77u8; operands::OPERANDS];
+    let k = a.blocks * 16;
+    let atoms = k.div_ceil(64);
+    for stage in 0..k.div_ceil(TILE_K) {
+        let count = (atoms - stage * 4).min(4) * 512;
+        for (packed, rows, codes_at, scales_at) in [
+            (a, 128, 0, operands::A_SCALES_AT),
+            (b, 256, operands::B_CODES_AT, operands::B_SCALES_AT),
+        ] {
+            for row in 0..rows {
+                for byte in 0..128 {
+                    let column = stage * 128 + byte;
+                    let code = match row < packed.rows && column < k / 2 {
+                        true => packed.codes[row * k / 2 + column],
+                        false => 0,
+                    };
+                    let part = (byte / 16) ^ (row % 8);
+                    let at = codes_at + (stage * rows + row) * 128 + part * 16 + byte % 16;
+                    bytes[at] = code;
+                }
+            }
+            let tiles = swizzle(&packed.scales, packed.rows, packed.blocks);
+            for tile in 0..packed.rows.div_ceil(128) {
+                let from = (tile * atoms + stage * 4) * 512;
+                let to = scales_at + (stage * rows / 128 + tile) * 2048;
+                bytes[to..to + count].copy_from_slice(&tiles[from..from + count]);
+            }
+        }
+    }
+    bytes
+}
+
+/// The sums of [`execute_stages_kernel`], 256 columns to a row, and the counts of violations.
+fn execute_stages(
+    client: &Client,
+    a: &Packed,
+    b: &Packed,
+    core: TensorCore,
+) -> (Vec<f32>, Vec<u32>) {
+    let shared = stages_of_kernel(a, b);
+    let poison = vec![0x7fff_ffffu32; TMEM_WORDS];
+    let tmem = upload_bytes(client, bytemuck::cast_slice(&poison));
+    let violations = upload_bytes(client, &[0; 4 * VIOLATIONS]);
+    let arg = |handle: &cubecl::server::Handle, len| {
+        // SAFETY: the buffer has so many elements.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    };
+    // SAFETY: the model checks its addresses.
+    unsafe {
+        execute_stages_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            arg(&upload_bytes(client, &shared), shared.len() / 4),
+            arg(&tmem, TMEM_WORDS),
+            arg(&violations, VIOLATIONS),
+            (a.blocks * 16) as u32,
+            core,
+        );
+    }
+    let tmem = read_u32(client, &tmem, TMEM_WORDS);
+    (sums(&tmem, 256), read_u32(client, &violations, VIOLATIONS))
+}
+
+/// The operands that the kernel computes for its instructions, on the stages as it lays them out:
+/// whole and partial K tiles, with and without a second 128 rows of `b`.
+#[test]
+fn the_operands_of_the_kernel_multiply_its_stages() {
+    let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_its_stages");
+    for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
+        for (m, n, k) in [(128, 256, 1024), (128, 104, 32), (77, 136, 608)] {
+            let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
+            let (found, violations) = execute_stages(&client, &a, &b, core);
+            assert_eq!(violations, [0; VIOLATIONS], "{m} x {n} x {k}");
+            let expected = expected(&a, &b);
+            for (i, expected) in expected.iter().enumerate() {
+                let (row, column) = (i / n, i % n);
+                let found = found[row * 256 + column];
+                let what = format!("{m} x {n} x {k}: ({row}, {column})");
+                assert_eq!(found.to_bits(), expected.to_bits(), "{what}");
+            }
+        }
+    }
+}
+
+/// The faults that are in operands: the model reports them, or the sums are wrong.
+#[test]
+fn faults_of_operands_are_noticed() {
+    let client = client!("tcgen05_model::faults_of_operands_are_noticed");
+    let (a, b) = (Packed::random(128, 512, 3), Packed::random(256, 512, 4));
+    let expected = expected(&a, &b);
+    for (fault, kind) in [
+        (Fault::WrongScaleColumn, None),
+        (Fault::WrongInstructionDescriptor, Some(BAD_INSTRUCTION)),
+        (Fault::WrongStride, Some(BAD_SHARED)),
+    ] {
+        let core = TensorCore::Software(fault);
+        let (found, violations) = execute_stages(&client, &a, &b, core);
+        match kind {
+            Some(kind) => assert!(violations[kind] > 0, "{fault:?}: {violations:?}"),
+            None => {
+                assert_eq!(violations, [0; VIOLATIONS], "{fault:?}");
+                assert_ne!(found, expected, "{fault:?}");
+            }
+        }
+    }
+}
+
+/// The oracle of the crate agrees with the order above.
+#[test]
+fn the_scalar_order_is_that_of_the_oracle() {
+    let (a, b) = (Packed::integers(5, 96, 1), Packed::integers(7, 96, 2));
+    let all = |packed: &Packed| packed.host(&(0..packed.rows).collect::<Vec<_>>());
+    let oracle = reference::gemm_f32(&all(&a), &all(&b), None).unwrap();
+    assert_eq!(oracle, expected(&a, &b));
+}
+
+/// A copy replicates a line to the four quadrants, and a lane has the scales of its own row.
+#[test]
+fn copies_replicate_scales() {
+    let client = client!("tcgen05_model::copies_replicate_scales");
+    let mut random = Generator::new(9);
+    let scales: Vec<u8> = (0..128 * 4)
+        .map(|_| random.next_u32() as u8 & 0x7f)
+        .collect();
+    let mut shared = swizzle(&scales, 128, 4);
+    shared.resize(1024, 0);
+    let copy = HostCommand {
+        is_copy: true,
+        target: 300,
+        a: SharedLayout::SCALES.at(BASE),
+        ..Default::default()
+    };
+    let (tmem, violations) = execute(&client, &shared, &[copy]);
+    assert_eq!(violations, [0; VIOLATIONS]);
+    for row in 0..128 {
+        let expected = u32::from_le_bytes(scales[4 * row..][..4].try_into().unwrap());
+        for quadrant in 0..4 {
+            let (column, lane) = (300 + row / 32, row % 32 + 32 * quadrant);
+            assert_eq!(
+                tmem[column * 128 + lane],
+                expected,
+                "row {row}, lane {lane}"
+            );
+        }
+    }
+}
+
+/// What a command may not have is counted, under its own name, and a good one is not.
+#[test]
+fn violations_are_counted() {
+    let client = client!("tcgen05_model::violations_are_counted");
+    let (a, b) = (Packed::random(128, 64, 1), Packed::random(8, 64, 2));
+    let stages = Stages::of(&a, &b);
+    let commands = stages.commands();
+    let (copy, mma) = (commands[0], *commands.last().unwrap());
+    let end = BASE + stages.bytes.len() as u32;
+    let mut cases = vec![
+        (copy, None),
+        (mma, None),
+        // Lanes in addresses, columns behind the last, and scales over accumulators.
+        (
+            HostCommand {
+                target: 509,
+                ..copy
+            },
+            Some(BAD_TMEM),
+        ),
+        (
+            HostCommand {
+                target: 1 << 16 | 256,
+                ..copy
+            },
+            Some(BAD_TMEM),
+        ),
+        (HostCommand { target: 505, ..mma }, Some(BAD_TMEM)),
+        (HostCommand { a_scales: 4, ..mma }, Some(BAD_TMEM)),
+        (HostCommand { b_scales: 7, ..mma }, Some(BAD_TMEM)),
+        (
+            HostCommand {
+                b_scales: 510,
+                ..mma
+            },
+            Some(BAD_TMEM),
+        ),
+        // Outside of the operands.
+        (
+            HostCommand {
+                a: SharedLayout::CODES.at(end),
+                ..mma
+            },
+            Some(BAD_BOUNDS),
+        ),
+        (
+            HostCommand {
+                a: SharedLayout::SCALES.at(end),
+                ..copy
+            },
+            Some(BAD_BOUNDS),
+        ),
+        (
+            HostCommand {
+                b: SharedLayout::CODES.at(0),
+                ..mma
+            },
+            Some(BAD_BOUNDS),
+        ),
+        // The other layout.
+        (
+            HostCommand {
+                a: SharedLayout::CODES.at(BASE),
+                ..copy
+            },
+            Some(BAD_SHARED),
+        ),
+        (
+            HostCommand {
+                b: SharedLayout::SCALES.at(BASE),
+                ..mma
+            },
+            Some(BAD_SHARED),
+        ),
+        // No width.
+        (
+            HostCommand {
+                idesc: mma.idesc & !(0x3f << 17),
+                ..mma
+            },
+            Some(BAD_INSTRUCTION),
+        ),
+    ];
+    // Every bit of an instruction descriptor but those of N, one at a time.
+    for bit in (0..32).filter(|bit| !(17..23).contains(bit)) {
+        let idesc = mma.idesc ^ 1 << bit;
+        cases.push((HostCommand { idesc, ..mma }, Some(BAD_INSTRUCTION)));
+    }
+    // Every bit of a descriptor of codes but those of the address.
+    for bit in 14..64 {
+        let a = mma.a ^ 1 << bit;
+        cases.push((HostCommand { a, ..mma }, Some(BAD_SHARED)));
+    }
+    // Of scales too, but for the leading offset, which a copy does not use, and the stride, which
+    // may lead elsewhere.
+    for bit in (14..16).chain(30..32).chain(46..64) {
+        let a = copy.a ^ 1 << bit;
+        cases.push((HostCommand { a, ..copy }, Some(BAD_SHARED)));
+    }
+    for (command, expected) in cases {
+        let (_, violations) = execute(&client, &stages.bytes, &[command]);
+        let found: Vec<usize> = (0..VIOLATIONS).filter(|&i| violations[i] > 0).collect();
+        match expected {
+            None => assert!(found.is_empty(), "{command:x?}: {found:?}"),
+            Some(kind) => assert!(found.contains(&kind), "{command:x?}: {found:?}"),
+        }
+    }
+}
