@@ -1,10 +1,12 @@
 //! burn-train's training loops with NVFP4 layers: see `tests`.
 
-/// The examples of the book that use burn-train compile and run.
+/// The examples of the book that use burn-train, or several ranks, compile and run.
 #[cfg(doctest)]
 mod book {
     #[doc = include_str!("../../docs/src/train.md")]
     struct Train;
     #[doc = include_str!("../../docs/src/data-parallel.md")]
     struct DataParallel;
+    #[doc = include_str!("../../docs/src/tensor-parallel.md")]
+    struct TensorParallel;
 }

@@ -3,8 +3,8 @@
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
-    AmaxGranularity, BlockScaling, BlockShape, Format, Hadamard, HadamardSize, Nvfp4Error,
-    RandomStream, Rounding,
+    AmaxGranularity, BlockPosition, BlockScaling, BlockShape, Format, Hadamard, HadamardSize,
+    Nvfp4Error, RandomStream, Rounding,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::{Layout, Storage, Usage};
@@ -111,6 +111,16 @@ impl QuantParams {
         }
     }
 
+    /// The same of a tensor whose blocks stand at `position` in the one of which it is a part.
+    pub(super) fn at(mut self, position: BlockPosition) -> Self {
+        match &mut self.rounding {
+            QuantRounding::Elements(Rounding::Nearest) => {}
+            QuantRounding::Elements(Rounding::Stochastic(stream))
+            | QuantRounding::MsEden(EdenDraw { stream, .. }) => stream.position = position,
+        }
+        self
+    }
+
     /// Whether two quantizations of one matrix are equal: no random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.stream().is_none()
@@ -138,7 +148,7 @@ impl QuantParams {
     }
 
     /// Elements to whose multiple the contraction is padded.
-    pub(super) fn unit(&self) -> usize {
+    pub(crate) fn unit(&self) -> usize {
         match self.hadamard {
             None => self.format.block(),
             Some(hadamard) => hadamard.size().elements(),
@@ -265,7 +275,7 @@ impl OperandSpec {
     }
 
     /// Elements to whose multiple the contraction is padded.
-    pub(super) fn unit(&self) -> usize {
+    pub(crate) fn unit(&self) -> usize {
         self.params().map_or(1, QuantParams::unit)
     }
 

@@ -1,6 +1,7 @@
 //! Layers and training of several ranks, as threads with groups over loopback.
 
 mod functions;
+mod tensor_parallel;
 
 use std::thread;
 use std::time::Duration;
