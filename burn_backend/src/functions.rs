@@ -88,7 +88,7 @@ impl Nvfp4Tensor {
         self.layout
     }
 
-    fn from_dispatch(quantized: QuantizedMatrix<Dispatch>) -> Self {
+    pub(crate) fn from_dispatch(quantized: QuantizedMatrix<Dispatch>) -> Self {
         let layout = quantized.layout;
         let amax = quantized.amax.clone().into_option();
         let (codes, scales) = quantized.into_packed();
@@ -124,7 +124,20 @@ pub fn try_quantize(
     rounding: Rounding,
     hadamard: Option<Hadamard>,
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
-    validate::operand("x", &x)?;
+    let params = quantize_params(&x, usage, rounding, hadamard)?;
+    let usages = QuantUsages::one(usage, params, Storage::Packed);
+    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
+    Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
+}
+
+/// How [`try_quantize`] quantizes `x`, after its checks.
+pub(crate) fn quantize_params(
+    x: &Tensor<2>,
+    usage: Usage,
+    rounding: Rounding,
+    hadamard: Option<Hadamard>,
+) -> Result<QuantParams, Nvfp4Error> {
+    validate::operand("x", x)?;
     match (usage, hadamard) {
         (Usage::Rowwise, Some(_)) => {
             return Err(Nvfp4Error::value(
@@ -136,13 +149,10 @@ pub fn try_quantize(
         (Usage::Rowwise, None) => validate::blocks("x", "cols", x.dims()[1])?,
         (Usage::Columnwise, _) => {}
     }
-    let params = QuantParams {
+    Ok(QuantParams {
         hadamard,
         ..QuantParams::nvfp4(rounding)
-    };
-    let usages = QuantUsages::one(usage, params, Storage::Packed);
-    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
-    Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
+    })
 }
 
 /// [`try_quantize`], panicking where it fails.
@@ -303,16 +313,27 @@ pub(crate) fn linear_unchecked<const D: usize>(
     let mut dims = x.dims();
     let rows = dims[..D - 1].iter().product();
     let x: Tensor<2> = x.reshape([rows, d_in]);
-    let y = Dispatch::nvfp4_linear(
+    let y = linear_of_rows(x, weight, bias, spec, context);
+    dims[D - 1] = d_out;
+    y.reshape(dims)
+}
+
+/// The same for rows; of a layer that is sharded by tokens, the output has another number of them.
+pub(crate) fn linear_of_rows(
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    bias: Option<Tensor<1>>,
+    spec: LinearSpec,
+    context: LinearContext,
+) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::nvfp4_linear(
         x.into_dispatch(),
         weight.into_dispatch(),
         into_bias(bias),
         RowGroups::Whole,
         spec,
         context,
-    );
-    dims[D - 1] = d_out;
-    Tensor::<2>::from_dispatch(y).reshape(dims)
+    ))
 }
 
 pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> MaybeTensor<Dispatch> {

@@ -285,6 +285,53 @@ pub struct Nvfp4Attention {
     ids: Option<Vec<PartIds>>,
 }
 
+/// Attention by the kernels, without its projections.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FusedAttention {
+    pub heads: usize,
+    pub kv_heads: usize,
+    /// Size of a head.
+    pub head: usize,
+    /// Whether a query sees later keys is a matter of the positions.
+    pub params: AttentionParams,
+}
+
+impl FusedAttention {
+    /// `[rows, heads * head]` from the projections of the rows.
+    pub fn attend(
+        &self,
+        qkv: Tensor<2>,
+        positions: &RopeCache,
+        sequences: &Sequences,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let params = AttentionParams {
+            causal: positions.causal,
+            ..self.params
+        };
+        let tables = positions.tables()?;
+        let heads = [self.heads, self.kv_heads];
+        try_attention_qkv(qkv, heads, sequences, tables.as_ref(), params)
+    }
+
+    /// Fail where `time` positions on `device` do not fit.
+    pub fn check(
+        &self,
+        time: usize,
+        positions: &RopeCache,
+        device: &Device,
+    ) -> Result<(), Nvfp4Error> {
+        positions.check(time, self.head, device)?;
+        if self.params.window.is_some() && !positions.causal {
+            return Err(Nvfp4Error::value(
+                "positions",
+                "positions that are not causal",
+                "causal ones, as the attention has a window",
+            ));
+        }
+        Ok(())
+    }
+}
+
 impl Nvfp4Attention {
     /// Heads of queries.
     pub fn heads(&self) -> usize {
@@ -381,13 +428,42 @@ impl Nvfp4Attention {
         positions: &RopeCache,
         sequences: &Sequences,
     ) -> Result<Tensor<2>, Nvfp4Error> {
-        let params = AttentionParams {
-            causal: positions.causal,
-            ..self.params
-        };
-        let tables = positions.tables()?;
-        let heads = [self.heads, self.kv_heads];
-        try_attention_qkv(qkv, heads, sequences, tables.as_ref(), params)
+        let [d_model, _] = self.out.weight.lazy_shape().dims();
+        self.fused(d_model).attend(qkv, positions, sequences)
+    }
+
+    fn fused(&self, d_model: usize) -> FusedAttention {
+        FusedAttention {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head: d_model / self.heads,
+            params: self.params,
+        }
+    }
+
+    /// The projections, of queries, keys and values, and of the output, and the attention between
+    /// them by the kernels.
+    ///
+    /// # Errors
+    /// When the kernels lack something that it has.
+    pub(super) fn into_fused(
+        self,
+    ) -> Result<(Nvfp4Linear, Nvfp4Linear, FusedAttention), Nvfp4Error> {
+        let [d_model, _] = self.out.weight.lazy_shape().dims();
+        let fused = self.fused(d_model);
+        if self.dropout.is_some() {
+            let expected = "none, which the kernels have not";
+            return Err(Nvfp4Error::value("attention", "dropout", expected));
+        }
+        if fused.head > MAX_HEAD {
+            let found = format!("heads of {}", fused.head);
+            return Err(Nvfp4Error::value(
+                "attention",
+                found,
+                format!("at most {MAX_HEAD}"),
+            ));
+        }
+        Ok((self.qkv, self.out, fused))
     }
 
     /// The same by Burn's operations.
@@ -473,15 +549,9 @@ impl Nvfp4Attention {
             validate::shape("padding", padding.dims(), [batch, time], why)?;
             validate::same_device(("x", &device), ("padding", &padding.device()))?;
         }
-        let head = width / self.heads;
-        positions.check(time, head, &device)?;
-        if self.params.window.is_some() && !positions.causal {
-            return Err(Nvfp4Error::value(
-                "positions",
-                "positions that are not causal",
-                "causal ones, as the attention has a window",
-            ));
-        }
+        let fused = self.fused(width);
+        fused.check(time, positions, &device)?;
+        let head = fused.head;
         let qkv = [width, (self.heads + 2 * self.kv_heads) * head];
         let names = ["qkv.weight", "qkv.bias"];
         self.qkv.check_part(names, &device, qkv)?;

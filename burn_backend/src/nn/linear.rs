@@ -189,6 +189,24 @@ impl Nvfp4Linear {
         self.state.for_forward(&self.recipe, identity, draws)
     }
 
+    /// The same layer with other parameters.
+    pub(super) fn with_parameters(
+        self,
+        weight: Param<Tensor<2>>,
+        bias: Option<Param<Tensor<1>>>,
+    ) -> Self {
+        Self {
+            weight,
+            bias,
+            ..self
+        }
+    }
+
+    /// The operands of the next forward, which stays the next one.
+    pub(super) fn next_spec(&self) -> LinearSpec {
+        self.state.next_spec(&self.recipe)
+    }
+
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         let weight = self.weight.val();

@@ -9,6 +9,8 @@
 //! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are stored
 //! in NVFP4.
 //!
+//! [`tensor_parallel`] has layers whose weights are sharded over ranks.
+//!
 //! [`Embedding`] and [`LmHead`] are the ends of a language model, in high precision.
 
 mod attention;
@@ -23,6 +25,7 @@ mod norm;
 mod packed;
 mod parts;
 mod routing;
+pub mod tensor_parallel;
 
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};

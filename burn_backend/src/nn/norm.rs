@@ -74,12 +74,22 @@ impl RmsNorm {
     /// When the device has no implementation, the type of `x` is not supported, or its last axis is
     /// not that of the gain.
     pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+        self.forward_with(self.gain.val(), x, dtype)
+    }
+
+    /// [`forward`](Self::forward) with another gain.
+    pub(super) fn forward_with<const D: usize>(
+        &self,
+        gain: Tensor<1>,
+        x: Tensor<D>,
+        dtype: FloatDType,
+    ) -> Tensor<D> {
         // A wider output has the digits that a narrower input would cut off.
         let x = match dtype {
             FloatDType::F32 => cast(x, dtype),
             _ => x,
         };
-        let normed = try_rms_norm(x, self.gain.val(), self.epsilon);
+        let normed = try_rms_norm(x, gain, self.epsilon);
         cast(or_panic("RmsNorm::forward", normed), dtype)
     }
 

@@ -10,6 +10,7 @@ use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::Storage;
 
 use super::probe::Probe;
+use super::sharding::LinearSharding;
 use super::{BackwardSource, LinearSpec, OperandSpec};
 
 /// What a layer carries from one call to the next. The default carries nothing.
@@ -21,6 +22,8 @@ pub struct LinearContext {
     /// The storage of operands that only one GEMM reads; `None` for the storage with which that
     /// GEMM is fastest.
     pub(crate) storage: Option<Storage>,
+    /// The ranks over which the layer is sharded, if it is.
+    pub(crate) sharding: Option<LinearSharding>,
 }
 
 impl LinearContext {

@@ -11,6 +11,7 @@ use burn_core::backend::{
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
+use super::collective::CollectiveOps;
 use super::layers::{Activation, ActivationOps};
 #[cfg(feature = "cubecl-backend")]
 use super::meta;
@@ -32,7 +33,7 @@ use super::tensors::{
     Fusion: cfg(feature = "cubecl-backend"),
     Autodiff
 )]
-pub trait Nvfp4KernelOps: ActivationOps {
+pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
     /// one kernel makes both.
     ///
@@ -43,6 +44,24 @@ pub trait Nvfp4KernelOps: ActivationOps {
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
         #[extension_type] groups: RowGroups<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self>;
+
+    /// The amax values of `x` (`[rows, cols]`) from which the tensor with this usage is quantized:
+    /// one, or one for each stored row, `f32`.
+    ///
+    /// `params` are of a format with a global scale.
+    #[fusion(meta = meta::amax)]
+    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self>;
+
+    /// [`nvfp4_quantize`](Self::nvfp4_quantize) of one matrix, packed, from amax values that
+    /// [`nvfp4_amax`](Self::nvfp4_amax) found of it, or of a larger one of which it is a part:
+    /// those of each usage in a format with a global scale.
+    #[fusion(meta = meta::quantize_with_amax)]
+    fn nvfp4_quantize_with_amax(
+        x: FloatTensor<Self>,
+        #[extension_type] rowwise_amax: MaybeTensor<Self>,
+        #[extension_type] columnwise_amax: MaybeTensor<Self>,
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
@@ -150,6 +169,21 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         usages: QuantUsages,
     ) -> QuantizedPair<Self> {
         B::nvfp4_quantize(x.into_primitive(), inner_groups(groups), usages).map(constant)
+    }
+
+    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_amax(x.into_primitive(), params, usage))
+    }
+
+    fn nvfp4_quantize_with_amax(
+        x: FloatTensor<Self>,
+        rowwise_amax: MaybeTensor<Self>,
+        columnwise_amax: MaybeTensor<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let [row, col] =
+            [rowwise_amax, columnwise_amax].map(|amax| amax.map(|amax| amax.into_primitive()));
+        B::nvfp4_quantize_with_amax(x.into_primitive(), row, col, usages).map(constant)
     }
 
     fn nvfp4_quantize_activation(

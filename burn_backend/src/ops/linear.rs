@@ -12,6 +12,7 @@ use super::context::Slot;
 use super::dtype::cast;
 use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize, storage_of};
 use super::probe::OperandSource;
+use super::sharding::{LinearSharding, Role};
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OperandSpec, RowGroups, float_dtype,
@@ -62,9 +63,14 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             false => dy,
         };
         let values = || dy.clone().into_values();
-        let bias = self
-            .bias_dtype
-            .map(|dtype| cast::<B>(bias_grad(values(), groups), dtype));
+        let sharding = self.context.sharding.as_ref();
+        let bias = self.bias_dtype.map(|dtype| {
+            let grad = match sharding {
+                Some(sharding) => sharding.bias_grad::<B>(values(), |dy| bias_grad(dy, groups)),
+                None => bias_grad(values(), groups),
+            };
+            cast::<B>(grad, dtype)
+        });
         let probed = probe.map(|probe| (probe, values()));
         let tokens = dy.shape().0;
         let (row, col) = self.quantize_dy(dy);
@@ -80,9 +86,10 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             }
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
-        let x = row
-            .zip(self.w)
-            .map(|(dy, w)| B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype));
+        let x = row.zip(self.w).map(|(dy, w)| match sharding {
+            Some(sharding) => sharding.dgrad(dy, w, dtype),
+            None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
+        });
         let w = self
             .x
             .zip(col)
@@ -100,6 +107,11 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
+        if let Some(sharding) = &self.context.sharding {
+            let row = self.w.is_some().then_some(dgrad_dy);
+            let col = self.x.is_some().then_some(wgrad_dy);
+            return sharding.quantize(dy, Role::OutputGradient, row, col, dtype);
+        }
         let (device, (tokens, d_out)) = (dy.device(), dy.shape());
         let storage =
             |specs, shape| groups.storage(&self.context, || storage_of::<B>(&device, specs, shape));
@@ -152,12 +164,16 @@ pub(super) struct Fprop<B: Backend> {
     bias: MaybeTensor<B>,
     groups: GemmGroups<B>,
     dtype: FloatDType,
+    sharding: Option<LinearSharding>,
 }
 
 impl<B: Nvfp4KernelOps> Fprop<B> {
     /// The output.
     pub(super) fn run(self) -> FloatTensor<B> {
-        B::nvfp4_gemm(self.x, self.w, self.bias, self.groups, self.dtype)
+        match self.sharding {
+            Some(sharding) => sharding.fprop(self.x, self.w, self.bias, self.dtype),
+            None => B::nvfp4_gemm(self.x, self.w, self.bias, self.groups, self.dtype),
+        }
     }
 }
 
@@ -170,6 +186,13 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
 ) -> FloatTensor<B> {
     let LinearParams { weight, bias } = params;
     let dtype = x.dtype();
+    if let Some(sharding) = &context.sharding {
+        let (x, _) = sharding.quantize(x, Role::Input, Some(&spec.fprop_x), None, dtype);
+        let weight = QuantSource::Matrix(weight);
+        let (_, w) = sharding.quantize(weight, Role::Weight, None, Some(&spec.fprop_w), dtype);
+        let [x, w] = [x, w].map(|operand| operand.expect("asked for"));
+        return sharding.fprop(x, w, bias, dtype);
+    }
     let d_out = *weight.shape().last().expect("a matrix");
     let (rows, d_in) = x.shape();
     let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
@@ -231,6 +254,10 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
         let usage = Usage::Rowwise;
         let (x, saved_x) = match (requires_grad.w, spec.source) {
+            (requires_w, source) if context.sharding.is_some() => {
+                let sharding = context.sharding.as_ref().expect("there is one");
+                sharding.input(x, (row, requires_w.then_some(col)), source, x_dtype)
+            }
             (false, _) => {
                 let storage = storage();
                 let x = quantize::<B>(x, &groups, row, usage, x_dtype, storage);
@@ -267,6 +294,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             bias,
             groups: groups.of_rows(),
             dtype: x_dtype,
+            sharding: context.sharding.clone(),
         };
         let saved = SavedForBackward {
             x: saved_x,
@@ -330,6 +358,14 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             QuantSource::Matrix(self.w.clone()),
             self.groups.of_weights(),
         );
+        if let Some(sharding) = &self.context.sharding {
+            let row = (self.requires_grad.x && is_pair).then_some(dgrad_w);
+            let (row, col) = sharding.quantize(w, Role::Weight, row, Some(fprop_w), dtype);
+            let forward = col.expect("asked for");
+            let derived = || self.dgrad_weight(&forward, dtype);
+            let backward = row.or_else(|| self.requires_grad.x.then(derived));
+            return (forward, backward);
+        }
         if self.requires_grad.x && is_pair {
             let pair = PairSpec {
                 rowwise: dgrad_w,
@@ -349,6 +385,18 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     fn dgrad_weight(&self, forward: &Operand<B>, dtype: FloatDType) -> Operand<B> {
         let (spec, groups) = (&self.spec.dgrad_w, self.groups.of_weights());
         let (usage, storage) = (Usage::Rowwise, Storage::Packed);
+        if let Some(sharding) = &self.context.sharding {
+            return match self.spec.source {
+                BackwardSource::Original => {
+                    let w = QuantSource::Matrix(self.w.clone());
+                    let (w, _) = sharding.quantize(w, Role::Weight, Some(spec), None, dtype);
+                    w.expect("asked for")
+                }
+                BackwardSource::Forward => {
+                    sharding.requantize(forward.clone(), Role::Weight, spec, usage, dtype)
+                }
+            };
+        }
         match self.spec.source {
             BackwardSource::Original => {
                 let w = QuantSource::Matrix(self.w.clone());

@@ -32,6 +32,21 @@ pub(super) fn quantize(
     }
 }
 
+pub(super) fn amax(x: &TensorSpec, params: &QuantParams, usage: &Usage) -> TensorSpec {
+    let (groups, shape) = (GroupCount::Whole, (x.shape[0], x.shape[1]));
+    let layout = groups.layout(shape, *usage, params, Storage::Packed);
+    TensorSpec::new(Shape::new([groups.amax_len(&layout)]), DType::F32)
+}
+
+pub(super) fn quantize_with_amax(
+    x: &TensorSpec,
+    _rowwise_amax: &MaybeTensorMetadata,
+    _columnwise_amax: &MaybeTensorMetadata,
+    usages: &QuantUsages,
+) -> QuantizedPairMetadata {
+    quantize(x, &RowGroupsMetadata::Whole, usages)
+}
+
 pub(super) fn quantize_activation(
     x: &TensorSpec,
     grad: &MaybeTensorMetadata,

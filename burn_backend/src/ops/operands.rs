@@ -224,7 +224,11 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
 }
 
 /// Whether one kernel makes both tensors.
-fn is_one_kernel<B: Backend>(groups: &RowGroups<B>, row: &QuantParams, col: &QuantParams) -> bool {
+pub(super) fn is_one_kernel<B: Backend>(
+    groups: &RowGroups<B>,
+    row: &QuantParams,
+    col: &QuantParams,
+) -> bool {
     let is_elementwise = |params: &QuantParams| !params.is_made_from_codes();
     let is_batch = matches!(groups, RowGroups::Batch(_));
     is_elementwise(row)

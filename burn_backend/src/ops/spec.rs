@@ -127,6 +127,16 @@ impl QuantParams {
         }
     }
 
+    /// The same of a tensor whose blocks stand at `position` in the one of which it is a part.
+    pub(super) fn at(mut self, position: BlockPosition) -> Self {
+        match &mut self.rounding {
+            QuantRounding::Elements(Rounding::Nearest) => {}
+            QuantRounding::Elements(Rounding::Stochastic(stream))
+            | QuantRounding::MsEden(EdenDraw { stream, .. }) => stream.position = position,
+        }
+        self
+    }
+
     /// Whether two quantizations of one matrix are equal: no random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.stream().is_none()
@@ -154,7 +164,7 @@ impl QuantParams {
     }
 
     /// Elements to whose multiple the contraction is padded.
-    pub(super) fn unit(&self) -> usize {
+    pub(crate) fn unit(&self) -> usize {
         match self.hadamard {
             None => self.format.block(),
             Some(hadamard) => hadamard.size().elements(),
@@ -281,7 +291,7 @@ impl OperandSpec {
     }
 
     /// Elements to whose multiple the contraction is padded.
-    pub(super) fn unit(&self) -> usize {
+    pub(crate) fn unit(&self) -> usize {
         self.params().map_or(1, QuantParams::unit)
     }
 

@@ -159,7 +159,6 @@ pub enum QuantizedPair<B: Backend> {
 
 impl<B: Backend> QuantizedPair<B> {
     /// The tensors that were made.
-    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
     pub(super) fn new(
         rowwise: Option<QuantizedMatrix<B>>,
         columnwise: Option<QuantizedMatrix<B>>,
@@ -169,6 +168,15 @@ impl<B: Backend> QuantizedPair<B> {
             (Some(rowwise), None) => Self::Rowwise(rowwise),
             (None, Some(columnwise)) => Self::Columnwise(columnwise),
             (None, None) => unreachable!("one usage at least"),
+        }
+    }
+
+    /// The rowwise and the columnwise tensor, as far as they were made.
+    pub(super) fn into_options(self) -> (Option<QuantizedMatrix<B>>, Option<QuantizedMatrix<B>>) {
+        match self {
+            Self::Rowwise(one) => (Some(one), None),
+            Self::Columnwise(one) => (None, Some(one)),
+            Self::Both(rowwise, columnwise) => (Some(rowwise), Some(columnwise)),
         }
     }
 

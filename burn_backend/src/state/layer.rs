@@ -288,6 +288,7 @@ impl LayerState {
                 }),
             probe,
             storage: None,
+            sharding: None,
         };
         let spec = mode.of(recipe.spec(&rng_state));
         #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -300,6 +301,11 @@ impl LayerState {
             false => spec,
         };
         Ok((spec, context))
+    }
+
+    /// The operands of the next forward by `recipe`, which takes no offset.
+    pub(crate) fn next_spec(&self, recipe: &Nvfp4Recipe) -> LinearSpec {
+        self.mode().of(recipe.spec(&self.rng_state()))
     }
 
     /// Where the layer records samples of its operands, while telemetry is on.

@@ -66,6 +66,7 @@ mod router;
 mod shapes;
 #[cfg(feature = "cube")]
 mod shards;
+#[cfg(feature = "cube")]
 mod tcgen05_model;
 #[cfg(feature = "cube")]
 mod units;

@@ -32,6 +32,20 @@ impl Nvfp4KernelOps for CubeBackend {
         quantize::quantize(x, groups, usages)
     }
 
+    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
+        quantize::amax(x, &params, usage)
+    }
+
+    fn nvfp4_quantize_with_amax(
+        x: FloatTensor<Self>,
+        rowwise_amax: MaybeTensor<Self>,
+        columnwise_amax: MaybeTensor<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let amax = [rowwise_amax, columnwise_amax].map(MaybeTensor::into_option);
+        quantize::quantize_from_amax(x, amax, usages)
+    }
+
     fn nvfp4_quantize_activation(
         x: FloatTensor<Self>,
         grad: MaybeTensor<Self>,

@@ -1,7 +1,7 @@
 //! Quantization, in one kernel for each usage, or for both.
 
-use burn_core::tensor::FloatDType;
-use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use burn_core::tensor::{DType, FloatDType, Shape};
+use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_kernels::activation::{activation, activation_backward, activation_with_amaxes};
 use nvfp4_kernels::moe::GroupOffsets;
@@ -22,7 +22,8 @@ use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::tensors::{
-    Source, device_groups, float_kind, launched, like_quantized, result, to_burn, to_device,
+    Source, device_groups, float_kind, launched, like_quantized, new_tensor, result, to_burn,
+    to_device,
 };
 
 /// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
@@ -36,6 +37,58 @@ pub(super) fn quantize(
         count: groups.count(),
         groups: device_groups(groups),
         found: None,
+    };
+    source.quantize(usages)
+}
+
+/// See [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
+pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTensor {
+    let layout = GroupCount::Whole.layout(
+        (x.meta.shape()[0], x.meta.shape()[1]),
+        usage,
+        params,
+        Storage::Packed,
+    );
+    let source = GroupedSource {
+        x: Source::new(x),
+        count: GroupCount::Whole,
+        groups: Groups::One,
+        found: None,
+    };
+    let like = &source.x.tensor;
+    let found = match params.rounding {
+        QuantRounding::MsEden(_) => {
+            let matrix = EdenSource::Matrix(&source.x.matrix);
+            let transform = eden_transform(like, params);
+            launched(quantize::ms_eden_amax(
+                &like.client,
+                matrix,
+                usage,
+                transform,
+            ))
+        }
+        QuantRounding::Elements(_) => source.amax(params, usage),
+    };
+    let shape = Shape::new([GroupCount::Whole.amax_len(&layout)]);
+    new_tensor(like, found, shape, DType::F32)
+}
+
+/// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
+pub(super) fn quantize_from_amax(
+    x: CubeTensor,
+    amax: [Option<CubeTensor>; 2],
+    usages: QuantUsages,
+) -> QuantizedPair<CubeBackend> {
+    let [row, col] = amax.map(|amax| amax.map(|amax| into_contiguous(amax).handle));
+    let source = GroupedSource {
+        x: Source::new(x),
+        count: GroupCount::Whole,
+        groups: Groups::One,
+        found: Some(Amaxes {
+            // One amax of an untransformed matrix serves both usages.
+            rows: row.clone().or_else(|| col.clone()),
+            cols: col.or(row),
+        }),
     };
     source.quantize(usages)
 }
@@ -164,7 +217,8 @@ impl GroupedSource {
                 Storage::Packed => EdenForm::Packed(ScaleLayout::Compact),
                 Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
             };
-            let made = ms_eden(&self.x.tensor, source, usage, params, form);
+            let amax = self.found.is_some().then(|| self.amax(params, usage));
+            let made = ms_eden(&self.x.tensor, source, usage, params, form, amax);
             return self.made(made, params, usage, storage);
         }
         self.trace("quantize", usage_name(usage));
@@ -180,6 +234,7 @@ impl GroupedSource {
             && usage == Usage::Rowwise
             && params.amax == AmaxGranularity::PerRow
             && params.hadamard.is_none()
+            && self.found.is_none()
             && storage == Storage::Packed;
         if is_one_read {
             let params_on_device = device_params(&self.x.tensor, params);
@@ -349,29 +404,43 @@ impl GroupedSource {
     }
 }
 
+/// The transform of MS-EDEN.
+fn eden_transform(like: &CubeTensor, params: &QuantParams) -> EdenTransform {
+    let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, params.hadamard) else {
+        unreachable!("parameters of MS-EDEN");
+    };
+    let offset = params.offset_in_memory.then(|| offset_beside(like));
+    let redrawn = offset.zip(draw.signs);
+    EdenTransform {
+        hadamard,
+        redrawn: redrawn.map(|(offset, seed)| RedrawnSigns { seed, offset }),
+    }
+}
+
+/// The quantized tensor by MS-EDEN, from an `amax` that was found before, if it was.
 fn ms_eden(
     like: &CubeTensor,
     source: EdenSource<'_>,
     usage: Usage,
     params: &QuantParams,
     form: EdenForm,
+    amax: Option<Handle>,
 ) -> DeviceQuantized {
-    let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, &params.hadamard) else {
+    let QuantRounding::MsEden(draw) = params.rounding else {
         unreachable!("parameters of MS-EDEN");
     };
     let offset = params.offset_in_memory.then(|| offset_beside(like));
-    let transform = EdenTransform {
-        hadamard: *hadamard,
-        redrawn: (offset.clone().zip(draw.signs))
-            .map(|(offset, seed)| RedrawnSigns { seed, offset }),
-    };
+    let transform = eden_transform(like, params);
     let random = EdenRandom {
         stream: draw.stream,
         offset,
     };
     let client = &like.client;
-    let amax = quantize::ms_eden_amax(client, source, usage, transform.clone());
-    let (amax, target) = (launched(amax), EdenTarget::Backward);
+    let amax = amax.unwrap_or_else(|| {
+        let found = quantize::ms_eden_amax(client, source, usage, transform.clone());
+        launched(found)
+    });
+    let target = EdenTarget::Backward;
     launched(quantize::ms_eden_as(
         client, source, usage, &amax, transform, target, random, form,
     ))
@@ -396,7 +465,14 @@ pub(super) fn requantize(
     } else {
         trace_op("ms_eden", usage_name(usage), rows, cols);
         let form = EdenForm::Packed(ScaleLayout::Compact);
-        ms_eden(&like, EdenSource::Packed(&source), usage, params, form)
+        ms_eden(
+            &like,
+            EdenSource::Packed(&source),
+            usage,
+            params,
+            form,
+            None,
+        )
     };
     let layout = count.layout((rows, cols), usage, params, Storage::Packed);
     to_burn(&like, made, count, layout)

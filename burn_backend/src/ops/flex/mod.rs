@@ -37,6 +37,19 @@ impl Nvfp4KernelOps for Flex {
         quantize::quantize(x, &groups, usages)
     }
 
+    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
+        quantize::amax(&x, &params, usage)
+    }
+
+    fn nvfp4_quantize_with_amax(
+        x: FloatTensor<Self>,
+        rowwise_amax: MaybeTensor<Self>,
+        columnwise_amax: MaybeTensor<Self>,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        quantize::quantize_from_amax(x, [rowwise_amax, columnwise_amax], usages)
+    }
+
     fn nvfp4_requantize(
         source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,

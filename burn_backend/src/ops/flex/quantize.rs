@@ -16,12 +16,12 @@ use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{
-    QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+    MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use super::super::{trace_op, usage_name};
 use super::gemm::StoredOperand;
 use super::tensors::{
-    download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
+    amax_values, download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
 };
 
 /// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
@@ -57,6 +57,39 @@ pub(super) fn quantize(
     };
     let rowwise = made(Usage::Rowwise, rowwise, amax.clone());
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
+}
+
+/// See [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
+pub(super) fn amax(x: &FlexTensor, params: &QuantParams, usage: Usage) -> FlexTensor {
+    let amax = with_elements!(x, |values| amax_of(values, matrix(x), usage, params));
+    let values = amax.values().to_vec();
+    let len = values.len();
+    FlexTensor::from_data(TensorData::new(values, [len]))
+}
+
+/// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
+pub(super) fn quantize_from_amax(
+    x: FlexTensor,
+    [row_amax, col_amax]: [MaybeTensor<Flex>; 2],
+    usages: QuantUsages,
+) -> QuantizedPair<Flex> {
+    let groups = GroupedRows::new(&RowGroups::Whole, matrix(&x));
+    let QuantUsages {
+        rowwise,
+        columnwise,
+    } = usages;
+    trace(&groups, &usages);
+    let made = |usage, request: Option<(QuantParams, Storage)>, amax: MaybeTensor<Flex>| {
+        request.map(|(params, storage)| {
+            let layout = groups.count.layout(groups.shape, usage, &params, storage);
+            let known = Amax::new(&layout, amax_values(amax));
+            with_elements!(x, |values| {
+                groups.quantize(values, usage, &params, &|_| Some(known.clone()))
+            })
+        })
+    };
+    let rowwise = made(Usage::Rowwise, rowwise, row_amax);
+    QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, col_amax))
 }
 
 /// The rowwise tensor of `x` by `params`, in NVFP4 with one amax for each of `groups`, which `amax`

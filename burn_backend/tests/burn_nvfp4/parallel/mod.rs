@@ -3,6 +3,7 @@
 mod data;
 mod experts;
 mod functions;
+mod tensor_parallel;
 
 use std::thread;
 use std::time::Duration;

@@ -1,0 +1,79 @@
+//! The gated feed-forward of a rank.
+
+use burn_core as burn;
+
+use burn_core::module::Module;
+use burn_core::tensor::Tensor;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::super::feed_forward::swiglu_between;
+use super::super::{Nvfp4SwiGlu, rows};
+use super::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
+use crate::functions::or_panic;
+use crate::ops::RowGroups;
+
+/// [`Nvfp4SwiGlu`] with a part of the hidden features on each rank: the same features of gate and
+/// up, side by side.
+///
+/// Input and output are `[..., d_model]`, the same on all ranks, or with sequence parallelism
+/// `[tokens / ranks, ..., d_model]`. As on one device, activation and quantization are one
+/// operation, which recomputes where [`with_recompute`](Nvfp4SwiGlu::with_recompute) says so.
+#[derive(Module, Debug)]
+pub struct TensorParallelSwiGlu {
+    /// `[d_model, 2 * d_hidden / ranks]`.
+    pub gate_up: ColumnParallelLinear,
+    /// `[d_hidden / ranks, d_model]`.
+    pub down: RowParallelLinear,
+    #[module(skip)]
+    recompute: bool,
+}
+
+impl TensorParallelSwiGlu {
+    /// This rank's part of `layer`, of which all ranks have the same, state included.
+    ///
+    /// # Errors
+    /// When the hidden features have no parts of a multiple of 16 for each rank.
+    pub fn from_swiglu(layer: Nvfp4SwiGlu, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
+        let recompute = layer.recomputes();
+        let Nvfp4SwiGlu { gate_up, down, .. } = layer;
+        let [_, both] = gate_up.weight.lazy_shape().dims();
+        let widths = [both / 2; 2];
+        Ok(Self {
+            gate_up: ColumnParallelLinear::from_segments(gate_up, &widths, parallel)?,
+            down: RowParallelLinear::from_linear(down, parallel)?,
+            recompute,
+        })
+    }
+
+    /// The layers of one device, gate and up in one, and down, of the parts of all ranks, each of
+    /// which calls this.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn into_layers(self) -> (crate::Nvfp4Linear, crate::Nvfp4Linear) {
+        (self.gate_up.into_linear(), self.down.into_linear())
+    }
+
+    /// Apply the layer: to the same shape and type.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::try_forward`], and when the two layers do not fit each other.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        self.gate_up.check(&x)?;
+        let [d_model, both] = self.gate_up.linear.weight.dims();
+        let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
+        self.down.linear.check_part(names, &x.device(), shape)?;
+        self.down
+            .check_tokens::<D>(x.dims()[..D - 1].iter().product())?;
+        let (x, dims) = rows(x);
+        let input = self.gate_up.part(x.is_tracked())?;
+        let output = self.down.part(input.tracks(&x))?;
+        let y = swiglu_between(x, input, output, RowGroups::Whole, self.recompute);
+        Ok(y.reshape(dims))
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
+    }
+}

@@ -1,0 +1,404 @@
+//! Linear layers of a rank.
+
+use burn_core as burn;
+
+use burn_core::module::Module;
+use burn_core::tensor::Tensor;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::super::parts::LinearPart;
+use super::super::{Nvfp4Linear, rows};
+use super::{ShardAmax, TensorParallel, replaced};
+use crate::functions::{linear_of_rows, or_panic};
+use crate::ops::sharding::{LinearSharding, ShardedDim};
+use crate::parallel::{ProcessGroup, functions};
+
+/// A linear layer that has a part of the output features on each rank: a weight
+/// `[d_input, d_output / ranks]`.
+///
+/// | | input of a rank | output of a rank |
+/// |---|---|---|
+/// | | `[..., d_input]`, the same on all ranks | `[..., d_output / ranks]` |
+/// | sequence parallel | `[tokens / ranks, ..., d_input]` | `[tokens, ..., d_output / ranks]` |
+///
+/// The gradient of the input is the sum over the ranks, or its rows of that. With sequence
+/// parallelism the input is gathered in its quantized form, by 4-bit codes and block scales; in
+/// high precision it is gathered as it is.
+#[derive(Module, Debug)]
+pub struct ColumnParallelLinear {
+    /// The rank's part of the layer.
+    pub linear: Nvfp4Linear,
+    #[module(skip)]
+    shard: Shard,
+    #[module(skip)]
+    gather_output: bool,
+}
+
+/// A linear layer that has a part of the input features on each rank: a weight
+/// `[d_input / ranks, d_output]`. The bias, which is added once, is that of all ranks.
+///
+/// | | input of a rank | output of a rank |
+/// |---|---|---|
+/// | | `[..., d_input / ranks]` | `[..., d_output]`, the same on all ranks |
+/// | sequence parallel | `[tokens, ..., d_input / ranks]` | `[tokens / ranks, ..., d_output]` |
+///
+/// The output is the sum over the ranks. With sequence parallelism the gradient of the output is
+/// gathered in its quantized form.
+#[derive(Module, Debug)]
+pub struct RowParallelLinear {
+    /// The rank's part of the layer.
+    pub linear: Nvfp4Linear,
+    #[module(skip)]
+    shard: Shard,
+    #[module(skip)]
+    input_is_parallel: bool,
+}
+
+/// How a layer is sharded.
+#[derive(Debug, Clone)]
+struct Shard {
+    parallel: TensorParallel,
+    dim: ShardedDim,
+    /// The segments of this rank's part.
+    segments: Vec<usize>,
+}
+
+impl ColumnParallelLinear {
+    /// This rank's part of `linear`, of which all ranks have the same, state included. The
+    /// parameters keep their ids.
+    ///
+    /// # Errors
+    /// When the output features have no parts of a multiple of 16 for each rank.
+    pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
+        let d_output = linear.weight.lazy_shape().dims::<2>()[1];
+        Self::from_segments(linear, &[d_output], parallel)
+    }
+
+    /// This rank's part of `linear`, whose output features are several layers, side by side, of
+    /// these widths, such as queries, keys and values: a part of each of them.
+    ///
+    /// # Errors
+    /// As [`from_linear`](Self::from_linear) for each width, and when they do not add up to the
+    /// output features.
+    pub fn from_segments(
+        linear: Nvfp4Linear,
+        widths: &[usize],
+        parallel: &TensorParallel,
+    ) -> Result<Self, Nvfp4Error> {
+        let (linear, shard) = Shard::of(linear, ShardedDim::Output, widths, parallel)?;
+        Ok(Self {
+            linear,
+            shard,
+            gather_output: false,
+        })
+    }
+
+    /// Whether the output of every rank is that of all, `[..., d_output]`.
+    pub fn with_gather_output(self, gather_output: bool) -> Self {
+        Self {
+            gather_output,
+            ..self
+        }
+    }
+
+    /// The layer of one device, of the parts of all ranks, each of which calls this.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn into_linear(self) -> Nvfp4Linear {
+        self.shard.gathered(self.linear)
+    }
+
+    /// Apply the layer; see the [type](Self) for shapes.
+    ///
+    /// # Errors
+    /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
+    /// with sequence parallelism, when `x` has one axis or the tokens of a rank are no multiple of
+    /// the recipe's blocks.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let tokens = self.check(&x)?;
+        let (x, mut dims) = rows(x);
+        let y = self.shard.forward(&self.linear, x)?;
+        dims[0] *= tokens;
+        dims[D - 1] = y.dims()[1];
+        let y = y.reshape(dims);
+        Ok(match self.gather_output {
+            false => y,
+            true => self.shard.gathered_output(y),
+        })
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes `x`. By what the first axis grows.
+    pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
+        self.linear.check(x)?;
+        let tokens = x.dims()[..D - 1].iter().product();
+        self.shard.check(&self.linear, D, tokens)?;
+        match self.shard.parallel.sequence_parallel {
+            true => Ok(self.shard.parallel.group.size()),
+            false => Ok(1),
+        }
+    }
+
+    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        self.shard.part(&self.linear, is_tracked)
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("ColumnParallelLinear::forward", self.try_forward(x))
+    }
+}
+
+impl RowParallelLinear {
+    /// This rank's part of `linear`, of which all ranks have the same, state included. The
+    /// parameters keep their ids.
+    ///
+    /// # Errors
+    /// When the input features have no parts of a multiple of 16 for each rank.
+    pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
+        let d_input = linear.weight.lazy_shape().dims::<2>()[0];
+        let (linear, shard) = Shard::of(linear, ShardedDim::Input, &[d_input], parallel)?;
+        Ok(Self {
+            linear,
+            shard,
+            input_is_parallel: true,
+        })
+    }
+
+    /// Whether the input of a rank is its part, as a column-parallel layer makes it (the default),
+    /// or that of all ranks, `[..., d_input]`.
+    pub fn with_input_is_parallel(self, input_is_parallel: bool) -> Self {
+        Self {
+            input_is_parallel,
+            ..self
+        }
+    }
+
+    /// The layer of one device, of the parts of all ranks, each of which calls this.
+    ///
+    /// # Panics
+    /// When the group fails.
+    pub fn into_linear(self) -> Nvfp4Linear {
+        self.shard.gathered(self.linear)
+    }
+
+    /// Apply the layer; see the [type](Self) for shapes.
+    ///
+    /// # Errors
+    /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
+    /// with sequence parallelism, when `x` has one axis, or its first axis has no equal parts of a
+    /// multiple of the recipe's blocks.
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let group = &self.shard.parallel.group;
+        let x = match self.input_is_parallel {
+            true => x,
+            false => {
+                let (found, [part, _]) = (x.dims()[D - 1], self.linear.weight.dims());
+                let expected = part * group.size();
+                if found != expected {
+                    let found = format!("a last axis of {found}");
+                    return Err(Nvfp4Error::shape(
+                        "x",
+                        found,
+                        format!("{expected}, d_input"),
+                    ));
+                }
+                functions::scatter(x, D - 1, group)
+            }
+        };
+        let ranks = self.check(&x)?;
+        let (x, mut dims) = rows(x);
+        let y = self.shard.forward(&self.linear, x)?;
+        dims[0] /= ranks;
+        dims[D - 1] = y.dims()[1];
+        Ok(y.reshape(dims))
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes `x`, a rank's part. By what the first
+    /// axis is divided.
+    pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
+        self.linear.check(x)?;
+        let (group, dims) = (&self.shard.parallel.group, x.dims());
+        if !self.shard.parallel.sequence_parallel {
+            self.shard.check(&self.linear, D, 0)?;
+            return Ok(1);
+        }
+        group.check_parts("x", dims[0])?;
+        let tokens: usize = dims[..D - 1].iter().product();
+        self.shard.check(&self.linear, D, tokens / group.size())?;
+        Ok(group.size())
+    }
+
+    /// Fail unless the layer takes an input of `D` axes that a column-parallel layer makes of
+    /// `tokens` tokens of a rank.
+    pub(super) fn check_tokens<const D: usize>(&self, tokens: usize) -> Result<(), Nvfp4Error> {
+        self.shard.check(&self.linear, D, tokens)
+    }
+
+    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        self.shard.part(&self.linear, is_tracked)
+    }
+
+    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("RowParallelLinear::forward", self.try_forward(x))
+    }
+}
+
+impl Shard {
+    /// The part of `linear` of this rank, whose sharded dimension has segments of these `widths`.
+    fn of(
+        linear: Nvfp4Linear,
+        dim: ShardedDim,
+        widths: &[usize],
+        parallel: &TensorParallel,
+    ) -> Result<(Nvfp4Linear, Self), Nvfp4Error> {
+        let group = &parallel.group;
+        let shape: [usize; 2] = linear.weight.lazy_shape().dims();
+        let (axis, name) = match dim {
+            ShardedDim::Input => (0, "d_input"),
+            ShardedDim::Output => (1, "d_output"),
+        };
+        let total: usize = widths.iter().sum();
+        if total != shape[axis] {
+            let found = format!("{widths:?}, {total} in all");
+            return Err(Nvfp4Error::shape(
+                "widths",
+                found,
+                format!("{name}, {}", shape[axis]),
+            ));
+        }
+        let unit = 16 * group.size();
+        if let Some(width) = widths.iter().find(|width| !width.is_multiple_of(unit)) {
+            return Err(Nvfp4Error::shape(
+                "linear",
+                format!("a {name} of {width}"),
+                format!(
+                    "a multiple of {unit}: blocks of 16 for each of the {} ranks",
+                    group.size()
+                ),
+            ));
+        }
+        let segments = widths.iter().map(|width| width / group.size()).collect();
+        let shard = Self {
+            parallel: parallel.clone(),
+            dim,
+            segments,
+        };
+        let weight = replaced(&linear.weight, |weight| shard.own(weight, axis, widths));
+        let bias = linear.bias.as_ref().map(|bias| match dim {
+            ShardedDim::Input => bias.clone(),
+            ShardedDim::Output => replaced(bias, |bias| shard.own(bias, 0, widths)),
+        });
+        Ok((linear.with_parameters(weight, bias), shard))
+    }
+
+    /// The rank's part of each segment along `axis`.
+    fn own<const D: usize>(&self, x: Tensor<D>, axis: usize, widths: &[usize]) -> Tensor<D> {
+        let rank = self.parallel.group.rank();
+        let mut first = 0;
+        let parts = self.segments.iter().zip(widths).map(|(len, width)| {
+            let part = x.clone().narrow(axis, first + rank * len, *len);
+            first += width;
+            part
+        });
+        Tensor::cat(parts.collect(), axis)
+    }
+
+    /// All ranks' parts of each segment along `axis`.
+    fn all<const D: usize>(&self, x: Tensor<D>, axis: usize) -> Tensor<D> {
+        let mut first = 0;
+        let parts = self.segments.iter().map(|len| {
+            let part = x.clone().narrow(axis, first, *len);
+            first += len;
+            self.parallel.group.all_gather(part, axis)
+        });
+        Tensor::cat(parts.collect(), axis)
+    }
+
+    /// The layer of one device.
+    fn gathered(&self, linear: Nvfp4Linear) -> Nvfp4Linear {
+        let axis = match self.dim {
+            ShardedDim::Input => 0,
+            ShardedDim::Output => 1,
+        };
+        let weight = replaced(&linear.weight, |weight| self.all(weight, axis));
+        let bias = linear.bias.as_ref().map(|bias| match self.dim {
+            ShardedDim::Input => bias.clone(),
+            ShardedDim::Output => replaced(bias, |bias| self.all(bias, 0)),
+        });
+        linear.with_parameters(weight, bias)
+    }
+
+    /// The output of all ranks along the last axis, segment by segment.
+    fn gathered_output<const D: usize>(&self, y: Tensor<D>) -> Tensor<D> {
+        let group: &ProcessGroup = &self.parallel.group;
+        let mut first = 0;
+        let parts = self.segments.iter().map(|len| {
+            let part = y.clone().narrow(D - 1, first, *len);
+            first += len;
+            functions::gather(part, D - 1, group)
+        });
+        Tensor::cat(parts.collect(), D - 1)
+    }
+
+    /// Fail unless the recipe's blocks and transforms end where the parts of ranks do; `tokens` are
+    /// those of a rank, where they are sharded.
+    fn check(&self, linear: &Nvfp4Linear, axes: usize, tokens: usize) -> Result<(), Nvfp4Error> {
+        let size = self.parallel.group.size();
+        let spec = linear.next_spec();
+        let unit = match self.dim {
+            ShardedDim::Input => spec.fprop_x.unit().max(spec.fprop_w.unit()),
+            ShardedDim::Output => spec.dgrad_dy.unit().max(spec.dgrad_w.unit()),
+        };
+        if let Some(len) = self.segments.iter().find(|len| !len.is_multiple_of(unit)) {
+            return Err(Nvfp4Error::shape(
+                "weight",
+                format!("a part of {len} features on each of {size} ranks"),
+                format!("a multiple of {unit}, the block of the recipe"),
+            ));
+        }
+        if !self.parallel.sequence_parallel {
+            return Ok(());
+        }
+        if axes < 2 {
+            let expected = "two axes at least, tokens and features";
+            return Err(Nvfp4Error::shape("x", format!("{axes} axis"), expected));
+        }
+        let unit = spec.wgrad_x.unit().max(spec.wgrad_dy.unit()).max(16);
+        if !tokens.is_multiple_of(unit) {
+            return Err(Nvfp4Error::shape(
+                "x",
+                format!("{tokens} tokens on each of {size} ranks"),
+                format!("a multiple of {unit}, the block along the tokens"),
+            ));
+        }
+        Ok(())
+    }
+
+    fn part(&self, linear: &Nvfp4Linear, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        let mut part = linear.part(is_tracked)?;
+        let context = &mut part.spec.1;
+        // Telemetry compares operands with their sources, which are only parts here.
+        context.probe = None;
+        if self.parallel.group.size() > 1 {
+            context.sharding = Some(LinearSharding {
+                group: self.parallel.group.clone(),
+                dim: self.dim,
+                segments: self.segments.clone(),
+                sequence_parallel: self.parallel.sequence_parallel,
+                group_amax: self.parallel.amax == ShardAmax::Group,
+                deterministic: self.parallel.deterministic,
+            });
+        }
+        Ok(part)
+    }
+
+    /// The layer, after its checks.
+    fn forward(&self, linear: &Nvfp4Linear, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
+        let LinearPart { weight, bias, spec } = self.part(linear, x.is_tracked())?;
+        Ok(linear_of_rows(x, weight, bias, spec.0, spec.1))
+    }
+}

@@ -1,0 +1,715 @@
+//! Linear layers whose weight is sharded over a group of ranks (tensor parallelism), and whose
+//! tokens may be (sequence parallelism): what each rank quantizes, and what it exchanges.
+//!
+//! An operand of a rank is a part of the operand of one device. Each rank quantizes its part to the
+//! bytes that one device would: with the amax of the group, and with the random bits of its place.
+//! Operands whose tokens are sharded are gathered after they are quantized: 4-bit codes and block
+//! scales travel, not activations.
+//!
+//! A GEMM whose contraction is sharded gives partial sums, which are added over the group; that
+//! reorders the sum of one device. The deterministic mode gathers both quantized operands along the
+//! contraction instead, and computes the GEMM of one device on every rank.
+
+use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+use burn_core::tensor::{FloatDType, Shape, Slice};
+use nvfp4_kernels::{AmaxGranularity, BlockPosition, Storage, Usage};
+use nvfp4_parallel::Reduction;
+
+use super::Nvfp4KernelOps;
+use super::collective::{Exchange, Step};
+use super::dtype::cast;
+use super::operands::{QuantSource, is_one_kernel};
+use super::spec::{BackwardSource, OperandSpec, QuantParams};
+use super::tensors::{
+    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups,
+};
+use crate::parallel::ProcessGroup;
+
+/// Which dimension of a weight `[d_in, d_out]` is sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ShardedDim {
+    /// `d_out`: the output of a rank is a part of the columns, and dgrad gives partial sums.
+    Output,
+    /// `d_in`: the input of a rank is a part of the columns, and fprop gives partial sums.
+    Input,
+}
+
+/// How the linear layer of a rank is sharded.
+#[derive(Debug, Clone)]
+pub(crate) struct LinearSharding {
+    /// The ranks.
+    pub(crate) group: ProcessGroup,
+    /// The dimension.
+    pub(crate) dim: ShardedDim,
+    /// The segments of this rank's part of the dimension. Segment `i` of the whole layer is made of
+    /// segment `i` of each rank, in the order of ranks: gate and up of a gated activation are two.
+    pub(crate) segments: Vec<usize>,
+    /// Whether ranks have parts of the tokens where they have all columns: of the input with
+    /// [`ShardedDim::Output`], of the output with [`ShardedDim::Input`].
+    pub(crate) sequence_parallel: bool,
+    /// Whether the amax of every operand is that of the group; else only that of operands that are
+    /// gathered.
+    pub(crate) group_amax: bool,
+    /// Whether no sum is reordered.
+    pub(crate) deterministic: bool,
+}
+
+/// An operand of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Input,
+    Weight,
+    OutputGradient,
+}
+
+/// What part of the operand of one device a rank has.
+#[derive(Debug, Clone)]
+enum Part {
+    /// All of it.
+    Whole,
+    /// Some of its rows, in segments.
+    Rows(Vec<usize>),
+    /// Some of its columns, in segments.
+    Cols(Vec<usize>),
+    /// Some of its tokens: rows that are gathered as soon as they are quantized.
+    Tokens(usize),
+}
+
+/// Where a segment of a rank's part lies: its first row or column in the part and in the whole, and
+/// its length.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    own: usize,
+    whole: usize,
+    len: usize,
+}
+
+/// The stored dimension of an operand along which parts of ranks are concatenated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Axis {
+    /// Stored rows.
+    Outer,
+    /// The contraction.
+    Inner,
+}
+
+impl LinearSharding {
+    /// The part of `rows` tokens, or of the weight, that this rank has of an operand.
+    fn part(&self, role: Role, rows: usize) -> Part {
+        let tokens = || match self.sequence_parallel {
+            true => Part::Tokens(rows),
+            false => Part::Whole,
+        };
+        let segments = || self.segments.clone();
+        match (role, self.dim) {
+            (Role::Weight, ShardedDim::Output) => Part::Cols(segments()),
+            (Role::Weight, ShardedDim::Input) => Part::Rows(segments()),
+            (Role::Input, ShardedDim::Input) => Part::Cols(segments()),
+            (Role::OutputGradient, ShardedDim::Output) => Part::Cols(segments()),
+            (Role::Input, ShardedDim::Output) => tokens(),
+            (Role::OutputGradient, ShardedDim::Input) => tokens(),
+        }
+    }
+
+    /// The rowwise and the columnwise operand of `x`, as far as they are asked for.
+    pub(super) fn quantize<B: Nvfp4KernelOps>(
+        &self,
+        x: QuantSource<B>,
+        role: Role,
+        row: Option<&OperandSpec>,
+        col: Option<&OperandSpec>,
+        dtype: FloatDType,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
+        let x = x.into_values();
+        let part = self.part(role, x.shape()[0]);
+        self.quantize_part(x, &part, row, col, dtype)
+    }
+
+    /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
+    pub(super) fn input<B: Nvfp4KernelOps>(
+        &self,
+        x: QuantSource<B>,
+        (row, col): (&OperandSpec, Option<&OperandSpec>),
+        source: BackwardSource,
+        dtype: FloatDType,
+    ) -> (Operand<B>, Option<Operand<B>>) {
+        let original = col.filter(|_| source == BackwardSource::Original);
+        let (forward, saved) = self.quantize(x, Role::Input, Some(row), original, dtype);
+        let forward = forward.expect("asked for");
+        let saved = match (col, source) {
+            (Some(col), BackwardSource::Forward) => {
+                let usage = Usage::Columnwise;
+                Some(self.requantize(forward.clone(), Role::Input, col, usage, dtype))
+            }
+            _ => saved,
+        };
+        (forward, saved)
+    }
+
+    /// The operand along `usage` by `spec` of the dequantized values of `forward`, the operand of
+    /// the forward, whose tokens are gathered.
+    pub(super) fn requantize<B: Nvfp4KernelOps>(
+        &self,
+        forward: Operand<B>,
+        role: Role,
+        spec: &OperandSpec,
+        usage: Usage,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        let values = match forward {
+            Operand::Float(x, _) => x,
+            Operand::Quantized(source) => {
+                // MS-EDEN takes the values exactly, everything else as activations.
+                let is_exact = spec.params().is_some_and(QuantParams::is_ms_eden);
+                let dtype = if is_exact { FloatDType::F32 } else { dtype };
+                B::nvfp4_dequantize(source, RowGroups::Whole, dtype)
+            }
+        };
+        let part = match self.part(role, values.shape()[0]) {
+            Part::Tokens(_) => Part::Whole,
+            part => part,
+        };
+        let (row, col) = match usage {
+            Usage::Rowwise => (Some(spec), None),
+            Usage::Columnwise => (None, Some(spec)),
+        };
+        let (row, col) = self.quantize_part(values, &part, row, col, dtype);
+        row.or(col).expect("one usage was asked for")
+    }
+
+    fn quantize_part<B: Nvfp4KernelOps>(
+        &self,
+        x: FloatTensor<B>,
+        part: &Part,
+        row: Option<&OperandSpec>,
+        col: Option<&OperandSpec>,
+        dtype: FloatDType,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
+        let params = |spec: Option<&OperandSpec>| spec.and_then(|spec| spec.params().copied());
+        let [row_params, col_params] = [params(row), params(col)];
+        let [row_amax, col_amax] = self.amaxes::<B>(&x, part, [row_params, col_params]);
+        let (row_made, col_made) = match (row_params, col_params) {
+            (Some(row), Some(col)) if is_one_kernel(&RowGroups::<B>::Whole, &row, &col) => {
+                let usages = QuantUsages::both(row, col);
+                self.segments::<B>(&x, part, (row_amax, col_amax), usages)
+                    .into_options()
+            }
+            _ => {
+                let one = |params: Option<QuantParams>, usage, amax| {
+                    let usages = QuantUsages::one(usage, params?, Storage::Packed);
+                    let amax = match usage {
+                        Usage::Rowwise => (amax, MaybeTensor::Absent),
+                        Usage::Columnwise => (MaybeTensor::Absent, amax),
+                    };
+                    Some(self.segments::<B>(&x, part, amax, usages).into_one())
+                };
+                let made = one(row_params, Usage::Rowwise, row_amax);
+                (made, one(col_params, Usage::Columnwise, col_amax))
+            }
+        };
+        let is_plain = |spec: Option<&OperandSpec>| spec == Some(&OperandSpec::HighPrecision);
+        let values = (is_plain(row) || is_plain(col)).then(|| {
+            let x = cast::<B>(x, dtype);
+            match part {
+                Part::Tokens(_) => self.gathered_rows::<B>(x),
+                _ => x,
+            }
+        });
+        let operand = |made: Option<QuantizedMatrix<B>>, spec, usage| match made {
+            None if is_plain(spec) => values.clone().map(|x| Operand::Float(x, usage)),
+            made => made.map(|made| {
+                let axis = match usage {
+                    Usage::Rowwise => Axis::Outer,
+                    Usage::Columnwise => Axis::Inner,
+                };
+                let operand = Operand::Quantized(made);
+                match part {
+                    Part::Tokens(len) => self.gathered::<B>(operand, axis, &[*len]),
+                    _ => operand,
+                }
+            }),
+        };
+        (
+            operand(row_made, row, Usage::Rowwise),
+            operand(col_made, col, Usage::Columnwise),
+        )
+    }
+
+    /// The amax values with which a rank quantizes its part, those that are the group's in one
+    /// exchange; none of a format without a global scale.
+    fn amaxes<B: Nvfp4KernelOps>(
+        &self,
+        x: &FloatTensor<B>,
+        part: &Part,
+        params: [Option<QuantParams>; 2],
+    ) -> [MaybeTensor<B>; 2] {
+        let usages = [Usage::Rowwise, Usage::Columnwise];
+        let found = [0, 1].map(|i| {
+            let params = params[i].filter(|params| params.format.has_global_scale())?;
+            let amax = B::nvfp4_amax(x.clone(), params, usages[i]);
+            Some((amax, self.shares_amax(part, &params, usages[i])))
+        });
+        let shared: Vec<_> = found
+            .iter()
+            .flatten()
+            .filter(|(_, shared)| *shared)
+            .collect();
+        if shared.is_empty() {
+            return found.map(|found| found.map(|(amax, _)| amax).into());
+        }
+        let parts = shared.into_iter().map(|(amax, _)| amax.clone()).collect();
+        let largest = Step::AllReduce(Reduction::Max);
+        let all = self.exchange::<B>(B::float_cat(parts, 0), largest);
+        let mut first = 0;
+        found.map(|found| {
+            let amax = found.map(|(amax, shared)| {
+                if !shared {
+                    return amax;
+                }
+                let len = amax.shape()[0];
+                first += len;
+                narrow::<B>(all.clone(), 0, first - len, len)
+            });
+            amax.into()
+        })
+    }
+
+    /// Whether the amax of this operand is the largest of the group's.
+    fn shares_amax(&self, part: &Part, params: &QuantParams, usage: Usage) -> bool {
+        let is_split = match (params.amax, usage, part) {
+            (_, _, Part::Whole) => false,
+            (AmaxGranularity::PerTensor, ..) => true,
+            // Where the contraction of a stored row is split.
+            (AmaxGranularity::PerRow, Usage::Rowwise, Part::Cols(_)) => true,
+            (AmaxGranularity::PerRow, Usage::Columnwise, Part::Rows(_) | Part::Tokens(_)) => true,
+            (AmaxGranularity::PerRow, ..) => false,
+        };
+        let is_gathered = matches!(part, Part::Tokens(_)) || self.deterministic;
+        is_split && (self.group_amax || is_gathered)
+    }
+
+    /// The quantized part, segment by segment where segments draw random bits at places that do not
+    /// follow each other.
+    fn segments<B: Nvfp4KernelOps>(
+        &self,
+        x: &FloatTensor<B>,
+        part: &Part,
+        (row_amax, col_amax): (MaybeTensor<B>, MaybeTensor<B>),
+        usages: QuantUsages,
+    ) -> QuantizedPair<B> {
+        let draws = |made: Option<(QuantParams, Storage)>| {
+            made.is_some_and(|(params, _)| !params.is_deterministic())
+        };
+        let quantize = |x, row_amax, col_amax, usages| {
+            B::nvfp4_quantize_with_amax(x, row_amax, col_amax, usages)
+        };
+        if !draws(usages.rowwise) && !draws(usages.columnwise) {
+            return quantize(x.clone(), row_amax, col_amax, usages);
+        }
+        let [rows, cols] = [x.shape()[0], x.shape()[1]];
+        let whole = self.whole_shape((rows, cols), part);
+        let at = |start: (usize, usize)| {
+            let placed = |made: Option<(QuantParams, Storage)>, usage| {
+                made.map(|(params, storage)| (positioned(params, usage, start, whole), storage))
+            };
+            QuantUsages {
+                rowwise: placed(usages.rowwise, Usage::Rowwise),
+                columnwise: placed(usages.columnwise, Usage::Columnwise),
+            }
+        };
+        let (dim, segments) = match part {
+            Part::Whole => return quantize(x.clone(), row_amax, col_amax, usages),
+            Part::Rows(lens) => (0, self.places(lens)),
+            Part::Tokens(len) => (0, self.places(&[*len])),
+            Part::Cols(lens) => (1, self.places(lens)),
+        };
+        let start = |segment: &Segment| match dim {
+            0 => (segment.whole, 0),
+            _ => (0, segment.whole),
+        };
+        if let [one] = &segments[..] {
+            return quantize(x.clone(), row_amax, col_amax, at(start(one)));
+        }
+        let made = segments.iter().map(|segment| {
+            // Of amax values for each row or column, those of the segment.
+            let amax = |amax: &MaybeTensor<B>, per: usize| {
+                let len = if dim == 0 { rows } else { cols };
+                let is_along = per == dim && len > 1;
+                amax.clone()
+                    .map(|amax| match is_along && amax.shape()[0] == len {
+                        true => narrow::<B>(amax, 0, segment.own, segment.len),
+                        false => amax,
+                    })
+            };
+            let part = narrow::<B>(x.clone(), dim, segment.own, segment.len);
+            quantize(
+                part,
+                amax(&row_amax, 0),
+                amax(&col_amax, 1),
+                at(start(segment)),
+            )
+        });
+        let made = made.collect::<Vec<_>>();
+        concatenated(made, dim)
+    }
+
+    /// The segments of this rank.
+    fn places(&self, lens: &[usize]) -> Vec<Segment> {
+        let (rank, size) = (self.group.rank(), self.group.size());
+        let (mut own, mut whole) = (0, 0);
+        let places = lens.iter().map(|&len| {
+            let segment = Segment {
+                own,
+                whole: whole + rank * len,
+                len,
+            };
+            own += len;
+            whole += size * len;
+            segment
+        });
+        places.collect()
+    }
+
+    fn whole_shape(&self, (rows, cols): (usize, usize), part: &Part) -> (usize, usize) {
+        let size = self.group.size();
+        match part {
+            Part::Whole => (rows, cols),
+            Part::Rows(_) | Part::Tokens(_) => (rows * size, cols),
+            Part::Cols(_) => (rows, cols * size),
+        }
+    }
+
+    /// The output of a rank, of its operands.
+    pub(super) fn fprop<B: Nvfp4KernelOps>(
+        &self,
+        x: Operand<B>,
+        w: Operand<B>,
+        bias: MaybeTensor<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        if self.dim == ShardedDim::Output {
+            return B::nvfp4_gemm(x, w, bias, GemmGroups::None, dtype);
+        }
+        if self.deterministic {
+            return self.whole_gemm(x, w, bias, dtype);
+        }
+        let y = B::nvfp4_gemm(x, w, MaybeTensor::Absent, GemmGroups::None, dtype);
+        let y = self.sum::<B>(y);
+        match bias.into_option() {
+            None => y,
+            Some(bias) => {
+                let width = bias.shape()[0];
+                let bias = B::float_reshape(bias, Shape::new([1, width]));
+                let [y, bias] = [y, bias].map(|x| cast::<B>(x, FloatDType::F32));
+                cast::<B>(B::float_add(y, bias), dtype)
+            }
+        }
+    }
+
+    /// The gradient of the input of a rank, of its operands.
+    pub(super) fn dgrad<B: Nvfp4KernelOps>(
+        &self,
+        dy: Operand<B>,
+        w: Operand<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let bias = MaybeTensor::Absent;
+        match (self.dim, self.deterministic) {
+            (ShardedDim::Input, _) => B::nvfp4_gemm(dy, w, bias, GemmGroups::None, dtype),
+            (ShardedDim::Output, true) => self.whole_gemm(dy, w, bias, dtype),
+            (ShardedDim::Output, false) => {
+                self.sum::<B>(B::nvfp4_gemm(dy, w, bias, GemmGroups::None, dtype))
+            }
+        }
+    }
+
+    /// The gradient of the bias, in `f32`, of `dy` and of `sum`, that of its rows.
+    pub(super) fn bias_grad<B: Nvfp4KernelOps>(
+        &self,
+        dy: FloatTensor<B>,
+        sum: impl FnOnce(FloatTensor<B>) -> FloatTensor<B>,
+    ) -> FloatTensor<B> {
+        match (self.dim, self.sequence_parallel) {
+            (ShardedDim::Input, true) if self.deterministic => sum(self.gathered_rows::<B>(dy)),
+            (ShardedDim::Input, true) => {
+                self.exchange::<B>(sum(dy), Step::AllReduce(Reduction::Sum))
+            }
+            _ => sum(dy),
+        }
+    }
+
+    /// The GEMM of operands whose contraction is sharded, as one device computes it; this rank's
+    /// rows of it.
+    fn whole_gemm<B: Nvfp4KernelOps>(
+        &self,
+        a: Operand<B>,
+        b: Operand<B>,
+        bias: MaybeTensor<B>,
+        dtype: FloatDType,
+    ) -> FloatTensor<B> {
+        let (a, b) = self.gather_contraction(a, b);
+        let out = B::nvfp4_gemm(a, b, bias, GemmGroups::None, dtype);
+        match self.sequence_parallel {
+            true => self.exchange::<B>(out, Step::Slice),
+            false => out,
+        }
+    }
+
+    /// Both operands of a GEMM whose contraction is sharded, gathered along it.
+    fn gather_contraction<B: Nvfp4KernelOps>(
+        &self,
+        a: Operand<B>,
+        b: Operand<B>,
+    ) -> (Operand<B>, Operand<B>) {
+        let gathered = |operand| self.gathered(operand, Axis::Inner, &self.segments);
+        (gathered(a), gathered(b))
+    }
+
+    /// The sum of all ranks' partial results, or this rank's rows of it.
+    fn sum<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        let step = match self.sequence_parallel {
+            true => Step::ReduceScatter,
+            false => Step::AllReduce(Reduction::Sum),
+        };
+        self.exchange::<B>(x, step)
+    }
+
+    /// The rows of all ranks.
+    fn gathered_rows<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        self.exchange::<B>(x, Step::AllGather)
+    }
+
+    fn exchange<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>, step: Step) -> FloatTensor<B> {
+        B::nvfp4_exchange(x, self.constant(step))
+    }
+
+    fn constant(&self, forward: Step) -> Exchange {
+        Exchange {
+            group: self.group.clone(),
+            forward,
+            backward: Step::Identity,
+        }
+    }
+
+    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each rank
+    /// have these lengths.
+    fn gathered<B: Nvfp4KernelOps>(
+        &self,
+        operand: Operand<B>,
+        axis: Axis,
+        lens: &[usize],
+    ) -> Operand<B> {
+        let size = self.group.size();
+        match operand {
+            Operand::Float(x, usage) => {
+                let dim = match (usage, axis) {
+                    (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => 0,
+                    (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => 1,
+                };
+                Operand::Float(self.gathered_floats::<B>(x, dim, lens), usage)
+            }
+            Operand::Quantized(quantized) => {
+                let mut layout = quantized.layout;
+                let stored = (layout.usage, axis);
+                match stored {
+                    (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => {
+                        layout.rows *= size;
+                    }
+                    (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => {
+                        layout.cols *= size;
+                    }
+                }
+                let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
+                let amax = quantized.amax.clone().map(|amax| match per_row {
+                    true => self.gathered_rows::<B>(amax),
+                    false => amax,
+                });
+                let inner = quantized.layout.padded_inner();
+                let (codes, scales) = quantized.into_packed();
+                let gathered = |x| self.gathered_ints::<B>(x, axis, inner, lens);
+                Operand::Quantized(QuantizedMatrix {
+                    data: QuantizedData::Packed {
+                        codes: gathered(codes),
+                        scales: gathered(scales),
+                    },
+                    amax,
+                    layout,
+                })
+            }
+        }
+    }
+
+    /// Rows or columns of all ranks, segment by segment.
+    fn gathered_floats<B: Nvfp4KernelOps>(
+        &self,
+        x: FloatTensor<B>,
+        dim: usize,
+        lens: &[usize],
+    ) -> FloatTensor<B> {
+        let size = self.group.size();
+        let [rows, cols] = [x.shape()[0], x.shape()[1]];
+        let all = self.gathered_rows::<B>(x);
+        let all = B::float_reshape(all, Shape::new([size, rows, cols]));
+        // Ranks stand before the gathered dimension.
+        let all = match dim {
+            0 => all,
+            _ => B::float_swap_dims(all, 0, 1),
+        };
+        let parts = offsets(lens).into_iter().map(|(first, len)| {
+            let slices = slices(&all.shape().to_vec(), dim + 1, first, len);
+            let shape = match dim {
+                0 => Shape::new([size * len, cols]),
+                _ => Shape::new([rows, size * len]),
+            };
+            B::float_reshape(B::float_slice(all.clone(), &slices), shape)
+        });
+        B::float_cat(parts.collect(), dim)
+    }
+
+    /// The same for codes or scales, `inner` being the elements of a stored row.
+    fn gathered_ints<B: Nvfp4KernelOps>(
+        &self,
+        x: IntTensor<B>,
+        axis: Axis,
+        inner: usize,
+        lens: &[usize],
+    ) -> IntTensor<B> {
+        let size = self.group.size();
+        let [outer, width] = [x.shape()[0], x.shape()[1]];
+        let all = B::nvfp4_exchange_int(x, self.constant(Step::AllGather));
+        if axis == Axis::Outer {
+            return all;
+        }
+        let all = B::int_reshape(all, Shape::new([size, outer, width]));
+        let all = B::int_swap_dims(all, 0, 1);
+        let lens: Vec<_> = lens.iter().map(|len| len * width / inner).collect();
+        let parts = offsets(&lens).into_iter().map(|(first, len)| {
+            let slices = slices(&[outer, size, width], 2, first, len);
+            let part = B::int_slice(all.clone(), &slices);
+            B::int_reshape(part, Shape::new([outer, size * len]))
+        });
+        B::int_cat(parts.collect(), 1)
+    }
+}
+
+/// The quantized tensor along `usage` by `params`, which have a global scale, of the tokens of all
+/// ranks, `x` being this rank's.
+pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
+    x: FloatTensor<B>,
+    usage: Usage,
+    params: QuantParams,
+    group: &ProcessGroup,
+) -> QuantizedMatrix<B> {
+    let sharding = LinearSharding {
+        group: group.clone(),
+        dim: ShardedDim::Output,
+        segments: Vec::new(),
+        sequence_parallel: true,
+        group_amax: true,
+        deterministic: false,
+    };
+    let spec = OperandSpec::Quantized(params);
+    let (row, col) = match usage {
+        Usage::Rowwise => (Some(&spec), None),
+        Usage::Columnwise => (None, Some(&spec)),
+    };
+    let (dtype, x) = (super::float_dtype(x.dtype()), QuantSource::Matrix(x));
+    let (row, col) = sharding.quantize::<B>(x, Role::Input, row, col, dtype);
+    match row.or(col) {
+        Some(Operand::Quantized(made)) => made,
+        _ => unreachable!("a quantized operand was asked for"),
+    }
+}
+
+/// Where each of several lengths begins.
+fn offsets(lens: &[usize]) -> Vec<(usize, usize)> {
+    let mut first = 0;
+    let offsets = lens.iter().map(|&len| {
+        first += len;
+        (first - len, len)
+    });
+    offsets.collect()
+}
+
+/// All of a tensor of `shape`, but of axis `dim` `len` elements from `first` on.
+fn slices(shape: &[usize], dim: usize, first: usize, len: usize) -> Vec<Slice> {
+    let axes = shape
+        .iter()
+        .enumerate()
+        .map(|(axis, &all)| match axis == dim {
+            true => Slice::from(first..first + len),
+            false => Slice::from(0..all),
+        });
+    axes.collect()
+}
+
+fn narrow<B: Backend>(x: FloatTensor<B>, dim: usize, first: usize, len: usize) -> FloatTensor<B> {
+    let slices = slices(&x.shape().to_vec(), dim, first, len);
+    B::float_slice(x, &slices)
+}
+
+/// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`.
+fn positioned(
+    params: QuantParams,
+    usage: Usage,
+    start: (usize, usize),
+    whole: (usize, usize),
+) -> QuantParams {
+    let block = params.format.block();
+    let (row, element) = usage.stored_shape(start.0, start.1);
+    let (_, inner) = usage.stored_shape(whole.0, whole.1);
+    let row_blocks = inner.next_multiple_of(params.unit()) / block;
+    params.at(BlockPosition {
+        first: (row * row_blocks + element / block) as u64,
+        row_blocks: Some(
+            row_blocks
+                .try_into()
+                .expect("a row of fewer than 2^36 elements"),
+        ),
+    })
+}
+
+/// The quantized segments of a matrix, which follow each other along axis `dim` of it.
+fn concatenated<B: Backend>(parts: Vec<QuantizedPair<B>>, dim: usize) -> QuantizedPair<B> {
+    let (rows, cols): (Vec<_>, Vec<_>) = parts.into_iter().map(QuantizedPair::into_options).unzip();
+    QuantizedPair::new(joined(rows, dim), joined(cols, dim))
+}
+
+fn joined<B: Backend>(
+    parts: Vec<Option<QuantizedMatrix<B>>>,
+    dim: usize,
+) -> Option<QuantizedMatrix<B>> {
+    let parts: Vec<_> = parts.into_iter().collect::<Option<_>>()?;
+    let mut layout = parts[0].layout;
+    let lens = parts
+        .iter()
+        .map(|part| [part.layout.rows, part.layout.cols][dim]);
+    match dim {
+        0 => layout.rows = lens.sum(),
+        _ => layout.cols = lens.sum(),
+    }
+    let axis = match (layout.usage, dim) {
+        (Usage::Rowwise, 0) | (Usage::Columnwise, 1) => Axis::Outer,
+        _ => Axis::Inner,
+    };
+    let stored = if axis == Axis::Outer { 0 } else { 1 };
+    // One amax for each stored row follows them; any other is that of all segments.
+    let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
+    let mut amaxes: Vec<_> = (parts.iter())
+        .filter_map(|part| part.amax.clone().into_option())
+        .collect();
+    let amax = match per_row && !amaxes.is_empty() {
+        true => Some(B::float_cat(amaxes, 0)),
+        false => amaxes.pop(),
+    };
+    let (codes, scales) = parts.into_iter().map(QuantizedMatrix::into_packed).unzip();
+    Some(QuantizedMatrix {
+        data: QuantizedData::Packed {
+            codes: B::int_cat(codes, stored),
+            scales: B::int_cat(scales, stored),
+        },
+        amax: amax.into(),
+        layout,
+    })
+}
