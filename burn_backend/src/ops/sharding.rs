@@ -469,7 +469,7 @@ impl LinearSharding {
     /// The sum of all ranks' partial results, or this rank's rows of it.
     fn sum<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
         let step = match self.sequence_parallel {
-            true => Step::ReduceScatter,
+            true => Step::ReduceScatter(Reduction::Sum),
             false => Step::AllReduce(Reduction::Sum),
         };
         self.exchange::<B>(x, step)
@@ -486,7 +486,7 @@ impl LinearSharding {
 
     fn constant(&self, forward: Step) -> Exchange {
         Exchange {
-            group: self.group.clone(),
+            group: self.group.link(),
             forward,
             backward: Step::Identity,
         }

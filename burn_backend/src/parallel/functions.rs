@@ -20,13 +20,11 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::{Hadamard, Nvfp4Error, Rounding, Usage};
+use nvfp4_kernels::Nvfp4Error;
 use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
-use crate::functions::{Nvfp4Tensor, quantize_params, try_quantize};
 use crate::ops::collective::{CollectiveOps, Exchange, Step};
-use crate::ops::sharding::gathered_tokens;
 
 /// `x`, which all ranks have; its gradient is the sum of all ranks' gradients.
 pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
@@ -109,45 +107,6 @@ pub fn all_to_all<const D: usize>(
         receive: receive.into(),
     };
     exchange(x, group, step(send, receive), step(receive, send))
-}
-
-/// The quantized tensor along `usage` of the tokens of all ranks, of which each has some rows `x`,
-/// `[rows, cols]`: 4-bit codes and block scales travel, 0.5625 bytes an element, and before them the
-/// amax. The bytes are those of the quantized tensor of all rows on one device, its random bits
-/// included. A constant for autodiff.
-///
-/// Rowwise storage concatenates the ranks' rows. In columnwise storage, which is transposed, the
-/// tokens of a rank are a part of each stored row.
-///
-/// # Errors
-/// When the device or the type is not supported, `cols` is no multiple of 16 for
-/// [`Usage::Rowwise`], a transform is asked for there, or the rows are no multiple of 16, or of the
-/// size of the transform. Nothing has been exchanged then.
-///
-/// # Panics
-/// When the group fails.
-pub fn try_quantize_all_gather(
-    x: Tensor<2>,
-    usage: Usage,
-    rounding: Rounding,
-    hadamard: Option<Hadamard>,
-    group: &ProcessGroup,
-) -> Result<Nvfp4Tensor, Nvfp4Error> {
-    let params = quantize_params(&x, usage, rounding, hadamard)?;
-    let (rows, unit) = (x.dims()[0], params.unit());
-    if !rows.is_multiple_of(unit) {
-        return Err(Nvfp4Error::shape(
-            "x",
-            format!("{rows} rows on each of {} ranks", group.size()),
-            format!("a multiple of {unit}, the block along the tokens"),
-        ));
-    }
-    if group.size() == 1 {
-        return try_quantize(x, usage, rounding, hadamard);
-    }
-    let x = x.detach().set_require_grad(false).into_dispatch();
-    let made = gathered_tokens::<Dispatch>(x, usage, params, group);
-    Ok(Nvfp4Tensor::from_dispatch(made))
 }
 
 fn along<const D: usize>(

@@ -6,6 +6,7 @@
 //!   [`average_expert_gradients`] is the same for models with experts on several ranks.
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
 //!   optimizer which ones.
+//! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
 //! - [`DataParallel`] averages gradients over the devices of one process.
 
 pub mod functions;
@@ -14,6 +15,7 @@ mod buckets;
 mod data;
 mod gradients;
 mod group;
+mod quantized;
 mod sharded;
 
 pub use data::DataParallel;
@@ -22,5 +24,6 @@ pub use gradients::{
     ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_replicated,
 };
 pub use group::ProcessGroup;
+pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, Shards, fully_shard, gather};
 pub(crate) use sharded::{is_shardable, part, whole_dims};

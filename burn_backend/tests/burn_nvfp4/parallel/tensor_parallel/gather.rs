@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nvfp4::functions::{Nvfp4Tensor, quantize};
-use burn_nvfp4::parallel::{ProcessGroup, functions::try_quantize_all_gather};
+use burn_nvfp4::parallel::{ProcessGroup, try_quantize_all_gather};
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 
 use super::super::on_ranks;
