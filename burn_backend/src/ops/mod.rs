@@ -55,6 +55,7 @@ pub mod optimizer;
 mod probe;
 pub mod routing;
 mod rows;
+mod segments;
 pub(crate) mod sharding;
 mod spec;
 mod tensors;

@@ -11,7 +11,7 @@
 //! contraction instead, and computes the GEMM of one device on every rank.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
-use burn_core::tensor::{FloatDType, Shape, Slice};
+use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{AmaxGranularity, BlockPosition, Storage, Usage};
 use nvfp4_parallel::Reduction;
 
@@ -19,6 +19,7 @@ use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
 use super::operands::{QuantSource, is_one_kernel};
+use super::segments::{narrow, offsets, slices};
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
@@ -620,33 +621,6 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
         Some(Operand::Quantized(made)) => made,
         _ => unreachable!("a quantized operand was asked for"),
     }
-}
-
-/// Where each of several lengths begins.
-fn offsets(lens: &[usize]) -> Vec<(usize, usize)> {
-    let mut first = 0;
-    let offsets = lens.iter().map(|&len| {
-        first += len;
-        (first - len, len)
-    });
-    offsets.collect()
-}
-
-/// All of a tensor of `shape`, but of axis `dim` `len` elements from `first` on.
-fn slices(shape: &[usize], dim: usize, first: usize, len: usize) -> Vec<Slice> {
-    let axes = shape
-        .iter()
-        .enumerate()
-        .map(|(axis, &all)| match axis == dim {
-            true => Slice::from(first..first + len),
-            false => Slice::from(0..all),
-        });
-    axes.collect()
-}
-
-fn narrow<B: Backend>(x: FloatTensor<B>, dim: usize, first: usize, len: usize) -> FloatTensor<B> {
-    let slices = slices(&x.shape().to_vec(), dim, first, len);
-    B::float_slice(x, &slices)
 }
 
 /// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`.
