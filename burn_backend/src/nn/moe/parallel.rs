@@ -216,9 +216,8 @@ impl ExpertParallelMoe {
     ///
     /// # Shapes
     ///
-    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token; ranks
-    /// may
-    ///   have different numbers of them
+    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token;
+    ///   ranks may have different numbers of them
     /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
     ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
     ///   such)
