@@ -3,8 +3,8 @@
 //! CubeCL hands out no stream, but a task on its device thread may ask the server for it
 //! ([`WriteScoped::write_streams`], then `MultiStream::resolve`). The task does what CubeCL's own
 //! launch does: it waits for every other stream whose memory is used, notes how it ends on what it
-//! writes, keeps memory of other streams alive, and tells a graph that is being captured which memory
-//! it uses.
+//! writes, keeps memory of other streams alive, and tells a graph that is being captured which
+//! memory it uses.
 
 use std::ffi::c_void;
 use std::ptr;

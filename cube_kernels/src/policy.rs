@@ -82,8 +82,8 @@ pub struct RandomStream {
     pub position: BlockPosition,
 }
 
-/// Where the blocks of a quantized tensor stand in the logical output of which they are a part, such
-/// as the shard of a rank: each block draws the bits of its place there.
+/// Where the blocks of a quantized tensor stand in the logical output of which they are a part,
+/// such as the shard of a rank: each block draws the bits of its place there.
 ///
 /// Block `b` of stored row `r` has the index `first + r · row_blocks + b`. The default is a tensor
 /// of its own. Tensors in groups have no `row_blocks`: `first` is added to the indices that they

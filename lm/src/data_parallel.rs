@@ -81,7 +81,8 @@ impl<M: LanguageModel> Rank<M> {
     /// optimizer what `config` says. Its layers draw random bits of its own.
     ///
     /// # Errors
-    /// When there are more ranks than random streams for them, or the optimizer's state does not fit.
+    /// When there are more ranks than random streams for them, or the optimizer's state does not
+    /// fit.
     pub fn join(&mut self, group: &ProcessGroup, config: &RunConfig) -> Result<()> {
         if group.size() == 1 {
             return Ok(());
@@ -210,8 +211,8 @@ impl<M: LanguageModel> Rank<M> {
         Ok(of_step.expect("a step has been taken").mul_scalar(1.0))
     }
 
-    /// The loss of a batch, without autodiff, and the gradients of all parameters, averaged over the
-    /// ranks.
+    /// The loss of a batch, without autodiff, and the gradients of all parameters, averaged over
+    /// the ranks.
     fn gradients(
         &self,
         inputs: Tensor<2, Int>,
@@ -522,8 +523,8 @@ mod tests {
         assert!(!own.is_near(digest(&|_, w| w * 0.9)));
     }
 
-    /// Steps of a graph have the bits of ordinary ones: losses and weights. CubeCL's CPU runtime takes
-    /// the three steps before the capture.
+    /// Steps of a graph have the bits of ordinary ones: losses and weights. CubeCL's CPU runtime
+    /// takes the three steps before the capture.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     #[test]
     fn steps_of_a_graph_are_ordinary_ones() {

@@ -118,8 +118,8 @@ impl MetricsLog {
         &self.rows
     }
 
-    /// Go on from the rows of the file up to step `step`: a crash loses what came after it. None may
-    /// be missing of those that `has_row` says.
+    /// Go on from the rows of the file up to step `step`: a crash loses what came after it. None
+    /// may be missing of those that `has_row` says.
     ///
     /// # Errors
     /// When one is, or the file cannot be read or written.

@@ -59,8 +59,8 @@ pub(crate) fn means(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>>
     Ok(own)
 }
 
-/// The first `count` of numbers that the ranks have in turns: number `i` is number `i / size` of rank
-/// `i % size`. All have as many.
+/// The first `count` of numbers that the ranks have in turns: number `i` is number `i / size` of
+/// rank `i % size`. All have as many.
 ///
 /// # Errors
 /// When the group fails.

@@ -100,12 +100,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         )
     }
 
-    /// As [`open`](Self::open), as a rank of `group`: all of its ranks, a process with a device each,
-    /// make the same calls. They take equal parts of each batch, and see the same `folder`, into
-    /// which rank 0 writes.
+    /// As [`open`](Self::open), as a rank of `group`: all of its ranks, a process with a device
+    /// each, make the same calls. They take equal parts of each batch, and see the same `folder`,
+    /// into which rank 0 writes.
     ///
     /// # Errors
-    /// As there, and when the configuration does not fit the number of ranks, or another rank fails.
+    /// As there, and when the configuration does not fit the number of ranks, or another rank
+    /// fails.
     pub fn open_rank(
         config: &'a RunConfig,
         recipe: RecipeName,

@@ -74,7 +74,8 @@ fn assert_same_files(left: &Path, right: &Path, recipe: &str) {
     assert_eq!(rows(&left), rows(&right));
 }
 
-/// In high precision the mean over parts of a batch is that of the batch, up to the order of its sum.
+/// In high precision the mean over parts of a batch is that of the batch, up to the order of its
+/// sum.
 #[test]
 fn ranks_train_as_one_process_does() {
     let [one, two, four] = ["ranks-1", "ranks-2", "ranks-4"].map(folder);
@@ -91,8 +92,8 @@ fn ranks_train_as_one_process_does() {
     }
 }
 
-/// Sharding changes where numbers are, not what they are; and the files of the ranks are read on any
-/// number of them.
+/// Sharding changes where numbers are, not what they are; and the files of the ranks are read on
+/// any number of them.
 #[test]
 fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     let whole = folder("ranks-whole");

@@ -105,8 +105,8 @@ impl Nvfp4SwiGlu {
     ///
     /// They are the largest tensors of a block: `2 * d_hidden` elements for each token. The forward
     /// then keeps the operands of their GEMM, `d_model` elements of 4 bits for each token, and the
-    /// backward runs it again: two GEMMs of the feed-forward's size beside its nine. Results have the
-    /// same bits.
+    /// backward runs it again: two GEMMs of the feed-forward's size beside its nine. Results have
+    /// the same bits.
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
         self

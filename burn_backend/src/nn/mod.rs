@@ -6,8 +6,8 @@
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
 //! scale. [`ExpertParallelMoe`] is the mixture with its experts on several ranks.
 //!
-//! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are stored
-//! in NVFP4.
+//! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are
+//! stored in NVFP4.
 //!
 //! [`tensor_parallel`] has layers whose weights are sharded over ranks.
 //!

@@ -65,9 +65,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
-    /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient by
-    /// `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes of
-    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
+    /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient
+    /// by `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes
+    /// of [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
     /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward), bit for bit.
     ///
     /// Where amax values are wanted, GPUs find them in the pass that computes the activation.
@@ -135,8 +135,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     #[fusion(meta = meta::segment_sum)]
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
-    /// The gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute), given that of its
-    /// output (`[tokens, width]`), which has the type of `y`.
+    /// The gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute), given that
+    /// of its output (`[tokens, width]`), which has the type of `y`.
     #[fusion(meta = meta::moe_unpermute_backward)]
     fn nvfp4_moe_unpermute_backward(
         dout: FloatTensor<Self>,

@@ -493,8 +493,8 @@ impl LinearSharding {
         }
     }
 
-    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each rank
-    /// have these lengths.
+    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each
+    /// rank have these lengths.
     fn gathered<B: Nvfp4KernelOps>(
         &self,
         operand: Operand<B>,

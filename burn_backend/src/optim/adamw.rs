@@ -171,8 +171,9 @@ impl AdamW {
     }
 
     /// The largest magnitude of each parameter that the last step updated, `f32[1]` on the device,
-    /// by the parameter's id (of this rank's part, if it is sharded); empty unless [`AdamWConfig::amax`] is set. They are the bits that
-    /// computing them anew gives, for the quantization of the new weights.
+    /// by the parameter's id (of this rank's part, if it is sharded); empty unless
+    /// [`AdamWConfig::amax`] is set. They are the bits that computing them anew gives, for the
+    /// quantization of the new weights.
     pub fn amax(&self) -> &BTreeMap<u64, Tensor<1>> {
         &self.amax
     }

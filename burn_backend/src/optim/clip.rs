@@ -52,8 +52,8 @@ pub fn clip_grad_norm<M: Module>(
     Ok((scale.gradients, Some(norm)))
 }
 
-/// The norm of all gradients and what scales them down to `max_norm`, `f32[2]`. Of those in `shards`
-/// each rank has a part.
+/// The norm of all gradients and what scales them down to `max_norm`, `f32[2]`. Of those in
+/// `shards` each rank has a part.
 pub(super) fn clip_factor(
     max_norm: f64,
     gradients: impl IntoIterator<Item = (ParamId, DispatchTensor)>,

@@ -8,7 +8,8 @@
 //!
 //! [`AdamWConfig::module_optimizer`] gives the same optimizer as Burn's own training loop takes it.
 //!
-//! [`ZeroAdamW`] is the same optimizer whose state is sharded over the ranks of a data-parallel run.
+//! [`ZeroAdamW`] is the same optimizer whose state is sharded over the ranks of a data-parallel
+//! run.
 //!
 //! [`Muon`] updates matrices by their orthogonal momentum, and everything else by AdamW.
 //!

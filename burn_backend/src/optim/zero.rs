@@ -16,9 +16,9 @@ use crate::parallel::{ProcessGroup, Shards, average_gradients, is_shardable, par
 /// updates that part. Parameters whose first axis is no multiple of the number of ranks are updated
 /// by all ranks alike.
 ///
-/// A step averages the gradients over the ranks, each rank getting its part, and gathers the updated
-/// parts. The weights have the bits of [`AdamW`] with averaged gradients, but for the norm to which
-/// gradients are clipped: its sum has another order.
+/// A step averages the gradients over the ranks, each rank getting its part, and gathers the
+/// updated parts. The weights have the bits of [`AdamW`] with averaged gradients, but for the norm
+/// to which gradients are clipped: its sum has another order.
 #[derive(Debug, Clone)]
 pub struct ZeroAdamW {
     adamw: AdamW,

@@ -38,7 +38,8 @@ pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     exchange(x, group, sum, Step::Identity)
 }
 
-/// Part `rank` along axis `dim` of the sum of all ranks' `x`; the gradient is the parts of all ranks.
+/// Part `rank` along axis `dim` of the sum of all ranks' `x`; the gradient is the parts of all
+/// ranks.
 pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
     along(x, dim, |x| {
@@ -84,15 +85,15 @@ pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -
     along(x, dim, |x| exchange(x, group, Step::Slice, Step::AllGather))
 }
 
-/// The sum of all ranks' `x`, of which each rank makes a loss of its own: the gradient of each is the
-/// sum of all ranks' gradients, that of the sum of their losses.
+/// The sum of all ranks' `x`, of which each rank makes a loss of its own: the gradient of each is
+/// the sum of all ranks' gradients, that of the sum of their losses.
 pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
     exchange(x, group, sum.clone(), sum)
 }
 
-/// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that arrive,
-/// in the order of ranks. Gradients go back the same way.
+/// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that
+/// arrive, in the order of ranks. Gradients go back the same way.
 ///
 /// # Panics
 /// When the counts do not fit `x`, the number of ranks or the counts of another rank, too.

@@ -17,9 +17,9 @@ use crate::ops::collective::{CollectiveOps, Exchange, Link, Step};
 /// rank's end. Clones are the same end.
 ///
 /// All ranks of a group call the same operations in the same order. Tensors travel through the
-/// memory of the host: sums are taken in the order of ranks, in `f32`, and rounded once, so that all
-/// ranks have the same bits, and every run has them. After [`connect`](Self::connect) they travel
-/// from device to device, and NCCL chooses the order.
+/// memory of the host: sums are taken in the order of ranks, in `f32`, and rounded once, so that
+/// all ranks have the same bits, and every run has them. After [`connect`](Self::connect) they
+/// travel from device to device, and NCCL chooses the order.
 ///
 /// # Panics
 /// The operations panic when the group fails: another rank is gone, late or does something else.
@@ -77,9 +77,9 @@ impl ProcessGroup {
         Ok(Self::from(Arc::new(self.link.host.subgroup(members)?)))
     }
 
-    /// Has floats and integers travel from device to device, by NCCL, which is found at run time. All
-    /// ranks call it, each with its device. What NCCL does not take still travels through the memory
-    /// of the host: sums of `f16`, and slices.
+    /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
+    /// All ranks call it, each with its device. What NCCL does not take still travels through the
+    /// memory of the host: sums of `f16`, and slices.
     ///
     /// **This has not run on a GPU yet.**
     ///

@@ -9,8 +9,8 @@ use crate::functions::{Nvfp4Tensor, quantize_params, try_quantize};
 use crate::ops::sharding::gathered_tokens;
 
 /// The quantized tensor along `usage` of the tokens of all ranks, of which each has some rows `x`,
-/// `[rows, cols]`: 4-bit codes and block scales travel, 0.5625 bytes an element, and before them the
-/// amax. The bytes are those of the quantized tensor of all rows on one device, its random bits
+/// `[rows, cols]`: 4-bit codes and block scales travel, 0.5625 bytes an element, and before them
+/// the amax. The bytes are those of the quantized tensor of all rows on one device, its random bits
 /// included. A constant for autodiff.
 ///
 /// Rowwise storage concatenates the ranks' rows. In columnwise storage, which is transposed, the

@@ -11,8 +11,8 @@ use super::ProcessGroup;
 use super::functions::gather_mean;
 use crate::parameterless::{Parameterless, parameterless_module};
 
-/// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks are
-/// gathered each time that it is used. Burn's traversals see the part.
+/// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
+/// are gathered each time that it is used. Burn's traversals see the part.
 ///
 /// [`fully_shard`] makes parameters so.
 #[derive(Clone, Debug)]
@@ -55,17 +55,18 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 }
 
 /// Shards the parameters of `module` over `group` (FSDP, ZeRO-3): each rank keeps part `rank` along
-/// the first axis of each of them, and all that follows from them, gradients and optimizer state, is
-/// of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
+/// the first axis of each of them, and all that follows from them, gradients and optimizer state,
+/// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
 ///
 /// A forward gathers a parameter when it uses it and frees it afterwards; NVFP4 layers keep its
-/// packed operands for the backward, other layers the parameter. Its gradient is this rank's part of
-/// the mean over the ranks, which have a part of the batch each, so the mean is part of the backward.
-/// [`reduce_replicated`] averages the gradients of those that stay whole. All ranks call `module` at
-/// the same points of their program.
+/// packed operands for the backward, other layers the parameter. Its gradient is this rank's part
+/// of the mean over the ranks, which have a part of the batch each, so the mean is part of the
+/// backward. [`reduce_replicated`] averages the gradients of those that stay whole. All ranks call
+/// `module` at the same points of their program.
 ///
-/// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of a
-/// parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole back.
+/// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
+/// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
+/// back.
 ///
 /// All ranks begin with the same values: [`broadcast`] makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {

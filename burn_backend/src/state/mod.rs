@@ -49,8 +49,8 @@ pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
     }
 }
 
-/// Has the NVFP4 layers of `model` draw as rank `rank` of a run with a process for each rank: no two
-/// ranks share bits of stochastic rounding. Ranks that compute parts of one thing, as those of
+/// Has the NVFP4 layers of `model` draw as rank `rank` of a run with a process for each rank: no
+/// two ranks share bits of stochastic rounding. Ranks that compute parts of one thing, as those of
 /// tensor parallelism do, have the same number here.
 ///
 /// Clones of the model share the setting, on whichever device.

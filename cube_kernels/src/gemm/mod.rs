@@ -4,10 +4,10 @@
 //! choice of a kernel, the materialization of its operands and the launch, once each and in this
 //! order.
 //!
-//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output` are what requests
-//! and kernels are made of, `materialize` brings operands into the form that a kernel reads,
-//! `problem` is what the choice depends on and what every kernel answers, `heuristics` has the
-//! measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
+//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output` are
+//! what requests and kernels are made of, `materialize` brings operands into the form that a kernel
+//! reads, `problem` is what the choice depends on and what every kernel answers, `heuristics` has
+//! the measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
 //! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores.
 
 use cubecl::{client::Client, server::Handle};

@@ -7,8 +7,8 @@ use burn::tensor::{Bytes, Shape};
 use burn_nvfp4::parallel::Shards;
 use burn_pack::{Reader, Tensor, Writer};
 
-/// This rank's part of a container of whole tensors: of those that belong to parameters in `shards`,
-/// part `rank` of their first axis.
+/// This rank's part of a container of whole tensors: of those that belong to parameters in
+/// `shards`, part `rank` of their first axis.
 ///
 /// # Errors
 /// When it is no such container, or an axis has no equal parts.
@@ -35,8 +35,8 @@ pub(crate) fn slice(whole: Bytes, shards: &Shards) -> Result<Bytes> {
     pack(tensors.collect::<Result<_>>()?, metadata)
 }
 
-/// The container of whole tensors of which `parts` are those of all ranks, in their order. `sharded`
-/// are the parameters whose tensors are parts; all others are those of the first.
+/// The container of whole tensors of which `parts` are those of all ranks, in their order.
+/// `sharded` are the parameters whose tensors are parts; all others are those of the first.
 ///
 /// # Errors
 /// When the containers do not fit each other.

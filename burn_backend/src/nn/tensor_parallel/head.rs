@@ -79,8 +79,8 @@ impl VocabParallelHead {
         Ok(x.matmul(cast(self.weight.val(), dtype.into())))
     }
 
-    /// The cross entropy, `f32[1]`, of the logits of `x` ([`try_logits`](Self::try_logits)) with the
-    /// `targets` of all tokens, `[tokens]`; as [`CrossEntropy`] defines it.
+    /// The cross entropy, `f32[1]`, of the logits of `x` ([`try_logits`](Self::try_logits)) with
+    /// the `targets` of all tokens, `[tokens]`; as [`CrossEntropy`] defines it.
     ///
     /// # Errors
     /// As [`try_logits`](Self::try_logits), and when there is not a target for each token, or the

@@ -3,25 +3,25 @@
 //! [`ColumnParallelLinear`] has a part of the output features on each rank, [`RowParallelLinear`] a
 //! part of the input features. Between the two, activations are sharded too, and nothing is
 //! exchanged: a block of a transformer exchanges once in front of the first and once behind the
-//! second. With sequence parallelism the activations before and behind that pair, on which norms and
-//! residuals work, are sharded by tokens.
+//! second. With sequence parallelism the activations before and behind that pair, on which norms
+//! and residuals work, are sharded by tokens.
 //!
 //! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs,
 //! [`VocabParallelEmbedding`] and [`VocabParallelHead`] the ends of a language model, and
 //! [`SequenceParallelRmsNorm`] stands between them.
 //!
 //! Every rank makes its layers itself, of the same layers of one device ([`Nvfp4Linear`] and
-//! others): clones of a module of another rank would share its state, and its nodes in autodiff. All
-//! ranks call the same layers in the same order.
+//! others): clones of a module of another rank would share its state, and its nodes in autodiff.
+//! All ranks call the same layers in the same order.
 //!
 //! # Bits
 //! Ranks quantize with the amax of the group, and each block draws the random bits of its place in
 //! the operand of one device. So every quantized operand has the bits of one device, as have the
 //! GEMMs whose contraction is not sharded. Those whose contraction is sharded (the output of a
-//! row-parallel layer, the gradient of the input of a column-parallel one) are added over the ranks,
-//! in the type of the activations, in the order of ranks: in another order than one device does.
-//! [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that all
-//! outputs and gradients have the bits of one device.
+//! row-parallel layer, the gradient of the input of a column-parallel one) are added over the
+//! ranks, in the type of the activations, in the order of ranks: in another order than one device
+//! does. [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that
+//! all outputs and gradients have the bits of one device.
 //!
 //! [`Nvfp4Linear`]: crate::Nvfp4Linear
 
@@ -95,8 +95,8 @@ impl TensorParallel {
 
     /// Whether all outputs and gradients have the bits of one device.
     ///
-    /// Every rank then computes the GEMMs whose contraction is sharded as a whole: use it to check a
-    /// run, not to make one faster.
+    /// Every rank then computes the GEMMs whose contraction is sharded as a whole: use it to check
+    /// a run, not to make one faster.
     pub fn with_deterministic(self, deterministic: bool) -> Self {
         Self {
             deterministic,

@@ -20,12 +20,13 @@ pub enum Step {
     AllReduce(Reduction),
     /// All ranks get the tensors of all, one after the other.
     AllGather,
-    /// Rank `r` gets part `r` of the reduction. The first axis is a multiple of the number of ranks.
+    /// Rank `r` gets part `r` of the reduction. The first axis is a multiple of the number of
+    /// ranks.
     ReduceScatter(Reduction),
     /// Rank `r` keeps its part `r`. The first axis is a multiple of the number of ranks.
     Slice,
-    /// Rank `r` gets `send[r]` rows of the tensor. Rows that come from each rank stand one after the
-    /// other.
+    /// Rank `r` gets `send[r]` rows of the tensor. Rows that come from each rank stand one after
+    /// the other.
     AllToAll {
         /// Rows for each rank.
         send: Vec<usize>,

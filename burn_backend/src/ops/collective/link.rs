@@ -17,8 +17,8 @@ use nvfp4_parallel::nccl::Communicator;
 pub struct Link {
     /// Through the memory of the host.
     pub host: Arc<HostGroup>,
-    /// From device to device, where [`ProcessGroup::connect`](crate::parallel::ProcessGroup::connect)
-    /// made one.
+    /// From device to device, where
+    /// [`ProcessGroup::connect`](crate::parallel::ProcessGroup::connect) made one.
     #[cfg(feature = "cuda")]
     pub(crate) device: Option<DeviceLink>,
 }

@@ -42,10 +42,11 @@ pub use link::Link;
 pub trait CollectiveOps: Backend {
     /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`).
     ///
-    /// Through the memory of the host, sums are those of [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in
-    /// `f32`, rounded once. That runs in the thread that calls it, also where operations are queued
-    /// for another one: ranks that share a device would wait for each other in its only thread.
-    /// Where the group [is connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and the library
+    /// Through the memory of the host, sums are those of
+    /// [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in `f32`, rounded once.
+    /// That runs in the thread that calls it, also where operations are queued for another one:
+    /// ranks that share a device would wait for each other in its only thread. Where the group [is
+    /// connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and the library
     /// chooses the order.
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
