@@ -135,8 +135,9 @@ impl Train {
         if config.decorate.is_some() {
             install_decorator()?;
         }
-        let mut prepare = || -> Result<(Vec<Device>, Corpus)> {
-            let devices = open_all(&config, device_name)?;
+        let devices = agree(group, open_all(&config, device_name))?;
+        let connected = agree(group, ranks.connected(&devices[0]))?;
+        let mut prepare = || -> Result<Corpus> {
             if ranks.is_first() {
                 eprintln!("reading text ...");
             }
@@ -156,10 +157,9 @@ impl Train {
                     .with_context(|| format!("out {} cannot be made", folder.display()))?;
                 write_json(&folder.join(CONFIG), &config)?;
             }
-            Ok((devices, corpus))
+            Ok(corpus)
         };
-        let (devices, corpus) = agree(group, prepare())?;
-        let connected = agree(group, ranks.connected(&devices[0]))?;
+        let corpus = agree(group, prepare())?;
         if ranks.is_first() {
             describe(&config, &corpus, &folder);
         }
