@@ -161,7 +161,7 @@ impl fmt::Display for OutOfMemory {
             write!(f, ", a larger --recompute")?;
         }
         if device.starts_with("cuda") {
-            write!(f, ", or more GPUs (nvfp4 launch), which share each batch")?;
+            write!(f, ", or more GPUs (--devices), which share each batch")?;
         }
         if *recipe == RecipeName::f32() {
             write!(f, "; --recipe bf16 halves the activations")?;

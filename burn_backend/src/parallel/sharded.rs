@@ -61,14 +61,14 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// A forward gathers a parameter when it uses it and frees it afterwards; NVFP4 layers keep its
 /// packed operands for the backward, other layers the parameter. Its gradient is this rank's part
 /// of the mean over the ranks, which have a part of the batch each, so the mean is part of the
-/// backward. [`reduce_replicated`] averages the gradients of those that stay whole. All ranks call
-/// `module` at the same points of their program.
+/// backward. [`reduce_replicated`](super::reduce_replicated) averages the gradients of those that
+/// stay whole. All ranks call `module` at the same points of their program.
 ///
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
 /// back.
 ///
-/// All ranks begin with the same values: [`broadcast`] makes them so.
+/// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
     if group.size() == 1 {
         return module;

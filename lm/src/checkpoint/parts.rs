@@ -131,7 +131,7 @@ mod tests {
         let tensors = vec![
             tensor("a.weight", &[4, 3], Some(1), 10.0),
             tensor("b.weight", &[3], Some(2), 50.0),
-            tensor("0001.first", &[8], Some(1), 70.0),
+            tensor("z.first", &[8], Some(1), 70.0),
         ];
         let writer = Writer::new(tensors).with_metadata("time", "7");
         writer.into_bytes().unwrap()
@@ -180,7 +180,7 @@ mod tests {
         let other = vec![
             tensor("a.weight", &[2, 3], Some(1), 0.0),
             tensor("c.weight", &[3], Some(2), 0.0),
-            tensor("0001.first", &[4], Some(1), 0.0),
+            tensor("z.first", &[4], Some(1), 0.0),
         ];
         parts[1] = Writer::new(other).into_bytes().unwrap();
         let error = join(parts, &ids).unwrap_err().to_string();

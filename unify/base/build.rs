@@ -1,0 +1,5 @@
+//! Nothing: see `Cargo.toml`.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+}
