@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Result, bail};
-use burn::backend::DispatchDevice;
+use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::train::Observer;
@@ -20,17 +19,6 @@ const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
 const HOST: &str = "host";
 /// From GPU to GPU.
 const NCCL: &str = "nccl";
-
-/// Whether the tensors of `device` are the host's.
-fn is_on_host(device: &Device) -> bool {
-    match device.as_dispatch() {
-        #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
-        DispatchDevice::Autodiff(_) => is_on_host(&device.clone().without_autodiff()),
-        #[allow(unreachable_patterns)]
-        _ => false,
-    }
-}
 
 /// This process in its run.
 pub(crate) struct Ranks {
@@ -75,26 +63,30 @@ impl Ranks {
         }
     }
 
-    /// The group whose tensors on `device` travel as the variable [`COLLECTIVES`] says.
+    /// The group whose tensors on `device`, which has this name, travel as the variable [`COLLECTIVES`] says: without it,
+    /// those of GPUs by NCCL, others through the memory of the host.
     ///
     /// # Errors
     /// When the variable has another value, or NCCL is not to be had.
-    pub(crate) fn connected(&self, device: &Device) -> Result<ProcessGroup> {
+    pub(crate) fn connected(&self, device: &Device, name: DeviceName) -> Result<ProcessGroup> {
+        let is_gpu = matches!(name, DeviceName::Cuda(_));
         let group = self.group.clone();
-        let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| HOST.into());
+        let default = if is_gpu { NCCL } else { HOST };
+        let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
             (HOST | NCCL, 1) => Ok(group),
             (HOST, _) => {
-                if self.is_first() && !is_on_host(device) {
+                if self.is_first() && is_gpu {
                     tracing::warn!(
-                        "tensors travel between the ranks through the memory of the host, which is \
-                         slow; {COLLECTIVES}=nccl, which has not been tested on GPUs yet, sends \
-                         them from device to device"
+                        "{COLLECTIVES} is {HOST}: tensors travel between the ranks through the \
+                         memory of the host, which is slow; {NCCL} sends them from GPU to GPU"
                     );
                 }
                 Ok(group)
             }
-            (NCCL, _) => Ok(group.connect(device)?),
+            (NCCL, _) => group
+                .connect(device)
+                .with_context(|| format!("{COLLECTIVES}={HOST} does without NCCL")),
             (other, _) => bail!("{COLLECTIVES} is {other:?}, but it must be {HOST} or {NCCL}"),
         }
     }

@@ -8,6 +8,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cubecl::{
     client::Client,
@@ -23,8 +24,9 @@ use cubecl_server::{
     stream::{ExecuteScope, WriteScoped},
 };
 use cudarc::driver::sys::{
-    CUcontext, CUevent, CUevent_flags, CUstream, cuCtxSetCurrent, cuEventCreate, cuEventDestroy_v2,
-    cuEventRecord, cuStreamGetCtx, cuStreamWaitEvent,
+    CUcontext, CUevent, CUevent_flags, CUstream, CUstream_flags, cuCtxSetCurrent, cuEventCreate,
+    cuEventDestroy_v2, cuEventRecord, cuStreamCreate, cuStreamDestroy_v2, cuStreamGetCtx,
+    cuStreamWaitEvent,
 };
 
 /// The service behind a CUDA client, which alone names its type.
@@ -86,6 +88,77 @@ pub fn run<T: Send + 'static>(
             work()
         })
         .unwrap_or_else(|error| Err(format!("{error:?}")))
+}
+
+/// A second stream of a device, on which foreign work runs beside what CubeCL launches.
+///
+/// [`fork`](Self::fork) has it wait for all that was launched before, [`join`](Self::join) has
+/// CubeCL's stream wait for all that was queued on it. A graph that is captured between a fork and
+/// its join has both. CubeCL does not know of the stream: whoever forks keeps the memory that the
+/// work uses, both what it reads and what it writes, until the join is queued.
+#[derive(Debug)]
+pub struct SideStream {
+    stream: CUstream,
+    /// Whether work was queued since the last join.
+    forked: AtomicBool,
+}
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for SideStream {}
+// SAFETY: as above; the driver serialises what it is told.
+unsafe impl Sync for SideStream {}
+
+impl SideStream {
+    /// A stream of the current context: [`run`] this.
+    ///
+    /// # Errors
+    /// When the driver makes none.
+    pub fn new() -> Result<Self, String> {
+        let mut stream: CUstream = ptr::null_mut();
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the result is written to a local.
+        unsafe { cuStreamCreate(&mut stream, flags) }
+            .result()
+            .map_err(|error| error.to_string())?;
+        let forked = AtomicBool::new(false);
+        Ok(Self { stream, forked })
+    }
+
+    /// `place` on this stream, behind what was launched at `place` before.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn fork(&self, place: &ForeignPlace) -> Result<ForeignPlace, String> {
+        wait(self.stream, place.stream.cast())?;
+        self.forked.store(true, Ordering::Relaxed);
+        Ok(ForeignPlace {
+            device: place.device,
+            stream: self.stream.cast(),
+            addresses: place.addresses.clone(),
+        })
+    }
+
+    /// Has the stream of `place` wait for what was queued on this one since the last join, if
+    /// anything was. (A stream that is not part of a capture must not be waited for in one.)
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn join(&self, place: &ForeignPlace) -> Result<(), String> {
+        match self.forked.swap(false, Ordering::Relaxed) {
+            true => wait(place.stream.cast(), self.stream),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for SideStream {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the stream. The driver frees it when its work is done.
+        let destroyed = unsafe { cuStreamDestroy_v2(self.stream) }.result();
+        if let Err(error) = destroyed {
+            tracing::warn!("a stream could not be destroyed: {error}");
+        }
+    }
 }
 
 /// Has `work` queue kernels of its own on the stream `stream` of `client`, behind what was launched

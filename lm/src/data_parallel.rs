@@ -15,7 +15,8 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::DataParallel;
 use burn_nvfp4::parallel::{
-    ProcessGroup, Shards, average_gradients, fully_shard, reduce_replicated,
+    ProcessGroup, SMALLEST_ALONE, Shards, average_gradients, average_in_backward, fully_shard,
+    reduce_gradients,
 };
 use burn_nvfp4::state::set_rank;
 use rand::RngExt;
@@ -53,7 +54,7 @@ enum Averaging {
     Devices(DataParallel),
     /// Processes, which all have the whole model.
     Ranks(ProcessGroup),
-    /// Processes with parts of the model: the backward averages the gradients of parts.
+    /// Processes with parts of the model.
     Sharded(Shards),
 }
 
@@ -105,6 +106,8 @@ impl<M: LanguageModel> Rank<M> {
             optimizer.load(parts::slice(state, &shards)?, &self.device)?;
             self.optimizer = optimizer;
         } else {
+            let model = self.model.take().expect(KEPT);
+            self.model = Some(average_in_backward(model, group, SMALLEST_ALONE));
             self.averaging = Averaging::Ranks(group.clone());
         }
         Ok(())
@@ -226,7 +229,7 @@ impl<M: LanguageModel> Rank<M> {
             Averaging::None => {}
             Averaging::Devices(group) => group.average(model, &mut gradients, &self.device),
             Averaging::Ranks(group) => average_gradients(model, &mut gradients, group),
-            Averaging::Sharded(shards) => reduce_replicated(model, &mut gradients, shards),
+            Averaging::Sharded(shards) => reduce_gradients(model, &mut gradients, shards),
         }
         (kept, gradients)
     }

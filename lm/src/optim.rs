@@ -172,7 +172,7 @@ impl Optimizer {
         match self {
             Self::AdamW(adamw) => Ok(adamw.begin_step(lr, device)?),
             Self::Muon(_) => bail!("optimizer is muon, but a step of a graph has adamw"),
-            Self::Zero(_) => bail!("zero1 is true, but a step of a graph is of one rank"),
+            Self::Zero(_) => bail!("zero1 is true, but the weights of a graph stay where they are"),
         }
     }
 

@@ -136,6 +136,12 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     ) -> Result<Self> {
         config.check()?;
         config.check_ranks(group.size())?;
+        ensure!(
+            !config.graph || group.size() == 1 || group.is_connected(),
+            "graph is true and the launch has {} ranks whose tensors travel through the memory of \
+             the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
+            group.size()
+        );
         ensure!(!devices.is_empty(), "devices is empty, but a run has one");
         check_share(config.batch, devices.len())?;
         corpus.check(config.model.context)?;

@@ -486,11 +486,7 @@ impl LinearSharding {
     }
 
     fn constant(&self, forward: Step) -> Exchange {
-        Exchange {
-            group: self.group.link(),
-            forward,
-            backward: Step::Identity,
-        }
+        Exchange::constant(self.group.link(), forward)
     }
 
     /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each

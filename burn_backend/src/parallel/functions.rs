@@ -68,8 +68,31 @@ pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup
 /// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
 /// this rank's part of the mean of all ranks' gradients.
 pub fn gather_mean<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
-    let mean = Step::ReduceScatter(Reduction::Avg);
-    exchange(x, group, Step::AllGather, mean)
+    exchange(x, group, Step::AllGather, scattered_mean())
+}
+
+/// [`gather_mean`] of the parameter `id`, whose gradient is averaged beside the rest of the backward.
+pub(super) fn gather_mean_beside<const D: usize>(
+    x: Tensor<D>,
+    group: &ProcessGroup,
+    id: u64,
+) -> Tensor<D> {
+    exchange_beside(x, group, [Step::AllGather, scattered_mean()], id)
+}
+
+/// `x`, the parameter `id`, for parts of a batch on each rank: its gradient is the mean of all ranks'
+/// gradients, taken beside the rest of the backward.
+pub(super) fn copy_mean_beside<const D: usize>(
+    x: Tensor<D>,
+    group: &ProcessGroup,
+    id: u64,
+) -> Tensor<D> {
+    let mean = Step::AllReduce(Reduction::Avg);
+    exchange_beside(x, group, [Step::Identity, mean], id)
+}
+
+fn scattered_mean() -> Step {
+    Step::ReduceScatter(Reduction::Avg)
 }
 
 /// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this
@@ -135,10 +158,19 @@ fn exchange<const D: usize>(
     if group.size() == 1 {
         return x;
     }
+    let exchange = Exchange::new(group.link(), forward, backward);
+    Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
+}
+
+fn exchange_beside<const D: usize>(
+    x: Tensor<D>,
+    group: &ProcessGroup,
+    [forward, backward]: [Step; 2],
+    id: u64,
+) -> Tensor<D> {
     let exchange = Exchange {
-        group: group.link(),
-        forward,
-        backward,
+        beside: Some(id),
+        ..Exchange::new(group.link(), forward, backward)
     };
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }

@@ -1,6 +1,7 @@
 //! Gradients of ranks that have a part of the batch each.
 
-use burn_core::module::{Module, ModuleMapper, Param, ParamId};
+use burn_core::backend::Dispatch;
+use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_optim::GradientsParams;
 use nvfp4_parallel::Reduction;
@@ -8,6 +9,7 @@ use nvfp4_parallel::Reduction;
 use super::ProcessGroup;
 use super::buckets::Buckets;
 use super::sharded::Shards;
+use crate::ops::collective::CollectiveOps;
 
 /// Elements of a bucket: one collective of so many is as fast as the connection.
 const BUCKET: usize = 1 << 23;
@@ -38,7 +40,8 @@ impl ModuleMapper for Broadcast<'_> {
 }
 
 /// Replaces the gradients of `model` by their means over the ranks, all of which call this with
-/// gradients of the same parameters. The sums are in the order of ranks, in `f32`.
+/// gradients of the same parameters. The sums are in the order of ranks, in `f32`. Of a model of
+/// [`average_in_backward`](super::average_in_backward) the backward has begun most of it.
 ///
 /// # Panics
 /// When the group fails.
@@ -48,15 +51,42 @@ pub fn average_gradients<M: Module>(
     group: &ProcessGroup,
 ) {
     average(model, gradients, group, |_| true);
+    join(model, gradients, group);
 }
 
-/// [`average_gradients`] of the parameters of `model` that [`fully_shard`](super::fully_shard) left
-/// whole: the backward has averaged the others.
+/// [`average_gradients`] of a model of [`fully_shard`](super::fully_shard): waits for the means that
+/// the backward has begun, and averages the gradients of the parameters that are whole.
 ///
 /// # Panics
 /// When the group fails.
-pub fn reduce_replicated<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
-    average(model, gradients, &shards.group, |id| !shards.contains(id));
+pub fn reduce_gradients<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
+    let group = &shards.group;
+    average(model, gradients, group, |id| !shards.contains(id));
+    join(model, gradients, group);
+}
+
+/// Adds the means that were taken beside the backward.
+fn join<M: Module>(model: &M, gradients: &mut GradientsParams, group: &ProcessGroup) {
+    if group.size() > 1 {
+        model.visit(&mut Join { gradients, group });
+    }
+}
+
+struct Join<'a> {
+    gradients: &'a mut GradientsParams,
+    group: &'a ProcessGroup,
+}
+
+impl ModuleVisitor for Join<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let (id, link) = (param.id.val(), self.group.link());
+        if !link.waiting.has(id) {
+            return;
+        }
+        let like = param.base().without_autodiff().into_dispatch();
+        let mean = Dispatch::nvfp4_gradient_beside(like, id, link);
+        (self.gradients).register(param.id, Tensor::<D>::from_dispatch(mean));
+    }
 }
 
 /// The ranks that the gradients of a model with experts on several ranks are reduced over.

@@ -80,8 +80,7 @@ impl ProcessGroup {
     /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
     /// All ranks call it, each with its device. What NCCL does not take still travels through the
     /// memory of the host: sums of `f16`, and slices.
-    ///
-    /// **This has not run on a GPU yet.**
+    /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
     ///
     /// # Errors
     /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
@@ -99,14 +98,20 @@ impl ProcessGroup {
                 return Err(refused("not a CUDA device".into()));
             };
             let made = DeviceLink::connect(&cube.client(), &self.link.host);
+            let device = Some(made.map_err(refused)?);
             let link = Link {
-                device: Some(made.map_err(refused)?),
-                host: self.link.host,
+                device,
+                ..self.link
             };
             Ok(Self { link })
         }
         #[cfg(not(feature = "cuda"))]
         Err(refused("this build is without the feature cuda".into()))
+    }
+
+    /// Whether tensors travel from device to device, of which the ranks each have one.
+    pub fn is_connected(&self) -> bool {
+        self.link.is_connected()
     }
 
     /// The collectives over host memory.
@@ -203,22 +208,14 @@ impl ProcessGroup {
     }
 
     fn constant<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
-        let exchange = Exchange {
-            group: self.link(),
-            forward: step,
-            backward: Step::Identity,
-        };
+        let exchange = Exchange::constant(self.link(), step);
         // Detaching alone keeps the requirement of a leaf.
         let x = x.detach().set_require_grad(false).into_dispatch();
         Tensor::from_dispatch(Dispatch::nvfp4_exchange(x, exchange))
     }
 
     fn exchange_int<const D: usize>(&self, x: Tensor<D, Int>, step: Step) -> Tensor<D, Int> {
-        let exchange = Exchange {
-            group: self.link(),
-            forward: step,
-            backward: Step::Identity,
-        };
+        let exchange = Exchange::constant(self.link(), step);
         Tensor::from_dispatch(Dispatch::nvfp4_exchange_int(x.into_dispatch(), exchange))
     }
 }

@@ -3,6 +3,7 @@
 //! - [`ProcessGroup`] is a rank's end of a group, with collectives on tensors.
 //! - [`functions`] are collectives that autodiff differentiates, of which parallel layers are made.
 //! - [`average_gradients`] is data parallelism: all ranks have the model, and a part of the batch.
+//!   [`average_in_backward`] has most of it happen while the backward goes on.
 //!   [`average_expert_gradients`] is the same for models with experts on several ranks.
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
 //!   optimizer which ones.
@@ -15,15 +16,17 @@ mod buckets;
 mod data;
 mod gradients;
 mod group;
+mod overlapped;
 mod quantized;
 mod sharded;
 
 pub use data::DataParallel;
 pub(crate) use data::warn_of_distributed_weight;
 pub use gradients::{
-    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_replicated,
+    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
 };
 pub use group::ProcessGroup;
+pub use overlapped::{Averaged, SMALLEST_ALONE, average_in_backward};
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, Shards, fully_shard, gather};
 pub(crate) use sharded::{is_shardable, part, whole_dims};

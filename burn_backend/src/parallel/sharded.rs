@@ -8,7 +8,7 @@ use burn_core::module::{
 use burn_core::tensor::{Device, Tensor};
 
 use super::ProcessGroup;
-use super::functions::gather_mean;
+use super::functions::gather_mean_beside;
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
@@ -18,6 +18,8 @@ use crate::parameterless::{Parameterless, parameterless_module};
 #[derive(Clone, Debug)]
 pub struct Sharded {
     group: ProcessGroup,
+    /// The parameter's id, under which its gradient waits.
+    id: u64,
 }
 
 impl Parameterless for Sharded {
@@ -40,7 +42,7 @@ impl Reparameterization for Sharded {
     const NAME: &'static str = "sharded";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        gather_mean(base, &self.group)
+        gather_mean_beside(base, &self.group, self.id)
     }
 }
 
@@ -60,9 +62,10 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 ///
 /// A forward gathers a parameter when it uses it and frees it afterwards; NVFP4 layers keep its
 /// packed operands for the backward, other layers the parameter. Its gradient is this rank's part
-/// of the mean over the ranks, which have a part of the batch each, so the mean is part of the
-/// backward. [`reduce_replicated`](super::reduce_replicated) averages the gradients of those that
-/// stay whole. All ranks call `module` at the same points of their program.
+/// of the mean over the ranks, which have a part of the batch each. The mean is taken beside the
+/// rest of the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward,
+/// waits for it, and averages the gradients of parameters that stay whole. All ranks call `module`
+/// at the same points of their program.
 ///
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
@@ -93,8 +96,9 @@ impl Reparameterizer for Shard<'_> {
             return (param, None);
         }
         let group = self.group.clone();
+        let id = param.id.val();
         let param = param.map(|whole| like(&whole, part(whole.clone(), &group)));
-        (param, Some(Sharded { group }))
+        (param, Some(Sharded { group, id }))
     }
 }
 

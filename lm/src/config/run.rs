@@ -343,6 +343,11 @@ impl RunConfig {
              themselves: leave out one of them"
         );
         ensure!(
+            !(self.zero1 && self.graph),
+            "zero1 and graph are true, but ZeRO-1 gathers the weights into new memory in each step: \
+             leave out one of them, or use fsdp"
+        );
+        ensure!(
             self.devices.is_empty(),
             "{flag} is true and devices is {}, but ranks that shard are processes: use nvfp4 launch",
             self.devices.join(",")
@@ -376,11 +381,6 @@ impl RunConfig {
             "devices is {} and the launch has {ranks} ranks, but each rank has one device: leave \
              out devices",
             self.devices.join(",")
-        );
-        ensure!(
-            !self.graph,
-            "graph is true and the launch has {ranks} ranks, but steps of several ranks are not \
-             captured: leave out graph"
         );
         ensure!(
             self.decorate.is_none(),

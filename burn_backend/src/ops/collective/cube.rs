@@ -1,9 +1,8 @@
-//! CubeCL devices: NCCL on CubeCL's own stream, behind what was launched before.
-//!
-//! **None of this has run on a GPU yet.**
+//! CubeCL devices: NCCL on CubeCL's own stream, behind what was launched before, or on a second one
+//! beside it.
 
-use super::CollectiveOps;
 use super::exchange::Exchange;
+use super::{CollectiveOps, Link};
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::CubeBackend;
 
@@ -15,10 +14,14 @@ impl CollectiveOps for CubeBackend {
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         queued(x, &exchange)
     }
+
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self> {
+        joined(x, group)
+    }
 }
 
 #[cfg(feature = "cuda")]
-use nccl::queued;
+use nccl::{joined, queued};
 
 #[cfg(not(feature = "cuda"))]
 fn queued(
@@ -26,6 +29,11 @@ fn queued(
     exchange: &Exchange,
 ) -> burn_cubecl::tensor::CubeTensor {
     unreachable!("no group is connected: {exchange:?}")
+}
+
+#[cfg(not(feature = "cuda"))]
+fn joined(_x: burn_cubecl::tensor::CubeTensor, group: Link) -> burn_cubecl::tensor::CubeTensor {
+    unreachable!("no group is connected: {group:?}")
 }
 
 #[cfg(feature = "cuda")]
@@ -38,9 +46,13 @@ mod nccl {
 
     use super::super::super::cube::tensors::new_tensor;
     use super::super::exchange::{Exchange, Step, reduced_type};
+    use super::super::link::Link;
 
     /// What CubeCL's reports call a collective.
     struct NcclCollective;
+
+    /// What they call the wait for collectives that run beside kernels.
+    struct NcclJoin;
 
     /// The exchange of `x`, queued.
     pub(super) fn queued(x: CubeTensor, exchange: &Exchange) -> CubeTensor {
@@ -64,13 +76,33 @@ mod nccl {
             scratch: Vec::new(),
         };
         let what = format!("NCCL, {exchange:?}");
+        let forks = exchange.forks;
         let stream = out.stream;
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
             let communicator = link.communicator.lock();
             let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
-            work.queue(&mut communicator, place)
+            match forks {
+                true => work.queue(&mut communicator, &link.side.fork(place)?),
+                false => work.queue(&mut communicator, place),
+            }
         });
         new_tensor(&x, out, Shape::from(shape), x.dtype)
+    }
+
+    /// `x`, behind what runs beside kernels.
+    pub(super) fn joined(x: CubeTensor, group: Link) -> CubeTensor {
+        let link = group.device.clone().expect("a group that is connected");
+        let memory = ForeignMemory {
+            reads: vec![x.handle.clone().binding()],
+            writes: vec![x.handle.clone().binding()],
+            scratch: Vec::new(),
+        };
+        let what = format!("NCCL, joining {group:?}");
+        let stream = x.handle.stream;
+        foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
+            link.side.join(place)
+        });
+        x
     }
 
     /// A call of the library.

@@ -62,16 +62,37 @@ pub struct Exchange {
     pub forward: Step,
     /// What happens to its gradient; it undoes the shape of `forward`.
     pub backward: Step,
+    /// The id of the parameter whose value this is, if its gradient is to [wait](super::Waiting)
+    /// instead of going to it: then its step is taken beside the rest of the backward.
+    pub beside: Option<u64>,
+    /// Whether this step runs beside kernels; [`CollectiveOps::nvfp4_join`](super::CollectiveOps)
+    /// comes before its result is read.
+    pub forks: bool,
 }
 
 impl fmt::Debug for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (rank, size) = (self.group.host.rank(), self.group.host.size());
-        write!(f, "{:?} of rank {rank} of {size}", self.forward)
+        write!(f, "{:?} of {:?}", self.forward, self.group)
     }
 }
 
 impl Exchange {
+    /// `forward`, whose gradient takes the step `backward`.
+    pub(crate) fn new(group: Link, forward: Step, backward: Step) -> Self {
+        Self {
+            group,
+            forward,
+            backward,
+            beside: None,
+            forks: false,
+        }
+    }
+
+    /// `forward` of what has no gradient.
+    pub(crate) fn constant(group: Link, forward: Step) -> Self {
+        Self::new(group, forward, Step::Identity)
+    }
+
     /// Whether the tensor stays as it is.
     pub(super) fn is_local(&self) -> bool {
         // An exchange with oneself is one too: rows for this rank come back in their order.
@@ -84,6 +105,8 @@ impl Exchange {
             group: self.group,
             forward: self.backward,
             backward: self.forward,
+            beside: None,
+            forks: self.beside.is_some(),
         }
     }
 }

@@ -6,7 +6,7 @@ use burn_core::backend::{
 };
 
 use super::exchange::Exchange;
-use super::{CollectiveOps, host};
+use super::{CollectiveOps, Link, host};
 
 impl CollectiveOps for Flex {
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
@@ -15,5 +15,9 @@ impl CollectiveOps for Flex {
 
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         host::exchange_ints::<Self>(x, &exchange)
+    }
+
+    fn nvfp4_join(x: FloatTensor<Self>, _group: Link) -> FloatTensor<Self> {
+        x
     }
 }

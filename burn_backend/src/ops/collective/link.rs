@@ -1,5 +1,6 @@
 //! The connections of a rank to the others of a group.
 
+use std::fmt;
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use std::sync::Mutex;
@@ -7,26 +8,47 @@ use std::sync::Mutex;
 #[cfg(feature = "cuda")]
 use cubecl::client::Client;
 #[cfg(feature = "cuda")]
-use nvfp4_kernels::foreign;
-use nvfp4_parallel::HostGroup;
+use nvfp4_kernels::foreign::{self, SideStream};
 #[cfg(feature = "cuda")]
 use nvfp4_parallel::nccl::Communicator;
+use nvfp4_parallel::{Collective, HostGroup};
+
+use super::waiting::Waiting;
 
 /// A rank's connections to the others of a group. Clones are the same connections.
 #[derive(Clone)]
 pub struct Link {
     /// Through the memory of the host.
     pub host: Arc<HostGroup>,
+    /// Gradients that a backward has left here.
+    pub waiting: Waiting,
     /// From device to device, where
     /// [`ProcessGroup::connect`](crate::parallel::ProcessGroup::connect) made one.
     #[cfg(feature = "cuda")]
     pub(crate) device: Option<DeviceLink>,
 }
 
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.host.rank(), self.host.size())
+    }
+}
+
+impl Link {
+    /// Whether there are connections from device to device.
+    pub(crate) fn is_connected(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.device.is_some();
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+}
+
 impl From<Arc<HostGroup>> for Link {
     fn from(host: Arc<HostGroup>) -> Self {
         Self {
             host,
+            waiting: Waiting::default(),
             #[cfg(feature = "cuda")]
             device: None,
         }
@@ -38,6 +60,8 @@ impl From<Arc<HostGroup>> for Link {
 #[derive(Clone)]
 pub(crate) struct DeviceLink {
     pub(super) communicator: Arc<Mutex<Communicator>>,
+    /// Where collectives run beside kernels.
+    pub(super) side: Arc<SideStream>,
 }
 
 #[cfg(feature = "cuda")]
@@ -47,10 +71,13 @@ impl DeviceLink {
         let group = group.clone();
         // On the device's own thread, whose context is the device's.
         let made = foreign::run(client, move || {
-            Communicator::new(&group).map_err(|error| error.to_string())
+            let communicator = Communicator::new(&group).map_err(|error| error.to_string())?;
+            Ok((communicator, SideStream::new()?))
         });
+        let (communicator, side) = made?;
         Ok(Self {
-            communicator: Arc::new(Mutex::new(made?)),
+            communicator: Arc::new(Mutex::new(communicator)),
+            side: Arc::new(side),
         })
     }
 }

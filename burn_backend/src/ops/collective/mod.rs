@@ -11,11 +11,12 @@ mod exchange;
 mod flex;
 mod host;
 mod link;
+mod waiting;
 
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, Backend, TensorMetadata,
+    Autodiff, AutodiffBackend, Backend, TensorMetadata,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
@@ -28,6 +29,7 @@ pub use exchange::{Exchange, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
 pub use link::Link;
+pub use waiting::Waiting;
 
 /// Collectives on the primitives of a backend.
 ///
@@ -72,6 +74,18 @@ pub trait CollectiveOps: Backend {
     /// The same of integers.
     #[fusion(meta = meta::exchange)]
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self>;
+
+    /// The sum of the gradients of the parameter `id` that [wait](Waiting), of all its uses, on the
+    /// device and of the backend of `like`.
+    #[fusion(default)]
+    fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
+        drop(like);
+        Waiting::join::<Self>(id, &group)
+    }
+
+    /// `x`, a result of an exchange that ran beside kernels: those that follow wait for it.
+    #[fusion(meta = meta::same)]
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -80,16 +94,20 @@ mod meta {
     use burn_core::tensor::Shape;
     use nvfp4_parallel::Collective;
 
-    use super::Exchange;
+    use super::{Exchange, Link};
 
     pub(super) fn exchange(x: &TensorSpec, exchange: &Exchange) -> TensorSpec {
         let size = exchange.group.host.size();
         let shape = exchange.forward.shape(x.shape.to_vec(), size);
         TensorSpec::new(Shape::from(shape), x.dtype)
     }
+
+    pub(super) fn same(x: &TensorSpec, _group: &Link) -> TensorSpec {
+        TensorSpec::new(x.shape.clone(), x.dtype)
+    }
 }
 
-/// An exchange: parents `[x]`, state: that of the gradient.
+/// An exchange: parents `[x]`, state: that of the forward.
 #[derive(Debug)]
 struct ExchangeStep;
 
@@ -104,8 +122,14 @@ impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
     ) {
         let grad = grads.consume::<B>(&ops.node);
         let [node] = ops.parents;
-        if let Some(node) = node {
-            grads.register::<B>(node.id, B::nvfp4_exchange(grad, ops.state));
+        let Some(node) = node else { return };
+        match ops.state.beside {
+            Some(id) => {
+                let waiting = ops.state.group.waiting.clone();
+                let mean = B::nvfp4_exchange(grad.clone(), ops.state.reversed());
+                waiting.push::<B>(id, grad, mean);
+            }
+            None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, ops.state.reversed())),
         }
     }
 }
@@ -115,7 +139,7 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
         let (x, node) = x.into_parts();
         let out = B::nvfp4_exchange(x, exchange.clone());
         match ExchangeStep.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(exchange.reversed(), out),
+            OpsKind::Tracked(prep) => prep.finish(exchange, out),
             OpsKind::UnTracked(prep) => prep.finish(out),
         }
     }
@@ -130,5 +154,15 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
 
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         B::nvfp4_queue_exchange_int(x, exchange)
+    }
+
+    fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
+        let (like, _) = like.into_parts();
+        Self::from_inner(B::nvfp4_gradient_beside(like, id, group))
+    }
+
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self> {
+        let (x, _) = x.into_parts();
+        Self::from_inner(B::nvfp4_join(x, group))
     }
 }

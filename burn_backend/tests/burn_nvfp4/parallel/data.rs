@@ -8,7 +8,8 @@ use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::nn::RmsNorm;
 use burn_nvfp4::optim::{AdamW, AdamWConfig, ZeroAdamW};
 use burn_nvfp4::parallel::{
-    ProcessGroup, Shards, average_gradients, broadcast, fully_shard, gather, reduce_replicated,
+    ProcessGroup, Shards, average_gradients, average_in_backward, broadcast, fully_shard, gather,
+    reduce_gradients,
 };
 use burn_nvfp4::state::{assign_layer_ids, set_rank};
 use burn_nvfp4::{
@@ -132,8 +133,19 @@ fn train(
 const RATE: f64 = 0.01;
 
 fn data_parallel(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
-    let mut optimizer = config(clip).init();
     let model = model(recipe, &device().autodiff());
+    averaged(group, model, clip)
+}
+
+/// With the gradients of matrices averaged beside the backward.
+fn overlapped(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
+    let model = model(recipe, &device().autodiff());
+    let model = average_in_backward(model, &group, 4 * WIDTH);
+    averaged(group, model, clip)
+}
+
+fn averaged(group: ProcessGroup, model: Model, clip: Option<f64>) -> Trained {
+    let mut optimizer = config(clip).init();
     let (losses, model) = train(&group, model, |model, mut gradients| {
         average_gradients(&model, &mut gradients, &group);
         optimizer.step(RATE, model, gradients)
@@ -199,12 +211,57 @@ fn ranks_train_as_one_thread_does() {
     for (recipe, clip) in [("nvidia", Some(0.05)), ("bf16", None)] {
         for size in [2, 4] {
             let found = on_ranks(size, |group| data_parallel(group, recipe, clip));
+            let beside = on_ranks(size, |group| overlapped(group, recipe, clip));
+            assert_eq!(found, beside, "{recipe}, {size} ranks");
             let expected = one_after_the_other(size, recipe, clip);
             // All ranks have the same weights, and their own losses.
             assert_eq!(found, expected, "{recipe}, {size} ranks");
             assert!(found.iter().all(|rank| rank.1 == found[0].1));
             assert_ne!(found[0].0, found[1].0);
         }
+    }
+}
+
+/// A parameter that is used twice, in two backwards: all its gradients count.
+#[test]
+fn gradients_beside_the_backward_add_up() {
+    skip_where_small_only!();
+    for shards in [false, true] {
+        let found = on_ranks(2, |group| {
+            let device = device().autodiff();
+            let layer = LinearConfig::new(4, 4).with_bias(false).init(&device);
+            let rank = group.rank() as f32;
+            let data = TensorData::new((0..16).map(|x| x as f32).collect(), [4, 4]);
+            let weight = Tensor::from_data(data, &device).require_grad();
+            let layer = Linear {
+                weight: Param::initialized(layer.weight.id, weight),
+                bias: None,
+            };
+            let id = layer.weight.id;
+            let layer = match shards {
+                true => fully_shard(layer, &group),
+                false => average_in_backward(layer, &group, 1),
+            };
+            let mut gradients = GradientsParams::new();
+            for step in [1.0, 10.0] {
+                let x = Tensor::<2>::ones([1, 4], &device).mul_scalar(step * (1.0 + rank));
+                let loss = layer.forward(x.clone()).sum() + layer.forward(x * 2).sum();
+                let made = GradientsParams::from_grads(loss.backward(), &layer);
+                assert_eq!(made.len(), 0);
+            }
+            match shards {
+                true => {
+                    let shards = Shards::of(&layer, &group);
+                    reduce_gradients(&layer, &mut gradients, &shards);
+                }
+                false => average_gradients(&layer, &mut gradients, &group),
+            }
+            values(gradients.get::<2>(id).unwrap())
+        });
+        // Three uses of ones, by 1 and 10, the mean of ranks with factors 1 and 2.
+        let rows = if shards { 2 } else { 4 };
+        let expected = vec![3.0 * 11.0 * 1.5; 4 * rows];
+        assert_eq!(found, [expected.clone(), expected]);
     }
 }
 
@@ -219,7 +276,7 @@ fn sharded(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
     let mut optimizer = config(clip).init();
     optimizer.set_shards(Some(shards.clone()));
     let (losses, model) = train(&group, model, |model, mut gradients| {
-        reduce_replicated(&model, &mut gradients, &shards);
+        reduce_gradients(&model, &mut gradients, &shards);
         optimizer.step(RATE, model, gradients)
     });
     (losses, weights(&gather(model)))

@@ -3,6 +3,8 @@
 mod data;
 mod experts;
 mod functions;
+#[cfg(feature = "cuda")]
+mod nccl;
 mod tensor_parallel;
 
 use std::thread;

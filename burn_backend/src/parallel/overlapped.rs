@@ -1,0 +1,86 @@
+//! Gradients that are averaged while the backward goes on.
+
+use burn_core::module::{
+    Content, Module, ModuleVisitor, Param, Reparameterization, Reparameterizer,
+};
+use burn_core::tensor::{Device, Tensor};
+
+use super::ProcessGroup;
+use super::functions::copy_mean_beside;
+use crate::parameterless::{Parameterless, parameterless_module};
+
+/// Elements from which on a gradient travels by itself between GPUs of a machine: a collective of
+/// fewer takes as long as an empty one.
+pub const SMALLEST_ALONE: usize = 1 << 16;
+
+/// Of a parameter that all ranks have: its gradient is averaged over them as soon as the backward
+/// has it. [`average_in_backward`] makes parameters so.
+#[derive(Clone, Debug)]
+pub struct Averaged {
+    group: ProcessGroup,
+    /// The parameter's id, under which its gradient waits.
+    id: u64,
+}
+
+impl Parameterless for Averaged {
+    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
+
+    fn forked(self, _device: &Device) -> Self {
+        self
+    }
+
+    fn show(&self, content: Content) -> Option<Content> {
+        content
+            .add_formatted(&format!("{:?}", self.group))
+            .optional()
+    }
+}
+
+parameterless_module!(Averaged);
+
+impl Reparameterization for Averaged {
+    const NAME: &'static str = "averaged";
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        copy_mean_beside(base, &self.group, self.id)
+    }
+}
+
+/// `module`, which all ranks have, with gradients that travel while the backward goes on: where
+/// `group` [is connected](ProcessGroup::connect), on a second stream of the device. Parameters of
+/// fewer than `smallest` elements ([`SMALLEST_ALONE`]) are left to the buckets of
+/// [`average_gradients`](super::average_gradients).
+///
+/// [`average_gradients`](super::average_gradients) has to follow each backward, or several whose
+/// gradients add up: gradients of such parameters are with `group` until then, and not among those
+/// that autodiff returns. Its means have the bits that it has without this.
+///
+/// Modules need not know of it. All ranks call `module` at the same points of their program.
+pub fn average_in_backward<M: Module>(module: M, group: &ProcessGroup, smallest: usize) -> M {
+    if group.size() == 1 {
+        return module;
+    }
+    module.apply_reparameterization(Average { group, smallest })
+}
+
+/// Marks the parameters that are large enough.
+struct Average<'a> {
+    group: &'a ProcessGroup,
+    smallest: usize,
+}
+
+impl Reparameterizer for Average<'_> {
+    type Reparam = Averaged;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Averaged>) {
+        if param.lazy_shape().num_elements() < self.smallest {
+            return (param, None);
+        }
+        let (group, id) = (self.group.clone(), param.id.val());
+        (param, Some(Averaged { group, id }))
+    }
+}

@@ -1,0 +1,156 @@
+//! Collectives from GPU to GPU, against those through the memory of the host.
+//!
+//! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. NCCL
+//! has to be there then. The sum of two ranks has one order, so the bits are equal.
+
+use std::fmt::Debug;
+
+use burn_core::tensor::{DType, Device, DeviceType, Int, Tensor, TensorData};
+use burn_nvfp4::parallel::{ProcessGroup, functions};
+use nvfp4_parallel::Reduction;
+
+use super::on_ranks;
+use crate::support::skip::skip;
+use crate::support::{Matrix, values};
+
+const RANKS: usize = 2;
+
+/// Whether there are enough devices, or why not.
+fn enough() -> Result<(), String> {
+    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+        return Err("NVFP4_TEST_DEVICE is not cuda".into());
+    }
+    match Device::enumerate(DeviceType::Cuda).len() {
+        RANKS.. => Ok(()),
+        count => Err(format!("{count} CUDA devices, {RANKS} are needed")),
+    }
+}
+
+macro_rules! skip_without_two_gpus {
+    () => {
+        if let Err(reason) = enough() {
+            skip!("{reason}");
+        }
+    };
+}
+
+/// What `body` finds on each rank, by NCCL and then through the memory of the host.
+fn both<T: Send + PartialEq + Debug>(
+    what: &str,
+    body: impl Fn(&ProcessGroup, &Device) -> T + Sync,
+) -> Vec<T> {
+    let [device, host] = [true, false].map(|connect| {
+        on_ranks(RANKS, |group| {
+            let device = Device::cuda(group.rank());
+            let group = match connect {
+                true => group.connect(&device).unwrap(),
+                false => group,
+            };
+            body(&group, &device)
+        })
+    });
+    assert!(device == host, "{what}: {device:?}, but {host:?}");
+    device
+}
+
+/// The tensor of a rank, which a fused kernel has made.
+fn own(rank: usize, dims: [usize; 2], dtype: DType, device: &Device) -> Tensor<2> {
+    let made = Matrix::gaussian(dims[0], dims[1], dtype, 7 + rank as u64).tensor(device);
+    made.mul_scalar(3.0).add_scalar(0.25)
+}
+
+#[test]
+fn reductions_have_the_hosts_bits() {
+    skip_without_two_gpus!();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for dims in [[2, 1], [6, 34], [1024, 4096]] {
+            let what = format!("{dtype:?} {dims:?}");
+            both(&what, |group, device| {
+                let x = || own(group.rank(), dims, dtype, device);
+                let reduced = [
+                    group.all_reduce(x(), Reduction::Sum),
+                    group.all_reduce(x(), Reduction::Avg),
+                    group.all_reduce(x(), Reduction::Max),
+                    group.reduce_scatter(x(), Reduction::Sum),
+                    group.reduce_scatter(x(), Reduction::Avg),
+                    group.all_gather(x(), 0),
+                    group.all_gather(x(), 1),
+                    group.broadcast(x(), 1),
+                ];
+                reduced.map(|tensor| values(tensor * 2))
+            });
+        }
+    }
+}
+
+#[test]
+fn integers_and_unequal_counts_travel() {
+    skip_without_two_gpus!();
+    let found = both("integers", |group, device| {
+        let rank = group.rank();
+        let rows: Vec<i32> = (0..10).map(|row| 100 * rank as i32 + row).collect();
+        let x = Tensor::<2, Int>::from_data(TensorData::new(rows, [5, 2]), device);
+        // Rank 0 sends nothing to itself, rank 1 nothing to rank 0.
+        let (send, receive) = match rank {
+            0 => ([0, 5], [0, 0]),
+            _ => ([0, 5], [5, 5]),
+        };
+        let moved = group.all_to_all_int(x.clone(), &send, &receive);
+        let all = group.all_gather_int(x);
+        [moved, all].map(|tensor| tensor.into_data().iter::<i64>().collect::<Vec<_>>())
+    });
+    assert_eq!(found[0][0].len(), 0);
+    assert_eq!(found[1][0].len(), 20);
+    assert_eq!(found[1][0][..2], [0, 1]);
+}
+
+#[test]
+fn gradients_travel_back() {
+    skip_without_two_gpus!();
+    both("gradients", |group, device| {
+        let device = device.clone().autodiff();
+        let dims = [64, 96];
+        let x = || own(group.rank(), dims, DType::F32, &device).require_grad();
+        let loss = |y: Tensor<2>| (y.clone() * y).sum();
+        let back = |x: Tensor<2>, y: Tensor<2>| {
+            let gradients = loss(y).backward();
+            values(x.grad(&gradients).unwrap())
+        };
+        type Function = fn(Tensor<2>, &ProcessGroup) -> Tensor<2>;
+        let all: [Function; 5] = [
+            functions::copy,
+            functions::reduce,
+            functions::gather_mean,
+            |x, group| functions::reduce_scatter(x, 1, group),
+            |x, group| {
+                let rank = group.rank();
+                let counts = [[10, 54], [20, 44]];
+                let receive = [counts[0][rank], counts[1][rank]];
+                functions::all_to_all(x, &counts[rank], &receive, group)
+            },
+        ];
+        all.map(|function| {
+            let x = x();
+            let y = function(x.clone(), group);
+            back(x, y)
+        })
+    });
+}
+
+/// Kernels before and after a collective wait for each other, and memory is not used again too
+/// early.
+#[test]
+fn collectives_stand_in_line_with_kernels() {
+    skip_without_two_gpus!();
+    let found = both("many", |group, device| {
+        let mut x = own(group.rank(), [2048, 2048], DType::F32, device);
+        for _ in 0..40 {
+            let summed = group.all_reduce(x.clone() * 0.25, Reduction::Sum);
+            let parts = group.reduce_scatter(x + summed, Reduction::Avg);
+            x = group.all_gather(parts.tanh(), 0) + group.rank() as f32;
+        }
+        values(x)
+    });
+    assert!(found[0].iter().all(|value| value.is_finite()));
+    assert_ne!(found[0], found[1]);
+}
