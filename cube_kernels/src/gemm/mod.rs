@@ -8,17 +8,20 @@
 //! what requests and kernels are made of, `materialize` brings operands into the form that a kernel
 //! reads, `problem` is what the choice depends on and what every kernel answers, `heuristics` has
 //! the measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
-//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores.
+//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `exact` has small GEMMs with exact sums,
+//! by which `self_check` and [`bring_up`] check the kernel for `tcgen05` on its hardware.
 
 use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 pub(crate) mod arguments;
+pub mod bring_up;
 pub mod cublaslt;
 mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
+mod exact;
 mod heuristics;
 pub(crate) mod instances;
 #[doc(hidden)]
@@ -30,6 +33,7 @@ mod output;
 mod problem;
 #[allow(missing_docs)]
 mod scheduler;
+mod self_check;
 pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
@@ -44,7 +48,7 @@ pub use scheduler::GroupedDim;
 pub use specialization::GemmInstance;
 
 use crate::{
-    Nvfp4Error,
+    BLOCK, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     memory::check_memory,
     moe::GroupOffsets,
@@ -52,6 +56,7 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 use epilogue::EpilogueArgs;
+use exact::ExactGemm;
 use materialize::{ScaleTiling, materialize};
 use output::Output;
 use problem::{Launch, sms};
@@ -124,6 +129,9 @@ pub struct Gemm<'a> {
     pub target: Target<'a>,
     /// What is in groups.
     pub grouped: Grouped<'a>,
+    /// What the offsets of groups along K are multiples of, 16 unless the caller knows better. The
+    /// kernel of [`GemmBackend::Sm100Tcgen05`] needs 64.
+    pub k_alignment: usize,
     /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
     /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
     pub amax: Option<OutputAmax>,
@@ -158,11 +166,23 @@ impl<'a> Gemm<'a> {
             bias: None,
             target: Target::New(FloatKind::Bf16),
             grouped: Grouped::None,
+            k_alignment: BLOCK,
             amax: None,
             backend: None,
             plan: None,
             capabilities: None,
         }
+    }
+
+    /// A GEMM whose sums are exact, into a new `f32` matrix.
+    fn of_exact(case: &'a ExactGemm) -> Self {
+        let grouped = match &case.groups {
+            None => Grouped::None,
+            Some((GroupedDim::K, offsets)) => Grouped::K(offsets),
+            Some((_, offsets)) => Grouped::M(offsets),
+        };
+        let request = Self::new(&case.a, &case.b).out(FloatKind::F32);
+        request.grouped(grouped).k_alignment(exact::K_ALIGNMENT)
     }
 
     /// Into a new matrix of this type.
@@ -194,6 +214,14 @@ impl<'a> Gemm<'a> {
     /// With groups along K.
     pub fn k_grouped(self, offsets: &'a GroupOffsets) -> Self {
         self.grouped(Grouped::K(offsets))
+    }
+
+    /// With groups along K that begin at multiples of `alignment`, itself a multiple of 16.
+    pub fn k_alignment(self, alignment: usize) -> Self {
+        Self {
+            k_alignment: alignment,
+            ..self
+        }
     }
 
     /// With the amax of the output.
@@ -333,6 +361,7 @@ impl<'a> Gemm<'a> {
         Problem {
             grouped: self.grouped.dim(),
             groups: self.grouped.offsets().map_or(1, |groups| groups.count),
+            k_alignment: self.k_alignment,
             aligned: self.a.is_aligned() && self.b.is_aligned() && output.is_aligned(),
             epilogue: EpilogueKind {
                 a,
@@ -408,6 +437,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         capabilities: &capabilities,
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
+        tcgen05: &|| self_check::once(client, |case| multiply_exact(client, case)),
     };
     let mut choice = dispatch::plan(&device, &problem)?;
     if let Some(plan) = gemm.plan {
@@ -472,6 +502,12 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     };
     let matrix = output.into_matrix();
     Ok(GemmOutput { matrix, amax })
+}
+
+/// A GEMM of the self-check, by the kernel that it checks.
+fn multiply_exact(client: &Client, case: &ExactGemm) -> Result<Matrix, Nvfp4Error> {
+    let request = Gemm::of_exact(case).backend(GemmBackend::Sm100Tcgen05);
+    gemm(client, &request).map(|output| output.matrix)
 }
 
 /// Says which kernel a GEMM takes, and why not cuBLASLt.

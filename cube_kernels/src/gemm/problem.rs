@@ -17,7 +17,7 @@ use super::{
     },
 };
 use crate::{
-    Nvfp4Error,
+    BLOCK, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     tensor::FloatKind,
 };
@@ -53,6 +53,8 @@ pub struct Problem {
     pub grouped: GroupedDim,
     /// How many groups.
     pub groups: usize,
+    /// What the offsets of groups along K are multiples of: at least 16.
+    pub k_alignment: usize,
     /// Whether the memory of operands and target begins at multiples of 16 bytes.
     pub aligned: bool,
     /// What happens to a sum before it is written.
@@ -77,6 +79,7 @@ impl Problem {
             b: b.as_read(shape.n),
             grouped: GroupedDim::None,
             groups: 1,
+            k_alignment: BLOCK,
             aligned: true,
             epilogue: EpilogueKind {
                 a: factor(a),
@@ -113,6 +116,8 @@ pub struct Device<'a> {
     pub sms: usize,
     /// What cuBLASLt answers on it.
     pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
+    /// What the self-check of the kernel for `tcgen05` found on it.
+    pub tcgen05: &'a dyn Fn() -> Result<(), String>,
 }
 
 /// The SMs of the device behind `client`.
@@ -220,6 +225,8 @@ pub enum Refusal {
     },
     /// What cuBLASLt answers.
     Library(Nvfp4Error),
+    /// The kernel computed a wrong GEMM when it was first wanted on this device.
+    SelfCheck(String),
 }
 
 impl fmt::Display for Refusal {
@@ -230,6 +237,7 @@ impl fmt::Display for Refusal {
                 write!(f, "estimated at {estimate:.0}, the best at {best:.0}")
             }
             Self::Library(error) => error.fmt(f),
+            Self::SelfCheck(what) => write!(f, "its self-check failed: {what}"),
         }
     }
 }
