@@ -225,7 +225,7 @@ pub enum Refusal {
     },
     /// What cuBLASLt answers.
     Library(Nvfp4Error),
-    /// The kernel computed a wrong GEMM when it was first wanted on this device.
+    /// The kernel failed its check when it was first wanted on this device, or is not wanted.
     SelfCheck(String),
 }
 
@@ -237,7 +237,7 @@ impl fmt::Display for Refusal {
                 write!(f, "estimated at {estimate:.0}, the best at {best:.0}")
             }
             Self::Library(error) => error.fmt(f),
-            Self::SelfCheck(what) => write!(f, "its self-check failed: {what}"),
+            Self::SelfCheck(what) => f.write_str(what),
         }
     }
 }

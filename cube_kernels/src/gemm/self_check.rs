@@ -48,6 +48,7 @@ pub(crate) fn once(
     client: &Client,
     multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
 ) -> Result<(), String> {
+    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
     // A run that only compiles computes nothing.
     if launch_mode().is_skipped() {
         return Ok(());
@@ -56,11 +57,21 @@ pub(crate) fn once(
     FOUND.of(device, || check(client, multiply))
 }
 
+/// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
+/// or an error of the device, is nothing that a check in the same process survives.
+fn refuse_if_asked(variable: Option<&str>) -> Result<(), String> {
+    match variable {
+        Some("portable") => Err("NVFP4_GEMM=portable asks for the portable kernel".into()),
+        _ => Ok(()),
+    }
+}
+
 /// What the check found on the device behind `client`, if it has run there.
 ///
 /// # Errors
 /// What is wrong.
 pub(crate) fn known(client: &Client) -> Result<(), String> {
+    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
     let found = FOUND.0.lock().unwrap_or_else(|held| held.into_inner());
     let device = format!("{:?}", client.service_id());
     found.get(&device).cloned().unwrap_or(Ok(()))
@@ -78,11 +89,11 @@ impl Verdicts {
         if let Some(known) = found.get(&device) {
             return known.clone();
         }
-        let verdict = check();
+        let verdict = check().map_err(|error| format!("its self-check failed: {error}"));
         if let Err(error) = &verdict {
             tracing::warn!(
                 %device,
-                "the tcgen05 kernel computed a wrong GEMM ({error}): grouped and per-token GEMMs \
+                "the tcgen05 kernel: {error}; grouped and per-token GEMMs \
                  take the portable kernel; `nvfp4 oracle tcgen05` writes a report"
             );
         }
@@ -109,12 +120,20 @@ mod tests {
                 verdict
             })
         };
-        let wrong = Err("row 0".to_owned());
+        let wrong = || Err("row 0".to_owned());
         assert_eq!(ask("a", Ok(())), Ok(()));
-        assert_eq!(ask("a", wrong.clone()), Ok(()));
-        assert_eq!(ask("b", wrong.clone()), wrong);
-        assert_eq!(ask("b", Ok(())), wrong);
+        assert_eq!(ask("a", wrong()), Ok(()));
+        let said = ask("b", wrong()).unwrap_err();
+        assert!(said.contains("row 0"), "{said}");
+        assert_eq!(ask("b", Ok(())), Err(said));
         assert_eq!(runs.get(), 2);
+    }
+
+    #[test]
+    fn the_portable_kernel_is_asked_for() {
+        assert!(refuse_if_asked(Some("portable")).is_err());
+        assert_eq!(refuse_if_asked(Some("tcgen05")), Ok(()));
+        assert_eq!(refuse_if_asked(None), Ok(()));
     }
 
     /// A kernel that writes anything else, or fails, does not pass.

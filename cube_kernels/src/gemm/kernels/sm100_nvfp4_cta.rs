@@ -220,10 +220,12 @@ fn write_tiles(
             );
             // Nothing was multiplied for an empty group along K, whose output is zeros.
             let is_empty = extent.is_empty(comptime!(plan.grouped));
-            if comptime!(!has_fault(core, Fault::NoAccumulatorWait)) {
-                if !is_empty {
-                    mbarrier_wait_parity(cta.accumulators, done & 1u32);
-                }
+            let mut waits = !is_empty;
+            if comptime!(has_fault(core, Fault::NoAccumulatorWait)) {
+                waits = false;
+            }
+            if waits {
+                mbarrier_wait_parity(cta.accumulators, done & 1u32);
             }
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
