@@ -611,7 +611,7 @@ mod tests {
         let mut per_token = dense;
         per_token.epilogue.a = Factor::PerRow;
         assert_eq!(plan(per_token), tcgen05);
-        assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), Plan::Cmma);
+        assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), tcgen05);
         assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
         assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
         let unaligned = Problem {

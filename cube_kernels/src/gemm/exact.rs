@@ -18,8 +18,6 @@ use crate::{
 
 /// E4M3 of 1/2, 1 and 2.
 const SCALES: [u8; 3] = [0x30, 0x38, 0x40];
-/// What groups along K begin at multiples of.
-pub(crate) const K_ALIGNMENT: usize = 64;
 /// The amax of a global scale of 1.
 const AMAX: f32 = 2688.0;
 
@@ -133,6 +131,8 @@ pub(crate) struct ExactGemm {
     pub b: DeviceQuantized,
     /// What is in groups, with their offsets.
     pub groups: Option<(GroupedDim, GroupOffsets)>,
+    /// What groups along K begin at multiples of.
+    pub k_alignment: usize,
     /// Rows that are in groups, which the product has, in `f32`.
     expected: Vec<f32>,
     /// Columns of the product.
@@ -157,6 +157,7 @@ impl ExactGemm {
             a: DeviceQuantized::from_host(client, &a),
             b: DeviceQuantized::from_host(client, &b),
             groups: None,
+            k_alignment: BLOCK,
             expected: reference::gemm_f32(&a, &b, None)?,
             columns: n,
         })
@@ -184,7 +185,7 @@ impl ExactGemm {
         Self::of_groups(client, what, operands, (GroupedDim::M, sizes), expected, n)
     }
 
-    /// Groups of `sizes` columns of the contraction, multiples of 64.
+    /// Groups of `sizes` columns of the contraction, multiples of 16.
     ///
     /// # Errors
     /// As [`Self::dense`].
@@ -232,6 +233,10 @@ impl ExactGemm {
             a: DeviceQuantized::from_host(client, &a.tensor(false)?),
             b: DeviceQuantized::from_host(client, &b.tensor(false)?),
             groups: Some((dim, GroupOffsets::new(offsets, sizes.len())?)),
+            k_alignment: match sizes.iter().all(|size| size.is_multiple_of(64)) {
+                true => 64,
+                false => BLOCK,
+            },
             expected,
             columns,
         })

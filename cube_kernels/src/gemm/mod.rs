@@ -15,6 +15,8 @@ use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
+pub(crate) mod align_groups;
+#[allow(missing_docs)]
 pub(crate) mod arguments;
 pub mod bring_up;
 pub mod cublaslt;
@@ -55,6 +57,7 @@ use crate::{
     quantize::{self, amax::zeros},
     tensor::{FloatKind, Matrix},
 };
+use align_groups::AlignedGroups;
 use epilogue::EpilogueArgs;
 use exact::ExactGemm;
 use materialize::{ScaleTiling, materialize};
@@ -129,8 +132,9 @@ pub struct Gemm<'a> {
     pub target: Target<'a>,
     /// What is in groups.
     pub grouped: Grouped<'a>,
-    /// What the offsets of groups along K are multiples of, 16 unless the caller knows better. The
-    /// kernel of [`GemmBackend::Sm100Tcgen05`] needs 64.
+    /// What the offsets of groups along K are multiples of, the last one too: 16 unless the caller
+    /// knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads operands with multiples of 64
+    /// as they are, and a rearranged copy of others.
     pub k_alignment: usize,
     /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
     /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
@@ -182,7 +186,7 @@ impl<'a> Gemm<'a> {
             Some((_, offsets)) => Grouped::M(offsets),
         };
         let request = Self::new(&case.a, &case.b).out(FloatKind::F32);
-        request.grouped(grouped).k_alignment(exact::K_ALIGNMENT)
+        request.grouped(grouped).k_alignment(case.k_alignment)
     }
 
     /// Into a new matrix of this type.
@@ -361,7 +365,6 @@ impl<'a> Gemm<'a> {
         Problem {
             grouped: self.grouped.dim(),
             groups: self.grouped.offsets().map_or(1, |groups| groups.count),
-            k_alignment: self.k_alignment,
             aligned: self.a.is_aligned() && self.b.is_aligned() && output.is_aligned(),
             epilogue: EpilogueKind {
                 a,
@@ -387,6 +390,23 @@ impl<'a> Gemm<'a> {
                 OperandLayout::KMajor
             }
             layout => layout,
+        }
+    }
+
+    /// Groups along K with the alignment that a kernel needs, where they, or all columns, have less.
+    fn align_groups(
+        &self,
+        client: &Client,
+        needed: usize,
+    ) -> Result<Option<AlignedGroups>, Nvfp4Error> {
+        let k = self.shape().k;
+        let is_aligned = self.k_alignment.is_multiple_of(needed) && k.is_multiple_of(needed);
+        match self.grouped {
+            Grouped::K(groups) if !is_aligned => {
+                tracing::debug!(k, needed, "gemm: groups along K are moved");
+                AlignedGroups::of(client, groups, k).map(Some)
+            }
+            Grouped::None | Grouped::M(_) | Grouped::K(_) => Ok(None),
         }
     }
 
@@ -454,8 +474,22 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         ),
         Grouped::None | Grouped::K(_) => (ScaleTiling::Matrix, ScaleTiling::Matrix),
     };
-    let a = materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?;
-    let b = materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?;
+    let aligned = gemm.align_groups(client, kernel.k_alignment())?;
+    let (a, b) = match (&aligned, gemm.grouped.offsets()) {
+        (Some(aligned), Some(groups)) => (
+            aligned.arrange(client, gemm.a.packed("a")?, groups)?,
+            aligned.arrange(client, gemm.b.packed("b")?, groups)?,
+        ),
+        _ => (
+            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?,
+            materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?,
+        ),
+    };
+    let offsets = match &aligned {
+        Some(aligned) => Some(&aligned.offsets),
+        None => gemm.grouped.offsets(),
+    };
+    let k = aligned.as_ref().map_or(shape.k, |aligned| aligned.k);
 
     // What the epilogue does not read may be any memory.
     let unread = gemm.a.memory();
@@ -463,16 +497,12 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     let launch = Launch {
         client,
         capabilities: &capabilities,
-        shape,
+        shape: GemmShape { k, ..shape },
         a: &a,
         b: &b,
         groups: &GroupArgs {
             grouping: problem.grouped,
-            offsets: gemm
-                .grouped
-                .offsets()
-                .map_or(unread, |it| &it.offsets)
-                .clone(),
+            offsets: offsets.map_or(unread, |it| &it.offsets).clone(),
             groups,
         },
         aligned: problem.aligned,

@@ -17,7 +17,7 @@ use super::{
     },
 };
 use crate::{
-    BLOCK, Nvfp4Error,
+    Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     tensor::FloatKind,
 };
@@ -53,8 +53,6 @@ pub struct Problem {
     pub grouped: GroupedDim,
     /// How many groups.
     pub groups: usize,
-    /// What the offsets of groups along K are multiples of: at least 16.
-    pub k_alignment: usize,
     /// Whether the memory of operands and target begins at multiples of 16 bytes.
     pub aligned: bool,
     /// What happens to a sum before it is written.
@@ -79,7 +77,6 @@ impl Problem {
             b: b.as_read(shape.n),
             grouped: GroupedDim::None,
             groups: 1,
-            k_alignment: BLOCK,
             aligned: true,
             epilogue: EpilogueKind {
                 a: factor(a),
@@ -296,6 +293,12 @@ pub(crate) trait Kernel: Sync {
     fn reads(&self, plan: Plan) -> Reads {
         let _ = plan;
         Reads::COMPACT
+    }
+
+    /// What groups along K of packed operands must begin, and all of their columns end, at multiples
+    /// of; 1 where it takes what there is.
+    fn k_alignment(&self) -> usize {
+        1
     }
 
     /// Whether it finds the amax of the output while it writes.

@@ -18,6 +18,7 @@ fn cases(client: &Client) -> Result<Vec<ExactGemm>, Nvfp4Error> {
         ExactGemm::dense(client, (130, 264, 352), true)?,
         ExactGemm::m_grouped(client, &[3, 0, 129, 40], (136, 96))?,
         ExactGemm::k_grouped(client, &[64, 0, 320, 128], (40, 136))?,
+        ExactGemm::k_grouped(client, &[16, 0, 304, 48], (130, 8))?,
     ])
 }
 

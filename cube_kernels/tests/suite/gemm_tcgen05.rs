@@ -217,7 +217,14 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
 fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05::groups_along_k_have_the_bits_of_the_scalar_kernel");
     let many: Vec<usize> = (0..40).map(|i| 64 * (i % 5)).collect();
-    for sizes in [vec![64, 0, 320, 128], vec![0, 0], vec![1024, 32], many] {
+    // Multiples of 64 are read as they are, others are moved.
+    for (sizes, alignment) in [
+        (vec![64, 0, 320, 128], 64),
+        (vec![0, 0], 64),
+        (many, 64),
+        (vec![16, 0, 80, 48, 0, 304], 16),
+        (vec![1024, 32], 32),
+    ] {
         for (m, n, seed) in [(130, 264, 0), (40, 136, 1)] {
             let (count, k) = (sizes.len(), sizes.iter().sum::<usize>().max(64));
             let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
@@ -236,7 +243,7 @@ fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
                 let gemm = Gemm::new(a, b)
                     .target(Target::Accumulate(&target))
                     .k_grouped(&groups)
-                    .k_alignment(64);
+                    .k_alignment(alignment);
                 read_matrix(&client, &multiply(&client, request(gemm, seed)).unwrap())
             };
             let expected = run(|gemm, _| gemm.backend(GemmBackend::Scalar));
@@ -397,12 +404,8 @@ fn the_self_check_decides() {
     let mut per_token = dense;
     (per_token.epilogue.a, per_token.epilogue.b) = (Factor::PerRow, Factor::PerRow);
     let along_k = dense.grouped(GroupedDim::K, 8);
-    let aligned = Problem {
-        k_alignment: 64,
-        ..along_k
-    };
     let wrong = || Err("row 3".to_owned());
-    for problem in [dense.grouped(GroupedDim::M, 8), per_token, aligned] {
+    for problem in [dense.grouped(GroupedDim::M, 8), per_token, along_k] {
         let right = chosen(problem, Ok(()));
         assert_eq!(right.backend, GemmBackend::Sm100Tcgen05, "{problem:?}");
         let other = chosen(problem, wrong());
@@ -413,7 +416,9 @@ fn the_self_check_decides() {
     }
     assert_eq!(checks.get(), 6);
     // What the kernel does not take, what cuBLASLt takes, and what was asked for is not checked.
-    assert_eq!(chosen(along_k, Ok(())).backend, GemmBackend::Cmma);
+    let narrow = Problem::new([OperandLayout::Packed; 2], (4096, 4100, 4096));
+    let narrow = narrow.grouped(GroupedDim::K, 8);
+    assert_eq!(chosen(narrow, Ok(())).backend, GemmBackend::Cmma);
     assert_eq!(chosen(dense, Ok(())).backend, GemmBackend::CublasLt);
     let asked = Problem {
         backend: Some(GemmBackend::Sm100Tcgen05),

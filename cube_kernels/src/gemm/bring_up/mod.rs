@@ -173,7 +173,7 @@ impl Check {
                 device.integers(client, groups.map(case))
             }
             Self::IntegerKGrouped => {
-                let groups: [&[usize]; 3] = [&[64, 0, 320, 128], &[1024, 64, 0], &[256]];
+                let groups: [&[usize]; 3] = [&[64, 0, 320, 128], &[1024, 64, 0], &[16, 0, 80, 304]];
                 let case = |sizes: &[usize]| ExactGemm::k_grouped(client, sizes, (130, 264));
                 device.integers(client, groups.map(case))
             }

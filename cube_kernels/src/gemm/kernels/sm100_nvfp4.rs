@@ -93,12 +93,9 @@ impl Kernel for Sm100Nvfp4 {
                 "block-scaled instructions take packed operands",
             ));
         }
-        if problem.grouped == GroupedDim::K && !problem.k_alignment.is_multiple_of(STEP_K) {
-            return Err(Refusal::Operands(
-                "groups along K begin at no multiples of 64",
-            ));
-        }
-        if !n.is_multiple_of(8) || k == 0 || !k.is_multiple_of(32) {
+        // Groups along K are brought to multiples of 64.
+        let is_k_bad = problem.grouped != GroupedDim::K && !k.is_multiple_of(32);
+        if !n.is_multiple_of(8) || k == 0 || is_k_bad {
             return Err(Refusal::Operands(
                 "n is no multiple of 8, or k is zero or no multiple of 32",
             ));
@@ -121,6 +118,10 @@ impl Kernel for Sm100Nvfp4 {
             packed: PackedReads::Swizzled,
             mn_major: false,
         }
+    }
+
+    fn k_alignment(&self) -> usize {
+        STEP_K
     }
 
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
