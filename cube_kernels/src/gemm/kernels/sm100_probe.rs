@@ -42,17 +42,21 @@ const MODEL_BASE: u32 = 1024;
 /// Threads of a probe: a lane of tensor memory for each.
 pub const PROBE_UNITS: u32 = TMEM_LANES as u32;
 
+/// The warp that allocates and issues: another one than that of the thread that initializes the
+/// barrier, so that it has not diverged.
+const ISSUING_WARP: u32 = 1;
+
 /// The address of the thread's lane in tensor memory, for its warp.
 #[cube]
 fn lane_address(tmem: u32) -> u32 {
     tmem + ((UNIT_POS / 32u32) << 21u32)
 }
 
-/// Allocates all of tensor memory, whose address goes to shared memory at `board`; the first warp
-/// does it, and all threads see it.
+/// Allocates all of tensor memory, whose address goes to shared memory at `board`, where all threads
+/// see it.
 #[cube]
 fn allocate_tmem(board: u32) -> u32 {
-    if UNIT_POS / 32u32 == 0u32 {
+    if UNIT_POS / 32u32 == ISSUING_WARP {
         tcgen05_alloc(board, comptime!(TMEM_COLUMNS as u32));
         tcgen05_relinquish_alloc_permit();
     }
@@ -68,7 +72,7 @@ fn free_tmem(tmem: u32) {
     tcgen05_fence_before_thread_sync();
     sync_cube();
     tcgen05_fence_after_thread_sync();
-    if UNIT_POS / 32u32 == 0u32 {
+    if UNIT_POS / 32u32 == ISSUING_WARP {
         tcgen05_dealloc(tmem, comptime!(TMEM_COLUMNS as u32));
     }
 }
@@ -154,7 +158,7 @@ pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multip
     tcgen05_fence_before_thread_sync();
     sync_cube();
     tcgen05_fence_after_thread_sync();
-    if UNIT_POS / 32u32 == 0u32 {
+    if UNIT_POS / 32u32 == ISSUING_WARP {
         if elect_sync() != 0u32 {
             #[unroll]
             for tile in 0..3u32 {
