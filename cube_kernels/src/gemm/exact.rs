@@ -1,9 +1,9 @@
 //! Small GEMMs of packed operands whose sums are exact in any order, and how a device's results are
 //! compared with the reference. The check of a kernel on hardware that it has not run on.
 //!
-//! Elements are multiples of 1/4 up to 12 with the block scale, so that a sum of up to 2048 products
-//! is a multiple of 1/16 below 2^20: exact in `f32`, whatever the order. Global scales are powers of
-//! two.
+//! Elements are multiples of 1/4 up to 12 with the block scale, so that a sum of up to 2048
+//! products is a multiple of 1/16 below 2^20: exact in `f32`, whatever the order. Global scales are
+//! powers of two.
 
 use cubecl::{client::Client, server::Handle};
 

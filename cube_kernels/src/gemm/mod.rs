@@ -133,8 +133,8 @@ pub struct Gemm<'a> {
     /// What is in groups.
     pub grouped: Grouped<'a>,
     /// What the offsets of groups along K are multiples of, the last one too: 16 unless the caller
-    /// knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads operands with multiples of 64
-    /// as they are, and a rearranged copy of others.
+    /// knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads operands with multiples of
+    /// 64 as they are, and a rearranged copy of others.
     pub k_alignment: usize,
     /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
     /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
@@ -393,7 +393,8 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// Groups along K with the alignment that a kernel needs, where they, or all columns, have less.
+    /// Groups along K with the alignment that a kernel needs, where they, or all columns, have
+    /// less.
     fn align_groups(
         &self,
         client: &Client,

@@ -295,8 +295,8 @@ pub(crate) trait Kernel: Sync {
         Reads::COMPACT
     }
 
-    /// What groups along K of packed operands must begin, and all of their columns end, at multiples
-    /// of; 1 where it takes what there is.
+    /// What groups along K of packed operands must begin, and all of their columns end, at
+    /// multiples of; 1 where it takes what there is.
     fn k_alignment(&self) -> usize {
         1
     }

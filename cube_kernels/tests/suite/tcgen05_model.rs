@@ -392,7 +392,8 @@ fn stages_of_kernel(a: &Packed, b: &Packed) -> Vec<u8> {
     bytes
 }
 
-/// The sums of [`execute_stages_kernel`] over the first `k` columns, 256 columns to a row, and the counts of violations.
+/// The sums of [`execute_stages_kernel`] over the first `k` columns, 256 columns to a row, and the
+/// counts of violations.
 fn execute_stages(
     client: &Client,
     a: &Packed,
@@ -446,8 +447,8 @@ fn the_operands_of_the_kernel_multiply_its_stages() {
     }
 }
 
-/// A group along K ends within a stage, behind which lie the codes of the next group: they are in no
-/// sum, NaN scales of theirs neither.
+/// A group along K ends within a stage, behind which lie the codes of the next group: they are in
+/// no sum, NaN scales of theirs neither.
 #[test]
 fn columns_behind_a_group_are_not_multiplied() {
     let client = client!("tcgen05_model::columns_behind_a_group_are_not_multiplied");

@@ -1,5 +1,5 @@
-//! Probes of tensor memory and of single instructions, on the tensor cores or on the software model,
-//! against what the PTX ISA says that they do.
+//! Probes of tensor memory and of single instructions, on the tensor cores or on the software
+//! model, against what the PTX ISA says that they do.
 
 use cubecl::{prelude::*, server::Handle};
 

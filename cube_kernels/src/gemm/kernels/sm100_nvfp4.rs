@@ -134,8 +134,8 @@ impl Kernel for Sm100Nvfp4 {
     }
 }
 
-/// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors here,
-/// and the portable kernel dequantizes to bf16.
+/// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors
+/// here, and the portable kernel dequantizes to bf16.
 fn is_default_for(problem: &Problem) -> bool {
     let factors = [problem.epilogue.a, problem.epilogue.b];
     problem.grouped != GroupedDim::None || factors.contains(&Factor::PerRow)

@@ -1,14 +1,14 @@
 //! Probes of the tensor cores of sm_100, for the first day on hardware: tensor memory written and
-//! read, and a single multiplication with the copies of its scales. Each dumps all of tensor memory,
-//! so that a wrong layout shows where its words went.
+//! read, and a single multiplication with the copies of its scales. Each dumps all of tensor
+//! memory, so that a wrong layout shows where its words went.
 //!
 //! An image holds what the operands of one multiplication are in shared memory: the codes of 128
 //! rows of `a` and 256 of `b` with the 128-byte swizzle, four steps of 64 columns, and the block
-//! scales of one step in 128x4 tiles. [`step_model_kernel()`] executes the same commands on the same
-//! image by the software model, on any device.
+//! scales of one step in 128x4 tiles. [`step_model_kernel()`] executes the same commands on the
+//! same image by the software model, on any device.
 //!
-//! The instructions of these kernels have never run: no such GPU was at hand. Their machine code was
-//! inspected.
+//! The instructions of these kernels have never run: no such GPU was at hand. Their machine code
+//! was inspected.
 
 use cubecl::prelude::{barrier::Barrier, *};
 
@@ -52,8 +52,8 @@ fn lane_address(tmem: u32) -> u32 {
     tmem + ((UNIT_POS / 32u32) << 21u32)
 }
 
-/// Allocates all of tensor memory, whose address goes to shared memory at `board`, where all threads
-/// see it.
+/// Allocates all of tensor memory, whose address goes to shared memory at `board`, where all
+/// threads see it.
 #[cube]
 fn allocate_tmem(board: u32) -> u32 {
     if UNIT_POS / 32u32 == ISSUING_WARP {
