@@ -14,6 +14,9 @@
 //! reads, to `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON`
 //! names).
 //!
+//! Beside each product of packed operands the table has what a B200 should take, by a roofline and
+//! by NVIDIA's model. Neither is measured.
+//!
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
 mod common;
@@ -23,7 +26,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::results::{Results, Row};
+use common::{
+    b200::{Shape, modelled},
+    results::{Results, Row},
+};
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
@@ -58,6 +64,8 @@ struct Record {
     /// Bytes of packed weights, where they are what bounds the product; of a copy all that it
     /// moves.
     bytes: Option<f64>,
+    /// The shape of a product of packed operands, for what a B200 should take.
+    shape: Option<Shape>,
     /// Seconds of each batch, for each launch.
     seconds: Vec<f64>,
 }
@@ -68,15 +76,18 @@ impl Record {
             name,
             operations,
             bytes: None,
+            shape: None,
             seconds: Vec::new(),
         }
     }
 
-    /// A product with a packed weight of `rows` x `k`.
-    fn of_weight(name: String, operations: f64, rows: usize, k: usize) -> Self {
+    /// A product of packed operands, whose weight has `groups * n` x `k` elements.
+    fn of_packed(name: String, shape: Shape) -> Self {
+        let Shape { m, n, k, groups } = shape;
         Self {
-            bytes: Some((rows * k) as f64 * 9.0 / 16.0),
-            ..Self::new(name, operations)
+            bytes: Some((groups * n * k) as f64 * 9.0 / 16.0),
+            shape: Some(shape),
+            ..Self::new(name, 2.0 * (m * n * k) as f64)
         }
     }
 
@@ -365,7 +376,10 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let mut run = |kind: &str, launch: &dyn Fn(usize)| {
             let name = format!("{name}, {kind}");
             let record = match kind {
-                "NVFP4" => Record::of_weight(name, operations, n, k),
+                "NVFP4" => {
+                    let groups = 1;
+                    Record::of_packed(name, Shape { m, n, k, groups })
+                }
                 _ => Record::new(name, operations),
             };
             time_on_device(criterion, client, record, launch);
@@ -556,6 +570,7 @@ fn copy(client: &Client) {
         name: COPY.into(),
         operations: 0.0,
         bytes: Some(2.0 * bytes as f64),
+        shape: None,
         seconds,
     });
 }
@@ -622,7 +637,9 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let kind = if skewed { "skewed" } else { "balanced" };
             let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
-            let record = Record::of_weight(format!("{name}, NVFP4"), operations, groups * n, k);
+            let m = rows;
+            let shape = Shape { m, n, k, groups };
+            let record = Record::of_packed(format!("{name}, NVFP4"), shape);
             time_on_device(criterion, client, record, |_| {
                 let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
                 let target = Target::New(FloatKind::Bf16);
@@ -769,13 +786,28 @@ fn write(client: &Client, rows: Vec<Row>) {
     results.write().expect("the results could not be written");
 }
 
+/// What a B200 should take for a product of packed operands: the roofline, and what is `modelled`.
+fn of_b200(record: &Record, modelled: &[(Shape, f64)]) -> [String; 2] {
+    let roofline = record.shape.map(Shape::roofline);
+    let known = modelled
+        .iter()
+        .find(|(shape, _)| record.shape == Some(*shape));
+    let model = known.map(|(_, us)| *us);
+    [roofline, model].map(|us| us.map_or("-".into(), |us| format!("{us:.1}")))
+}
+
 /// Prints the table of all that was timed; returns its rows.
 fn print(records: &[Record]) -> Vec<Row> {
     let find = |name: &str| records.iter().find(|record| record.name == name);
     let copy = find(COPY).map(|copy| copy.bytes.unwrap() / copy.median());
     let shown = |percent: &Option<f64>| percent.map_or("-".into(), |share| format!("{share:.1} %"));
-    println!("| product | us | TFLOP/s | of cuBLAS bf16 | of dense | packed bytes, of a copy |");
-    println!("|---|---|---|---|---|---|");
+    let modelled = modelled();
+    println!("B200: a roofline and a model (benches/model_b200.py), not measured");
+    println!(
+        "| product | us | TFLOP/s | of cuBLAS bf16 | of dense | packed bytes, of a copy | B200, \
+         roofline, us | B200, model, us |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
     let mut rows = Vec::new();
     for record in records {
         let (name, median) = (record.name.as_str(), record.median());
@@ -794,7 +826,11 @@ fn print(records: &[Record]) -> Vec<Row> {
         let (us, rate) = (median * 1e6, record.operations / median / 1e12);
         let shares = [cublas, dense, bytes];
         let [of_cublas, of_dense, of_copy] = shares.each_ref().map(shown);
-        println!("| {name} | {us:.1} | {rate:.1} | {of_cublas} | {of_dense} | {of_copy} |");
+        let [roofline, model] = of_b200(record, &modelled);
+        println!(
+            "| {name} | {us:.1} | {rate:.1} | {of_cublas} | {of_dense} | {of_copy} | {roofline} | \
+             {model} |"
+        );
         rows.push(Row {
             name: name.to_owned(),
             at: None,

@@ -119,3 +119,63 @@ fn the_oracle_reads_random_bits() {
         &["flex", "cuda:N"],
     );
 }
+
+/// Every check has a result on a device without tensor memory too, in a report that is one file.
+#[cfg(feature = "cpu")]
+#[test]
+fn the_oracle_writes_a_report() {
+    use std::fs;
+
+    use serde_json::Value;
+
+    let folder = folder("oracle");
+    let file = folder.join("report.json");
+    let (path, source) = (file.to_str().unwrap(), folder.to_str().unwrap());
+    let arguments = ["--report", path, "--source", source];
+    let said = succeeds(nvfp4("oracle all --device cpu", &arguments));
+    assert!(said.contains("0 failed"), "{said}");
+    let read = || -> Value { serde_json::from_slice(&fs::read(&file).unwrap()).unwrap() };
+    let report = read();
+    let checks = report["checks"].as_array().unwrap();
+    let result = |name: &str| {
+        let check = checks.iter().find(|check| check["name"] == name).unwrap();
+        check["result"].as_str().unwrap().to_owned()
+    };
+    for name in [
+        "scale-copy-dump",
+        "one-hot-mma",
+        "integer-gemm-dense",
+        "integer-gemm-per-token",
+        "integer-gemm-m-grouped",
+        "integer-gemm-k-grouped",
+        "cvt-rs-order",
+    ] {
+        assert_eq!(result(name), "passed", "{name}: {report}");
+    }
+    for name in ["tmem-round-trip", "equal-to-cublaslt", "test-suite"] {
+        assert_eq!(result(name), "left-out", "{name}: {report}");
+    }
+    assert_eq!(report["device"], "cpu");
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["passed"], 7);
+
+    let only = ["--report", path, "--only", "scale-copy-dump"];
+    succeeds(nvfp4("oracle tcgen05 --device cpu", &only));
+    assert_eq!(read()["checks"].as_array().unwrap().len(), 1);
+    // A check that does not end is a failure, and the report says so.
+    let hasty = [&only[..], &["--timeout", "0"]].concat();
+    fails(
+        nvfp4("oracle tcgen05 --device cpu", &hasty),
+        &["1 checks failed"],
+    );
+    let check = &read()["checks"][0];
+    assert!(
+        check["detail"].as_str().unwrap().contains("0 seconds"),
+        "{check}"
+    );
+    let unknown = ["--report", path, "--only", "luck"];
+    fails(
+        nvfp4("oracle tcgen05 --device cpu", &unknown),
+        &["luck", "one-hot-mma"],
+    );
+}

@@ -61,6 +61,9 @@ pub fn run(args: &Args) -> Result<()> {
 struct Results {
     /// The heading of the table: a whole question.
     question: String,
+    /// Whether the figures are those of a model, and nothing was measured.
+    #[serde(default)]
+    modelled: bool,
     /// The GPU, or the processor, as its driver or system names it.
     gpu: String,
     /// The version of the GPU's driver; of a processor, nothing.
@@ -249,7 +252,10 @@ impl Results {
 
     /// Where the figures come from, in one item of a list.
     fn source(&self, name: &str) -> String {
-        let mut text = format!("- Measured on {}", self.gpu);
+        let mut text = match self.modelled {
+            true => format!("- **Modelled, not measured**, for {}", self.gpu),
+            false => format!("- Measured on {}", self.gpu),
+        };
         if let Some(driver) = &self.driver {
             let _ = write!(text, ", driver {driver}");
         }

@@ -14,6 +14,7 @@ use super::{
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
     scheduler::GroupedDim,
+    self_check,
 };
 use crate::{
     Nvfp4Error,
@@ -200,6 +201,7 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
         // No backend depends on it.
         sms: 1,
         cublaslt: &|_| Ok(()),
+        tcgen05: &|| Ok(()),
     };
     match plan(&device, problem) {
         Ok(choice) => choice.backend,
@@ -223,6 +225,7 @@ fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> 
         capabilities,
         sms,
         cublaslt: &|_| Ok(()),
+        tcgen05: &|| Ok(()),
     };
     let problem = Problem::new([OperandLayout::Packed; 2], shape);
     let choice = plan(&device, &problem);
@@ -246,6 +249,8 @@ fn on_device<T>(client: &Client, ask: impl FnOnce(&Device) -> T) -> T {
         capabilities: &Capabilities::of(client),
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
+        // The check runs with the first GEMM, which nothing here is.
+        tcgen05: &|| self_check::known(client),
     })
 }
 
@@ -346,6 +351,7 @@ mod tests {
             capabilities,
             sms,
             cublaslt: &|_: &CublasLtProblem| Ok(()),
+            tcgen05: &|| Ok(()),
         };
         plan(&device, problem).unwrap()
     }
@@ -534,6 +540,7 @@ mod tests {
             capabilities: &hopper,
             sms: 132,
             cublaslt: &|_| Ok(()),
+            tcgen05: &|| Ok(()),
         };
         let asked = |backend, (m, n, k): (usize, usize, usize)| {
             let problem = Problem {
@@ -569,6 +576,7 @@ mod tests {
                     true => Ok(()),
                     false => Err(Nvfp4Error::value("k", "this", "that")),
                 },
+                tcgen05: &|| Ok(()),
             };
             plan(&device, &Problem::new(layouts, shape)).unwrap()
         };
@@ -603,7 +611,7 @@ mod tests {
         let mut per_token = dense;
         per_token.epilogue.a = Factor::PerRow;
         assert_eq!(plan(per_token), tcgen05);
-        assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), Plan::Cmma);
+        assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), tcgen05);
         assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
         assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
         let unaligned = Problem {
@@ -631,6 +639,7 @@ mod tests {
             capabilities: &hopper,
             sms: 132,
             cublaslt: &|_| Ok(()),
+            tcgen05: &|| Ok(()),
         };
         let error = super::plan(&hopper, &by_request).unwrap_err();
         assert!(error.to_string().contains("10.0"), "{error}");
@@ -652,6 +661,7 @@ mod tests {
                 capabilities: &capabilities,
                 sms: 132,
                 cublaslt: &|_| Ok(()),
+                tcgen05: &|| Ok(()),
             };
             for groups in [1, 8] {
                 let rows = describe_on(&device, (4096, 4096, 4096).into(), groups);

@@ -3,6 +3,9 @@
 use cubecl::prelude::*;
 use half::bf16;
 
+use super::kernels::sm100_probe::{
+    PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel,
+};
 use super::kernels::small_m::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor, Fault,
@@ -75,6 +78,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all.extend(sm90_stream_k(device));
     all.extend(sm90_w4a16(device));
     all.extend(sm100_nvfp4(device));
+    all.extend(sm100_probe(device));
     all.extend(sm120_nvfp4(device));
     all.extend(small_m(device));
     all.extend(cmma(device));
@@ -404,6 +408,8 @@ fn sm100_nvfp4(device: &DummyDevice) -> Vec<Instance> {
         (GroupedDim::None, ALL),
         (GroupedDim::M, PLAIN),
         (GroupedDim::None, out(FloatKind::F16, ALL)),
+        (GroupedDim::K, out(FloatKind::F32, PLAIN)),
+        (GroupedDim::K, ALL_GROUPS),
     ];
     let cores = [TensorCore::Instruction, TensorCore::Software(Fault::None)];
     let mut plans = Vec::new();
@@ -442,6 +448,52 @@ fn sm100_nvfp4(device: &DummyDevice) -> Vec<Instance> {
             plan,
         );
         all.push(instance.of_gemm(GemmInstance::Sm100Nvfp4(plan), architectures));
+    }
+    all
+}
+
+/// The probes with the instructions, and the model of the same for any GPU.
+fn sm100_probe(device: &DummyDevice) -> Vec<Instance> {
+    let b = || device.buffer(1 << 14);
+    let on_sm100 = |instance: Instance, copies, multiplies| {
+        let gemm = GemmInstance::Sm100Probe { copies, multiplies };
+        instance.of_gemm(gemm, Architectures::Sm100)
+    };
+    let round_trip = instance!(
+        device,
+        units PROBE_UNITS,
+        tmem_round_trip_kernel,
+        "",
+        NO_SPILLS,
+        b(),
+        b()
+    );
+    let mut all = vec![on_sm100(round_trip, 0, false)];
+    for multiplies in [true, false] {
+        let step = instance!(
+            device,
+            units PROBE_UNITS,
+            step_kernel,
+            multiplies,
+            NO_SPILLS,
+            b(),
+            b(),
+            3,
+            multiplies
+        );
+        all.push(on_sm100(step, 3, multiplies));
+        all.push(instance!(
+            device,
+            units 32,
+            step_model_kernel,
+            multiplies,
+            Expected::default(),
+            b(),
+            b(),
+            b(),
+            3,
+            multiplies
+        ));
     }
     all
 }

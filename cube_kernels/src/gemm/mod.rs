@@ -8,17 +8,22 @@
 //! what requests and kernels are made of, `materialize` brings operands into the form that a kernel
 //! reads, `problem` is what the choice depends on and what every kernel answers, `heuristics` has
 //! the measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
-//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores.
+//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `exact` has small GEMMs with exact sums,
+//! by which `self_check` and [`bring_up`] check the kernel for `tcgen05` on its hardware.
 
 use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
+pub(crate) mod align_groups;
+#[allow(missing_docs)]
 pub(crate) mod arguments;
+pub mod bring_up;
 pub mod cublaslt;
 mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
+mod exact;
 mod heuristics;
 pub(crate) mod instances;
 #[doc(hidden)]
@@ -30,6 +35,7 @@ mod output;
 mod problem;
 #[allow(missing_docs)]
 mod scheduler;
+mod self_check;
 pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
@@ -44,14 +50,16 @@ pub use scheduler::GroupedDim;
 pub use specialization::GemmInstance;
 
 use crate::{
-    Nvfp4Error,
+    BLOCK, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     memory::check_memory,
     moe::GroupOffsets,
     quantize::{self, amax::zeros},
     tensor::{FloatKind, Matrix},
 };
+use align_groups::AlignedGroups;
 use epilogue::EpilogueArgs;
+use exact::ExactGemm;
 use materialize::{ScaleTiling, materialize};
 use output::Output;
 use problem::{Launch, sms};
@@ -124,6 +132,10 @@ pub struct Gemm<'a> {
     pub target: Target<'a>,
     /// What is in groups.
     pub grouped: Grouped<'a>,
+    /// What the offsets of groups along K are multiples of, the last one too: 16 unless the caller
+    /// knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads operands with multiples of
+    /// 64 as they are, and a rearranged copy of others.
+    pub k_alignment: usize,
     /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
     /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
     pub amax: Option<OutputAmax>,
@@ -158,11 +170,23 @@ impl<'a> Gemm<'a> {
             bias: None,
             target: Target::New(FloatKind::Bf16),
             grouped: Grouped::None,
+            k_alignment: BLOCK,
             amax: None,
             backend: None,
             plan: None,
             capabilities: None,
         }
+    }
+
+    /// A GEMM whose sums are exact, into a new `f32` matrix.
+    fn of_exact(case: &'a ExactGemm) -> Self {
+        let grouped = match &case.groups {
+            None => Grouped::None,
+            Some((GroupedDim::K, offsets)) => Grouped::K(offsets),
+            Some((_, offsets)) => Grouped::M(offsets),
+        };
+        let request = Self::new(&case.a, &case.b).out(FloatKind::F32);
+        request.grouped(grouped).k_alignment(case.k_alignment)
     }
 
     /// Into a new matrix of this type.
@@ -194,6 +218,14 @@ impl<'a> Gemm<'a> {
     /// With groups along K.
     pub fn k_grouped(self, offsets: &'a GroupOffsets) -> Self {
         self.grouped(Grouped::K(offsets))
+    }
+
+    /// With groups along K that begin at multiples of `alignment`, itself a multiple of 16.
+    pub fn k_alignment(self, alignment: usize) -> Self {
+        Self {
+            k_alignment: alignment,
+            ..self
+        }
     }
 
     /// With the amax of the output.
@@ -361,6 +393,24 @@ impl<'a> Gemm<'a> {
         }
     }
 
+    /// Groups along K with the alignment that a kernel needs, where they, or all columns, have
+    /// less.
+    fn align_groups(
+        &self,
+        client: &Client,
+        needed: usize,
+    ) -> Result<Option<AlignedGroups>, Nvfp4Error> {
+        let k = self.shape().k;
+        let is_aligned = self.k_alignment.is_multiple_of(needed) && k.is_multiple_of(needed);
+        match self.grouped {
+            Grouped::K(groups) if !is_aligned => {
+                tracing::debug!(k, needed, "gemm: groups along K are moved");
+                AlignedGroups::of(client, groups, k).map(Some)
+            }
+            Grouped::None | Grouped::M(_) | Grouped::K(_) => Ok(None),
+        }
+    }
+
     /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on
     /// CUDA devices that lack their instruction.
     fn capabilities_of(&self, client: &Client) -> Capabilities {
@@ -408,6 +458,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         capabilities: &capabilities,
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
+        tcgen05: &|| self_check::once(client, |case| multiply_exact(client, case)),
     };
     let mut choice = dispatch::plan(&device, &problem)?;
     if let Some(plan) = gemm.plan {
@@ -424,8 +475,22 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         ),
         Grouped::None | Grouped::K(_) => (ScaleTiling::Matrix, ScaleTiling::Matrix),
     };
-    let a = materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?;
-    let b = materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?;
+    let aligned = gemm.align_groups(client, kernel.k_alignment())?;
+    let (a, b) = match (&aligned, gemm.grouped.offsets()) {
+        (Some(aligned), Some(groups)) => (
+            aligned.arrange(client, gemm.a.packed("a")?, groups)?,
+            aligned.arrange(client, gemm.b.packed("b")?, groups)?,
+        ),
+        _ => (
+            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?,
+            materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?,
+        ),
+    };
+    let offsets = match &aligned {
+        Some(aligned) => Some(&aligned.offsets),
+        None => gemm.grouped.offsets(),
+    };
+    let k = aligned.as_ref().map_or(shape.k, |aligned| aligned.k);
 
     // What the epilogue does not read may be any memory.
     let unread = gemm.a.memory();
@@ -433,16 +498,12 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     let launch = Launch {
         client,
         capabilities: &capabilities,
-        shape,
+        shape: GemmShape { k, ..shape },
         a: &a,
         b: &b,
         groups: &GroupArgs {
             grouping: problem.grouped,
-            offsets: gemm
-                .grouped
-                .offsets()
-                .map_or(unread, |it| &it.offsets)
-                .clone(),
+            offsets: offsets.map_or(unread, |it| &it.offsets).clone(),
             groups,
         },
         aligned: problem.aligned,
@@ -472,6 +533,12 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     };
     let matrix = output.into_matrix();
     Ok(GemmOutput { matrix, amax })
+}
+
+/// A GEMM of the self-check, by the kernel that it checks.
+fn multiply_exact(client: &Client, case: &ExactGemm) -> Result<Matrix, Nvfp4Error> {
+    let request = Gemm::of_exact(case).backend(GemmBackend::Sm100Tcgen05);
+    gemm(client, &request).map(|output| output.matrix)
 }
 
 /// Says which kernel a GEMM takes, and why not cuBLASLt.

@@ -116,6 +116,19 @@ impl<'a> Operand<'a> {
         }
     }
 
+    /// The codes and block scales of a packed one.
+    ///
+    /// # Errors
+    /// When it is not packed.
+    pub(crate) fn packed(&self, argument: &'static str) -> Result<&'a DeviceQuantized, Nvfp4Error> {
+        match self.elements {
+            Elements::Packed(packed) => Ok(packed),
+            Elements::Bf16Unscaled(_) | Elements::Bf16(_) | Elements::Bf16MnMajor(_) => Err(
+                Nvfp4Error::value(argument, "bf16", "codes and block scales"),
+            ),
+        }
+    }
+
     /// Rows, which become rows or columns of the output.
     pub fn outer(&self) -> usize {
         match self.elements {

@@ -113,6 +113,8 @@ pub struct Device<'a> {
     pub sms: usize,
     /// What cuBLASLt answers on it.
     pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
+    /// What the self-check of the kernel for `tcgen05` found on it.
+    pub tcgen05: &'a dyn Fn() -> Result<(), String>,
 }
 
 /// The SMs of the device behind `client`.
@@ -220,6 +222,8 @@ pub enum Refusal {
     },
     /// What cuBLASLt answers.
     Library(Nvfp4Error),
+    /// The kernel failed its check when it was first wanted on this device, or is not wanted.
+    SelfCheck(String),
 }
 
 impl fmt::Display for Refusal {
@@ -230,6 +234,7 @@ impl fmt::Display for Refusal {
                 write!(f, "estimated at {estimate:.0}, the best at {best:.0}")
             }
             Self::Library(error) => error.fmt(f),
+            Self::SelfCheck(what) => f.write_str(what),
         }
     }
 }
@@ -288,6 +293,12 @@ pub(crate) trait Kernel: Sync {
     fn reads(&self, plan: Plan) -> Reads {
         let _ = plan;
         Reads::COMPACT
+    }
+
+    /// What groups along K of packed operands must begin, and all of their columns end, at
+    /// multiples of; 1 where it takes what there is.
+    fn k_alignment(&self) -> usize {
+        1
     }
 
     /// Whether it finds the amax of the output while it writes.

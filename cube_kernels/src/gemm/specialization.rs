@@ -18,6 +18,14 @@ pub enum GemmInstance {
     Sm90W4a16(W4a16Plan),
     /// The NVFP4 kernel of data-center Blackwell.
     Sm100Nvfp4(Sm100Plan),
+    /// A probe of data-center Blackwell: tensor memory, or the copies of scales, or a
+    /// multiplication too.
+    Sm100Probe {
+        /// Copies of scales.
+        copies: usize,
+        /// Multiplications.
+        multiplies: bool,
+    },
     /// The NVFP4 kernel of consumer Blackwell.
     Sm120Nvfp4(Sm120Plan),
     /// The kernel of small M.

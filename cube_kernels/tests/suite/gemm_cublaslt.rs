@@ -437,6 +437,7 @@ fn chosen(
         capabilities,
         sms,
         cublaslt,
+        tcgen05: &|| Ok(()),
     };
     let problem = Problem::new(layouts, shape);
     let problem = match groups {

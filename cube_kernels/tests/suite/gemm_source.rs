@@ -45,6 +45,9 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         GemmInstance::Sm90StreamK(plan) => sm90_stream_k(name, plan, sass),
         GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
         GemmInstance::Sm100Nvfp4(plan) => sm100_nvfp4(name, plan, takes, sass),
+        GemmInstance::Sm100Probe { copies, multiplies } => {
+            sm100_probe(name, copies, multiplies, sass);
+        }
         GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
@@ -208,6 +211,25 @@ fn sm100_nvfp4(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
     }
 }
 
+/// One multiplication at most, behind the copies of its scales, without loops that elect threads.
+fn sm100_probe(name: &str, copies: usize, multiplies: bool, sass: &str) {
+    let commits = usize::from(copies > 0);
+    for (opcode, expected) in [
+        ("UTCCP", copies),
+        ("UTCOMMA", usize::from(multiplies)),
+        ("UTCBAR", commits),
+        ("HGMMA", 0),
+        ("OMMA", 0),
+    ] {
+        assert_eq!(count(sass, opcode), expected, "{name}: {opcode}");
+    }
+    assert_eq!(spills(sass), 0, "{name} spills");
+    assert_eq!(sass.matches("BRA.U.ANY").count(), 0, "{name}: a loop");
+    for opcode in ["STTM", "LDTM.x16"] {
+        assert!(count(sass, opcode) > 0, "{name}: {opcode}");
+    }
+}
+
 fn sm120_nvfp4(name: &str, plan: Sm120Plan, sass: &str) {
     let found = count(sass, BLOCK_SCALED);
     for (other, expected) in [("OMMA", found), ("QMMA", 0), ("IMMA", 0), ("HMMA", 0)] {
@@ -267,7 +289,7 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
         }
         GemmInstance::Sm100Nvfp4(plan) => match plan.core {
             TensorCore::Instruction => true,
-            TensorCore::Software(_) => plan.grouped == GroupedDim::M,
+            TensorCore::Software(_) => plan.grouped != GroupedDim::None,
         },
         GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {
             Multiply::Instruction => true,

@@ -6,6 +6,8 @@
 //! Seeds delay TMA and the model; odd ones let scale copies overtake instructions, as the PTX ISA
 //! permits.
 
+use std::cell::Cell;
+
 use crate::support::{
     device::{assert_floats, read_f32, read_f32s, read_matrix, upload},
     epilogue::{Epilogue, check_epilogues},
@@ -17,8 +19,10 @@ use cubecl::prelude::*;
 use nvfp4_kernels::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
+    cube::codec::Conversion,
     gemm::{
-        Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
+        self, Device, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
+        Problem, Scale, Target,
         kernels::{Fault, Sm100Tile, TensorCore},
     },
     moe::GroupOffsets,
@@ -207,6 +211,49 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
+/// Groups along K, empty ones and tails among them, and a contraction that ends within an
+/// instruction: against the scalar kernel, bit for bit, with factors and accumulation.
+#[test]
+fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
+    let client = hopper!("gemm_tcgen05::groups_along_k_have_the_bits_of_the_scalar_kernel");
+    let many: Vec<usize> = (0..40).map(|i| 64 * (i % 5)).collect();
+    // Multiples of 64 are read as they are, others are moved.
+    for (sizes, alignment) in [
+        (vec![64, 0, 320, 128], 64),
+        (vec![0, 0], 64),
+        (many, 64),
+        (vec![16, 0, 80, 48, 0, 304], 16),
+        (vec![1024, 32], 32),
+    ] {
+        for (m, n, seed) in [(130, 264, 0), (40, 136, 1)] {
+            let (count, k) = (sizes.len(), sizes.iter().sum::<usize>().max(64));
+            let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+            let (left, right) = (a.device(&client), b.device(&client));
+            let groups = offsets(&client, &sizes);
+            let amax = |rows: usize| {
+                let values: Vec<f32> = (0..rows).map(|row| 900.0 + row as f32).collect();
+                client.create_from_slice(bytemuck::cast_slice(&values))
+            };
+            let (a_amax, b_amax) = (amax(count * m), amax(count * n));
+            let held: Vec<f32> = (0..count * m * n).map(|i| (i % 7) as f32).collect();
+            let run = |request: fn(Gemm<'_>, u32) -> Gemm<'_>| -> Vec<f32> {
+                let target = upload(&client, &held, count * m, n);
+                let a = scaled(Elements::Packed(&left), Scale::PerRow(&a_amax, 2688.0));
+                let b = scaled(Elements::Packed(&right), Scale::PerRow(&b_amax, 2688.0));
+                let gemm = Gemm::new(a, b)
+                    .target(Target::Accumulate(&target))
+                    .k_grouped(&groups)
+                    .k_alignment(alignment);
+                read_matrix(&client, &multiply(&client, request(gemm, seed)).unwrap())
+            };
+            let expected = run(|gemm, _| gemm.backend(GemmBackend::Scalar));
+            let found = run(|gemm, seed| gemm.plan(software(Fault::None, seed)));
+            let what = format!("columns {sizes:?}, {m} x {n}, seed {seed}");
+            assert_floats(&found, &expected, &what);
+        }
+    }
+}
+
 /// Found while the kernel writes, of the whole output and of each group.
 #[test]
 fn amax_of_the_output() {
@@ -326,6 +373,60 @@ fn injected_faults_are_caught() {
     // order that finds them.
     let found = sums(&client, &a, &b, Fault::SharedScaleColumns, 0).unwrap();
     assert_floats(&found, &expected, "shared columns in order");
+}
+
+/// Data-center Blackwell: grouped and per-token GEMMs take the kernel unasked, if its self-check
+/// passes; dense ones are cuBLASLt's, and ask for no check.
+#[test]
+fn the_self_check_decides() {
+    let blackwell = Capabilities {
+        device: "a GPU".into(),
+        runtime: "cuda",
+        compute_capability: Some(100),
+        conversion: Conversion::Hardware,
+        gemm: GemmBackend::CublasLt,
+    };
+    let checks = Cell::new(0);
+    let chosen = |problem: Problem, verdict: Result<(), String>| {
+        let tcgen05 = || {
+            checks.set(checks.get() + 1);
+            verdict.clone()
+        };
+        let device = Device {
+            capabilities: &blackwell,
+            sms: 148,
+            cublaslt: &|_| Ok(()),
+            tcgen05: &tcgen05,
+        };
+        gemm::plan(&device, &problem).unwrap()
+    };
+    let dense = Problem::new([OperandLayout::Packed; 2], (4096, 4096, 4096));
+    let mut per_token = dense;
+    (per_token.epilogue.a, per_token.epilogue.b) = (Factor::PerRow, Factor::PerRow);
+    let along_k = dense.grouped(GroupedDim::K, 8);
+    let wrong = || Err("row 3".to_owned());
+    for problem in [dense.grouped(GroupedDim::M, 8), per_token, along_k] {
+        let right = chosen(problem, Ok(()));
+        assert_eq!(right.backend, GemmBackend::Sm100Tcgen05, "{problem:?}");
+        let other = chosen(problem, wrong());
+        assert_eq!(other.backend, GemmBackend::Cmma, "{problem:?}");
+        let (kernel, refusal) = &other.refusals[0];
+        assert_eq!(*kernel, "sm100_nvfp4");
+        assert!(refusal.to_string().contains("row 3"), "{refusal}");
+    }
+    assert_eq!(checks.get(), 6);
+    // What the kernel does not take, what cuBLASLt takes, and what was asked for is not checked.
+    let narrow = Problem::new([OperandLayout::Packed; 2], (4096, 4100, 4096));
+    let narrow = narrow.grouped(GroupedDim::K, 8);
+    assert_eq!(chosen(narrow, Ok(())).backend, GemmBackend::Cmma);
+    assert_eq!(chosen(dense, Ok(())).backend, GemmBackend::CublasLt);
+    let asked = Problem {
+        backend: Some(GemmBackend::Sm100Tcgen05),
+        ..per_token
+    };
+    let choice = chosen(asked, wrong());
+    assert_eq!(choice.backend, GemmBackend::Sm100Tcgen05);
+    assert_eq!(checks.get(), 6);
 }
 
 /// A device that lacks the instructions says so, and the kernel says what it does not take.

@@ -57,7 +57,8 @@ fn is_block_scaled(instance: &Instance) -> bool {
 }
 
 fn is_tcgen05(instance: &Instance) -> bool {
-    matches!(instance.gemm, Some(GemmInstance::Sm100Nvfp4(_)))
+    use GemmInstance::{Sm100Nvfp4, Sm100Probe};
+    matches!(instance.gemm, Some(Sm100Nvfp4(_) | Sm100Probe { .. }))
 }
 
 fn is_not_block_scaled(instance: &Instance) -> bool {

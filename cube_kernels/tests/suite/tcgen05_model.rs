@@ -392,11 +392,13 @@ fn stages_of_kernel(a: &Packed, b: &Packed) -> Vec<u8> {
     bytes
 }
 
-/// The sums of [`execute_stages_kernel`], 256 columns to a row, and the counts of violations.
+/// The sums of [`execute_stages_kernel`] over the first `k` columns, 256 columns to a row, and the
+/// counts of violations.
 fn execute_stages(
     client: &Client,
     a: &Packed,
     b: &Packed,
+    k: usize,
     core: TensorCore,
 ) -> (Vec<f32>, Vec<u32>) {
     let shared = stages_of_kernel(a, b);
@@ -416,7 +418,7 @@ fn execute_stages(
             arg(&upload_bytes(client, &shared), shared.len() / 4),
             arg(&tmem, TMEM_WORDS),
             arg(&violations, VIOLATIONS),
-            (a.blocks * 16) as u32,
+            k as u32,
             core,
         );
     }
@@ -432,7 +434,7 @@ fn the_operands_of_the_kernel_multiply_its_stages() {
     for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
         for (m, n, k) in [(128, 256, 1024), (128, 104, 32), (77, 136, 608)] {
             let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
-            let (found, violations) = execute_stages(&client, &a, &b, core);
+            let (found, violations) = execute_stages(&client, &a, &b, k, core);
             assert_eq!(violations, [0; VIOLATIONS], "{m} x {n} x {k}");
             let expected = expected(&a, &b);
             for (i, expected) in expected.iter().enumerate() {
@@ -441,6 +443,28 @@ fn the_operands_of_the_kernel_multiply_its_stages() {
                 let what = format!("{m} x {n} x {k}: ({row}, {column})");
                 assert_eq!(found.to_bits(), expected.to_bits(), "{what}");
             }
+        }
+    }
+}
+
+/// A group along K ends within a stage, behind which lie the codes of the next group: they are in
+/// no sum, NaN scales of theirs neither.
+#[test]
+fn columns_behind_a_group_are_not_multiplied() {
+    let client = client!("tcgen05_model::columns_behind_a_group_are_not_multiplied");
+    let (m, n, stored) = (40, 136, 608);
+    for k in [64, 192, 320, 512] {
+        let (mut a, b) = (Packed::random(m, stored, 3), Packed::random(n, stored, 4));
+        for row in a.scales.chunks_mut(stored / 16) {
+            row[k / 16..].fill(0x7f);
+        }
+        let core = TensorCore::Instruction;
+        let (found, violations) = execute_stages(&client, &a, &b, k, core);
+        assert_eq!(violations, [0; VIOLATIONS], "{k}");
+        let (a, b) = (a.columns(0..k / 16), b.columns(0..k / 16));
+        for (i, expected) in expected(&a, &b).iter().enumerate() {
+            let found = found[i / n * 256 + i % n];
+            assert_eq!(found.to_bits(), expected.to_bits(), "{k}: {}", i / n);
         }
     }
 }
@@ -457,7 +481,7 @@ fn faults_of_operands_are_noticed() {
         (Fault::WrongStride, Some(BAD_SHARED)),
     ] {
         let core = TensorCore::Software(fault);
-        let (found, violations) = execute_stages(&client, &a, &b, core);
+        let (found, violations) = execute_stages(&client, &a, &b, 512, core);
         match kind {
             Some(kind) => assert!(violations[kind] > 0, "{fault:?}: {violations:?}"),
             None => {

@@ -112,6 +112,7 @@ pub(super) fn k_grouped(
     });
     let request = Gemm::new(a.view(), b.view())
         .k_grouped(&aligned)
+        .k_alignment(unit)
         .out(float_kind(dtype));
     let out = launched(gemm::gemm(&like.client, &request)).matrix;
     let shape = Shape::new([groups.count, m, n]);

@@ -144,6 +144,17 @@ pub fn tcgen05_ld_32x32b_x16(address: u32) -> Vector<f32, Const<16>> {
     Vector::<f32, Const<16>>::reinterpret(sums)
 }
 
+/// Stores a word to a column of the thread's lane of tensor memory, and waits for it:
+/// `tcgen05.st.32x32b.x1` and `tcgen05.wait::st`. A warp, as [`tcgen05_ld_32x32b_x16()`].
+#[cube]
+pub fn tcgen05_st_32x32b_x1(address: u32, word: u32) {
+    gpu_asm!(
+        "tcgen05.st.sync.aligned.32x32b.x1.b32 [{a}], {{{w}}};",
+        "tcgen05.wait::st.sync.aligned;",
+        a = in(_) address, w = in(_) word
+    );
+}
+
 /// Orders the `tcgen05` operations before it before the synchronization of threads that follows:
 /// `tcgen05.fence::before_thread_sync`.
 #[cube]

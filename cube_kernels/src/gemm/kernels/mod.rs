@@ -23,6 +23,8 @@ mod sm100_nvfp4_roles;
 #[allow(missing_docs)]
 pub(crate) mod sm100_nvfp4_stage;
 #[allow(missing_docs)]
+pub mod sm100_probe;
+#[allow(missing_docs)]
 pub(crate) mod sm120_nvfp4;
 mod sm120_nvfp4_stage;
 #[allow(missing_docs)]

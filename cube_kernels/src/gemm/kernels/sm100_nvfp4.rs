@@ -19,6 +19,10 @@
 //! Rows of a tile that belong to another group are multiplied and not written, so that one tensor
 //! map serves all groups. Scales start anew at each group.
 //!
+//! Groups along K begin at multiples of 64 columns, so that the scales of all groups are one matrix
+//! of tiles. The last stage of a group may hold columns of the next group, which no instruction
+//! multiplies. The epilogue writes zeros for an empty group, which has no stage.
+//!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
 //! inspected; with [`TensorCore::Software`] the same kernel compiles for Hopper.
 
@@ -37,6 +41,7 @@ use crate::{
     format::swizzle::row_group_tiles,
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
+        epilogue::Factor,
         materialize::{Materialized, PackedReads, Reads},
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
@@ -67,9 +72,11 @@ impl Kernel for Sm100Nvfp4 {
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
         let GemmShape { n, k, .. } = problem.shape;
         let asked = problem.backend == Some(GemmBackend::Sm100Tcgen05);
+        let mut checks = false;
         match device.capabilities.gemm {
             GemmBackend::Sm100Tcgen05 => {}
             GemmBackend::CublasLt if asked => {}
+            GemmBackend::CublasLt if is_default_for(problem) => checks = true,
             GemmBackend::CublasLt => {
                 return Err(Refusal::Device(
                     "it has never run on hardware, and NVFP4_GEMM=tcgen05 does not ask for it",
@@ -86,10 +93,9 @@ impl Kernel for Sm100Nvfp4 {
                 "block-scaled instructions take packed operands",
             ));
         }
-        if problem.grouped == GroupedDim::K {
-            return Err(Refusal::Operands("groups are along K"));
-        }
-        if !n.is_multiple_of(8) || k == 0 || !k.is_multiple_of(32) {
+        // Groups along K are brought to multiples of 64.
+        let is_k_bad = problem.grouped != GroupedDim::K && !k.is_multiple_of(32);
+        if !n.is_multiple_of(8) || k == 0 || is_k_bad {
             return Err(Refusal::Operands(
                 "n is no multiple of 8, or k is zero or no multiple of 32",
             ));
@@ -97,7 +103,10 @@ impl Kernel for Sm100Nvfp4 {
         if !problem.aligned {
             return Err(Refusal::Operands(UNALIGNED));
         }
-        Ok(())
+        match checks {
+            true => (device.tcgen05)().map_err(Refusal::SelfCheck),
+            false => Ok(()),
+        }
     }
 
     fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
@@ -111,6 +120,10 @@ impl Kernel for Sm100Nvfp4 {
         }
     }
 
+    fn k_alignment(&self) -> usize {
+        STEP_K
+    }
+
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
             Plan::Tcgen05(tile) if launch.a.is_packed() && launch.b.is_packed() => {
@@ -119,6 +132,13 @@ impl Kernel for Sm100Nvfp4 {
             plan => Err(misfit(plan, launch)),
         }
     }
+}
+
+/// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors
+/// here, and the portable kernel dequantizes to bf16.
+fn is_default_for(problem: &Problem) -> bool {
+    let factors = [problem.epilogue.a, problem.epilogue.b];
+    problem.grouped != GroupedDim::None || factors.contains(&Factor::PerRow)
 }
 
 /// How TMA reads the codes of `operand`, of `k` columns, in boxes of `rows` rows.
@@ -151,7 +171,8 @@ fn codes_map(
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
-/// Queues the GEMM: `m` rows of `n`, dense or with groups along M.
+/// Queues the GEMM: `m` rows of `n`, dense or with groups along M, or as many for each group along
+/// K.
 ///
 /// # Errors
 /// In software, when a command is not what the PTX ISA asks for.
@@ -166,23 +187,31 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
         ..
     } = *launch;
     let GemmShape { m, n, k } = launch.shape;
-    let out = &output.matrix().handle;
-    let (a_tiles, b_tiles) = match groups.grouping {
+    let (out, rows) = (&output.matrix().handle, output.matrix().rows);
+    let (whole_a, whole_b) = (m.div_ceil(SM100_TILE_M), n.div_ceil(SM100_TILE_M));
+    // Tiles of scales of both operands, and rows of tiles of the output.
+    let (a_tiles, b_tiles, tiles) = match groups.grouping {
         // Each group ends in a tile of its own.
-        GroupedDim::M => (
-            row_group_tiles(m, groups.groups),
-            n.div_ceil(SM100_TILE_M) * groups.groups,
-        ),
-        GroupedDim::None | GroupedDim::K => (m.div_ceil(SM100_TILE_M), n.div_ceil(SM100_TILE_M)),
+        GroupedDim::M => {
+            let a_tiles = row_group_tiles(m, groups.groups);
+            (a_tiles, whole_b * groups.groups, a_tiles)
+        }
+        GroupedDim::K => (whole_a, whole_b, whole_a * groups.groups),
+        GroupedDim::None => (whole_a, whole_b, whole_a),
     };
-    let cubes = (a_tiles * n.div_ceil(SM100_TILE_N)).min(sms(client));
+    // Rows of the factors of `b`.
+    let b_rows = match groups.grouping {
+        GroupedDim::K => groups.groups * n,
+        GroupedDim::None | GroupedDim::M => b.rows,
+    };
+    let cubes = (tiles * n.div_ceil(SM100_TILE_N)).min(sms(client));
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked the operands against their shapes, and that the memory
         // holds what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
     let words = |tiles: usize| tiles * k.div_ceil(STEP_K) * ATOM / 4;
-    let bytes = m * n * epilogue.kind.out.size();
+    let bytes = rows * n * epilogue.kind.out.size();
     let software = match tile.core {
         TensorCore::Instruction => None,
         TensorCore::Software(_) => {
@@ -209,7 +238,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(units(tile.core)),
-            address_type(m * n),
+            address_type(rows * n),
             codes_map(a, k, SM100_TILE_M, tile),
             codes_map(b, k, SM100_TILE_N, tile),
             SwizzledScalesLaunch::new(
@@ -222,7 +251,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
                 memory(&groups.offsets, groups.groups + 1),
                 BAND,
             ),
-            epilogue.launch([m, b.rows], groups.groups, (out, bytes / 4), 1.0),
+            epilogue.launch([rows, b_rows], groups.groups, (out, bytes / 4), 1.0),
             model,
             memory(out, bytes / 16),
             Sm100Plan {

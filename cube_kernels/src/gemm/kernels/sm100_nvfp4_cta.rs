@@ -13,7 +13,7 @@ use super::{
     sm100_nvfp4_operands::{OPERANDS, SCALE_COLUMNS, STAGES},
     sm100_nvfp4_output::{OutputTile, write_tile},
     sm100_nvfp4_roles::{issue_tiles, load_tiles},
-    sm100_nvfp4_stage::{CtaState, GroupRows, Sm100Plan, SwizzledScales},
+    sm100_nvfp4_stage::{CtaState, GroupExtent, Sm100Plan, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
@@ -60,7 +60,7 @@ pub const fn units(core: TensorCore) -> u32 {
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
-/// group.
+/// group, or with sums over the columns `k` of each group into an `m` x `n` output of its own.
 ///
 /// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th: the grid depends on
 /// nothing that is in device memory. The bias has a row for each group. The maps are of words of
@@ -207,8 +207,8 @@ fn write_tiles(
     let mut passed = 0u32;
     let mut done = 0u32;
     while group < problem.shape.groups {
-        let rows = GroupRows::of(problem, group, comptime!(plan.grouped));
-        let tiles_m = rows.tiles();
+        let extent = GroupExtent::of(problem, group, comptime!(plan.grouped));
+        let tiles_m = extent.tiles();
         if tile - passed < tiles_m * tiles_n {
             let at = place(
                 tile - passed,
@@ -218,26 +218,35 @@ fn write_tiles(
                 comptime!(SM100_TILE_M as u32),
                 comptime!(SM100_TILE_N as u32),
             );
-            if comptime!(!has_fault(core, Fault::NoAccumulatorWait)) {
+            // Nothing was multiplied for an empty group along K, whose output is zeros.
+            let is_empty = extent.is_empty(comptime!(plan.grouped));
+            let mut waits = !is_empty;
+            if comptime!(has_fault(core, Fault::NoAccumulatorWait)) {
+                waits = false;
+            }
+            if waits {
                 mbarrier_wait_parity(cta.accumulators, done & 1u32);
             }
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
             }
             let own = OutputTile {
-                row: rows.first + at.row + UNIT_POS,
-                end: rows.end,
+                row: extent.first + at.row + UNIT_POS,
+                end: extent.end,
                 column: at.column,
                 n: problem.shape.n,
                 group,
                 accumulators: cta.tmem + (lanes << 16u32),
+                is_empty,
             };
             write_tile(model, memory, own, epilogue, out, core);
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_before_thread_sync();
             }
-            mbarrier_arrive(cta.accumulators + 8u32);
-            done += 1u32;
+            if !is_empty {
+                mbarrier_arrive(cta.accumulators + 8u32);
+                done += 1u32;
+            }
             tile += CUBE_COUNT as u32;
         } else {
             passed += tiles_m * tiles_n;

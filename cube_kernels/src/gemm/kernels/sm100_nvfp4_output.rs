@@ -35,6 +35,8 @@ pub(super) struct OutputTile {
     pub group: u32,
     /// The address of the accumulators of this warp's lanes.
     pub accumulators: u32,
+    /// Whether all sums are zero, whatever the accumulators hold.
+    pub is_empty: bool,
 }
 
 /// What of a tile does not depend on the column.
@@ -45,6 +47,8 @@ struct RowFactors {
     a: f32,
     /// The factor of `b`, if one holds for the tile.
     b: f32,
+    /// Whether sums are zero.
+    is_empty: bool,
 }
 
 /// Applies the epilogue to the tile's accumulators and writes the rows and columns that exist.
@@ -65,6 +69,7 @@ pub(super) fn write_tile(
     let factors = RowFactors {
         a: epilogue.a_factor(row, tile.group),
         b: epilogue.b_tile_factor(tile.group),
+        is_empty: tile.is_empty,
     };
     let mut largest = 0u32;
     for chunk in 0..comptime!((SM100_TILE_N / CHUNK) as u32) {
@@ -136,5 +141,6 @@ fn finish(
         bias: epilogue.load_bias(own),
         c: epilogue.load_c(pair, odd),
     };
+    let sum = select(factors.is_empty, 0.0f32, sum);
     apply(sum, with, comptime!(epilogue.kind))
 }

@@ -9,7 +9,7 @@ use super::{
         A_CODES, A_SCALES, A_SCALES_AT, ATOM, B_CODES, B_CODES_AT, B_SCALES, B_SCALES_AT, STAGES,
         STEP_K, STEPS, StageAt, TILE_K, mma_operands, scale_copy, steps_of,
     },
-    sm100_nvfp4_stage::{CtaState, GroupRows, Sm100Plan, SwizzledScales},
+    sm100_nvfp4_stage::{CtaState, GroupExtent, Sm100Plan, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
@@ -18,7 +18,7 @@ use crate::{
     },
     gemm::{
         arguments::GroupedProblem,
-        scheduler::place,
+        scheduler::{GroupedDim, place},
         tiles::{Fault, SM100_TILE_M, SM100_TILE_N, TensorCore},
     },
 };
@@ -45,9 +45,13 @@ struct TileSource {
 struct StageSource {
     /// The tile.
     tile: TileSource,
-    /// Length of the contraction.
+    /// Columns of the operands.
+    k_all: u32,
+    /// The group's first column.
+    k_first: u32,
+    /// Columns of the group.
     k: u32,
-    /// Which 256 columns of it.
+    /// Which 256 of them.
     k_tile: u32,
     /// Stages that were filled before.
     used: u32,
@@ -56,8 +60,8 @@ struct StageSource {
 /// Fills the stages of all tiles of this CTA, one after another. One thread.
 #[cube]
 pub(super) fn load_tiles(
-    a: &TensorMap<u32, Tiled>,
-    b: &TensorMap<u32, Tiled>,
+    a_map: &TensorMap<u32, Tiled>,
+    b_map: &TensorMap<u32, Tiled>,
     scales: &SwizzledScales,
     problem: &GroupedProblem,
     operands: &mut [u32],
@@ -67,7 +71,6 @@ pub(super) fn load_tiles(
 ) {
     let n = problem.shape.n;
     let tiles_n = n.div_ceil(comptime!(SM100_TILE_N as u32));
-    let k_tiles = problem.shape.k.div_ceil(comptime!(TILE_K as u32));
     // Rows of `b` of a group begin at a tile of scales.
     let n_tiles = n.div_ceil(comptime!(SM100_TILE_M as u32));
     let mut tile = CUBE_POS as u32;
@@ -78,8 +81,8 @@ pub(super) fn load_tiles(
     let mut row_tiles = 0u32;
     let mut used = 0u32;
     while group < problem.shape.groups {
-        let rows = GroupRows::of(problem, group, comptime!(plan.grouped));
-        let tiles_m = rows.tiles();
+        let own = GroupExtent::of(problem, group, comptime!(plan.grouped));
+        let tiles_m = own.tiles();
         if tile - passed < tiles_m * tiles_n {
             let at = place(
                 tile - passed,
@@ -89,31 +92,43 @@ pub(super) fn load_tiles(
                 comptime!(SM100_TILE_M as u32),
                 comptime!(SM100_TILE_N as u32),
             );
-            let a_tile = row_tiles + at.row / comptime!(SM100_TILE_M as u32);
-            let b_tile = group * n_tiles + at.column / comptime!(SM100_TILE_M as u32);
+            // Groups along K have all rows of both operands.
+            let mut a = at.row;
+            let mut b = at.column;
+            let mut a_tile = at.row / comptime!(SM100_TILE_M as u32);
+            let mut b_tile = at.column / comptime!(SM100_TILE_M as u32);
+            if comptime!(plan.grouped == GroupedDim::M) {
+                a += own.first;
+                b += group * n;
+                a_tile += row_tiles;
+                b_tile += group * n_tiles;
+            }
             let source = TileSource {
-                a: rows.first + at.row,
-                b: group * n + at.column,
+                a,
+                b,
                 // Groups that overlap could have more tiles than there are.
                 a_tile: min(a_tile, scales.a_tiles - 1u32),
                 b_tile,
                 b_tiles: select(at.column + comptime!(SM100_TILE_M as u32) < n, 2u32, 1u32),
             };
+            let k_tiles = own.k.div_ceil(comptime!(TILE_K as u32));
             let mut k_tile = 0u32;
             while k_tile < k_tiles {
                 if comptime!(plan.core != TensorCore::Instruction) {
                     delay(cta.seed, used * 2u32 + 1u32);
                 }
                 fill_stage(
-                    a,
-                    b,
+                    a_map,
+                    b_map,
                     scales,
                     operands,
                     barriers,
                     cta,
                     StageSource {
                         tile: source,
-                        k: problem.shape.k,
+                        k_all: problem.shape.k,
+                        k_first: own.k_first,
+                        k: own.k,
                         k_tile,
                         used,
                     },
@@ -172,7 +187,7 @@ fn fill_stage(
     mbarrier_arrive_expect_tx(full, codes + bytes * (1u32 + source.b_tiles));
     let s = stage as usize;
     let ready = &barriers[s];
-    let word = (k_tile * comptime!(TILE_K as u32 / 8)) as i32;
+    let word = (stage_source.k_first / 8u32 + k_tile * comptime!(TILE_K as u32 / 8)) as i32;
     let words = comptime!(A_CODES / 4);
     ready.tma_load_2d(
         a,
@@ -188,8 +203,9 @@ fn fill_stage(
         source.b as i32,
         word,
     );
-    let row = u64::cast_from(k.div_ceil(comptime!(STEP_K as u32)));
-    let within = u64::cast_from(k_tile * comptime!(STEPS as u32));
+    let row = u64::cast_from(stage_source.k_all.div_ceil(comptime!(STEP_K as u32)));
+    let step = stage_source.k_first / comptime!(STEP_K as u32) + k_tile * comptime!(STEPS as u32);
+    let within = u64::cast_from(step);
     let a_at = (u64::cast_from(source.a_tile) * row + within) * comptime!(ATOM as u64);
     let b_at = (u64::cast_from(source.b_tile) * row + within) * comptime!(ATOM as u64);
     let a_from = cvta_to_global::<u32>(scales.a.as_ptr()) + a_at;
@@ -220,7 +236,6 @@ pub(super) fn issue_tiles(
     let core = comptime!(plan.core);
     let ring = cta.ring;
     let tiles_n = problem.shape.n.div_ceil(comptime!(SM100_TILE_N as u32));
-    let k_tiles = problem.shape.k.div_ceil(comptime!(TILE_K as u32));
     let mut tile = CUBE_POS as u32;
     let mut group = 0u32;
     let mut passed = 0u32;
@@ -228,8 +243,16 @@ pub(super) fn issue_tiles(
     let mut done = 0u32;
     let mut queued = 0u32;
     while group < problem.shape.groups {
-        let tiles = GroupRows::of(problem, group, comptime!(plan.grouped)).tiles() * tiles_n;
-        if tile - passed < tiles {
+        let own = GroupExtent::of(problem, group, comptime!(plan.grouped));
+        let tiles = own.tiles() * tiles_n;
+        if tile - passed >= tiles {
+            passed += tiles;
+            group += 1u32;
+        } else if own.is_empty(comptime!(plan.grouped)) {
+            // The epilogue writes zeros.
+            tile += CUBE_COUNT as u32;
+        } else {
+            let k_tiles = own.k.div_ceil(comptime!(TILE_K as u32));
             // The epilogue has read the accumulators of the tile before.
             mbarrier_wait_parity(cta.accumulators + 8u32, (done & 1u32) ^ 1u32);
             if comptime!(core == TensorCore::Instruction) {
@@ -244,7 +267,7 @@ pub(super) fn issue_tiles(
                 if comptime!(core == TensorCore::Instruction) {
                     tcgen05_fence_after_thread_sync();
                 }
-                let steps = steps_of(k_tile, problem.shape.k);
+                let steps = steps_of(k_tile, own.k);
                 queued = issue_stage(cta, stage, steps, k_tile, queued, core);
                 if comptime!(has_fault(core, Fault::EarlyStageReuse)) {
                     mbarrier_arrive(cta.empty(stage));
@@ -256,9 +279,6 @@ pub(super) fn issue_tiles(
             queued = issue_commit(ring, queued, u32::reinterpret(cta.accumulators), core);
             done += 1u32;
             tile += CUBE_COUNT as u32;
-        } else {
-            passed += tiles;
-            group += 1u32;
         }
     }
     queued

@@ -2,7 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::{sm100_nvfp4_commands::CommandRing, sm100_nvfp4_operands::STAGES};
+use super::{
+    sm100_nvfp4_commands::CommandRing,
+    sm100_nvfp4_operands::{STAGES, STEP_K},
+};
 use crate::{
     gemm::{
         arguments::GroupedProblem,
@@ -15,7 +18,7 @@ use crate::{
 /// The comptime choices of `sm100_nvfp4_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm100Plan {
-    /// What is in groups: nothing, or M.
+    /// What is in groups.
     pub grouped: GroupedDim,
     /// Who multiplies.
     pub core: TensorCore,
@@ -58,26 +61,62 @@ impl CtaState {
     }
 }
 
-/// The rows of group `group`: where they begin, and where they end.
+/// A group: the rows of its output, and its columns of the contraction.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(super) struct GroupRows {
+pub(super) struct GroupExtent {
+    /// The first row of the output.
     pub first: u32,
+    /// The row behind the last.
     pub end: u32,
+    /// The first column of the contraction, a multiple of [`STEP_K`].
+    pub k_first: u32,
+    /// Columns of the contraction; none in an empty group along K.
+    pub k: u32,
 }
 
 #[cube]
-impl GroupRows {
-    /// Of `group`, within the rows that there are.
-    pub fn of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim) -> GroupRows {
+impl GroupExtent {
+    /// Of `group`, within the rows and columns that there are.
+    ///
+    /// Groups along K begin at multiples of [`STEP_K`]. Other offsets are rounded down: the result
+    /// is wrong then, but TMA reads 16-byte pieces as it must.
+    pub fn of(
+        problem: &GroupedProblem,
+        group: u32,
+        #[comptime] grouped: GroupedDim,
+    ) -> GroupExtent {
         let mut first = 0u32;
         let mut end = problem.shape.m;
+        let mut k_first = 0u32;
+        let mut k = problem.shape.k;
         if comptime!(grouped == GroupedDim::M) {
             let own = extent(&problem.offsets, group, problem.shape.m);
             first = own.start;
             end = own.end;
         }
-        GroupRows { first, end }
+        if comptime!(grouped == GroupedDim::K) {
+            first = group * problem.shape.m;
+            end = first + problem.shape.m;
+            let own = extent(&problem.offsets, group, problem.shape.k);
+            k_first = own.start - own.start % comptime!(STEP_K as u32);
+            k = select(own.end > own.start, own.end - k_first, 0u32);
+        }
+        GroupExtent {
+            first,
+            end,
+            k_first,
+            k,
+        }
+    }
+
+    /// Whether there is nothing to multiply, and the output is zeros.
+    pub fn is_empty(&self, #[comptime] grouped: GroupedDim) -> bool {
+        let mut is_empty = false;
+        if comptime!(grouped == GroupedDim::K) {
+            is_empty = self.k == 0u32;
+        }
+        is_empty
     }
 
     /// Rows of tiles.

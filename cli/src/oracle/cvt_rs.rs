@@ -1,24 +1,10 @@
-//! `nvfp4 oracle`: what a device does, compared with the reference.
+//! `nvfp4 oracle cvt-rs`: the order of random bits in a conversion.
 
 use anyhow::Result;
-use clap::{Args, Subcommand};
+use clap::Args;
 
 #[derive(Args)]
-pub(crate) struct Oracle {
-    #[command(subcommand)]
-    question: Question,
-}
-
-#[derive(Subcommand)]
-enum Question {
-    /// Find the order of random bits in cvt.rs.satfinite.e2m1x4, and compare its results
-    ///
-    /// B200 and B300 have the instruction; other devices run its software form.
-    CvtRs(CvtRs),
-}
-
-#[derive(Args)]
-struct CvtRs {
+pub(super) struct CvtRs {
     /// Test this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
@@ -27,17 +13,9 @@ struct CvtRs {
     count: usize,
 }
 
-impl Oracle {
-    pub(crate) fn run(self) -> Result<()> {
-        match self.question {
-            Question::CvtRs(question) => question.run(),
-        }
-    }
-}
-
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 impl CvtRs {
-    fn run(self) -> Result<()> {
+    pub(super) fn run(self) -> Result<()> {
         let Self { device, count } = self;
         anyhow::bail!(
             "device is {}, and count {count}, but this build has no CubeCL runtime: build with \
@@ -49,28 +27,17 @@ impl CvtRs {
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 impl CvtRs {
-    fn run(self) -> Result<()> {
+    pub(super) fn run(self) -> Result<()> {
         use anyhow::{Context, ensure};
-        use burn::backend::DispatchDevice;
         use nvfp4::kernels::{quantize, reference};
 
-        use crate::device::{DeviceName, cuda_count, hardware};
+        use super::device::TestedDevice;
 
-        let name: DeviceName = match &self.device {
-            Some(name) => name
-                .parse()
-                .map_err(|error| anyhow::anyhow!("device is {name:?}, but {error}"))?,
-            None if cuda_count() > 0 => DeviceName::Cuda(0),
-            None => DeviceName::Cpu,
-        };
-        let device = name.open()?;
-        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-            anyhow::bail!("device is {name}, but it must be cpu or cuda:N: Flex has no kernels");
-        };
-        let client = cube.client();
+        let TestedDevice {
+            client, hardware, ..
+        } = TestedDevice::open(self.device.as_deref())?;
         let instruction = quantize::has_stochastic_instruction(&client);
-        let who = hardware(&device).unwrap_or_else(|| name.to_string());
-        println!("device  {who}");
+        println!("device  {hardware}");
         println!(
             "rounds  {}",
             if instruction {

@@ -1,0 +1,141 @@
+"""What an NVIDIA B200 should take for NVFP4 GEMMs, without a GPU: a roofline, and NVIDIA's model.
+
+    pip install nvidia-matmul-heuristics==0.1.0.27
+    python3 benches/model_b200.py [--json results/model-b200.json]
+
+Nothing is measured. The roofline is the larger of the time of the operations and the time of the
+bytes. The model is that of nvMatmulHeuristics for CUTLASS 3 kernels: the fastest of the kernels
+that it proposes. It has no grouped GEMMs: equal groups are a batch, which leaves out the tiles that
+end groups of other sizes. `cargo bench -p nvfp4-kernels --features cuda --bench gemm` prints the
+figures of the file beside what it measures.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+
+from nvMatmulHeuristics import (
+    NvMatmulHeuristicsFlags,
+    NvMatmulHeuristicsInterfaceEx,
+    NvMatmulHeuristicsMatmulLayout,
+    NvMatmulHeuristicsNvidiaGpu,
+    NvMatmulHeuristicsTarget,
+)
+
+# Dense FP4 operations a second of a B200, and bytes a second of its memory.
+OPERATIONS = 9.0e15
+BANDWIDTH = 7.67e12
+# FP4 operands, f32 sums, bf16 output.
+PRECISION = "OOSTT"
+
+# As `cube_kernels/benches/gemm.rs` has them: rows and columns of weights, for 8192 tokens.
+TOKENS = 8192
+SQUARES = [2048, 4096, 8192, 16384]
+MODELS = [
+    ("Llama-3 8B qkv", 6144, 4096),
+    ("Llama-3 8B o", 4096, 4096),
+    ("Llama-3 8B gate, up", 28672, 4096),
+    ("Llama-3 8B down", 4096, 14336),
+    ("Llama-3 70B qkv", 10240, 8192),
+    ("Llama-3 70B o", 8192, 8192),
+    ("Llama-3 70B gate, up", 57344, 8192),
+    ("Llama-3 70B down", 8192, 28672),
+]
+# Experts of DeepSeek-V3: tokens, rows and columns of a weight, experts.
+EXPERTS = [
+    (8192, 4096, 7168, 8),
+    (8192, 4096, 7168, 32),
+    (8192, 4096, 7168, 64),
+    (8192, 4096, 7168, 128),
+    (8192, 4096, 7168, 256),
+    (8192, 7168, 2048, 256),
+    (32768, 4096, 7168, 128),
+]
+
+
+def roofline(m, n, k, groups):
+    """Microseconds: operations, or codes, scales (9 bytes for 16 elements) and a bf16 output."""
+    operations = 2 * m * n * k / OPERATIONS
+    moved = (m * k + groups * n * k) * 9 / 16 + 2 * m * n
+    return 1e6 * max(operations, moved / BANDWIDTH)
+
+
+class Model:
+    """nvMatmulHeuristics for a B200."""
+
+    def __init__(self):
+        self.layout = NvMatmulHeuristicsMatmulLayout.TN_ROW_MAJOR
+        self.library = NvMatmulHeuristicsInterfaceEx(
+            backend=NvMatmulHeuristicsTarget.CUTLASS3,
+            flags=NvMatmulHeuristicsFlags.PERF_MODEL_BASED_AUTO_TUNING,
+            gpu=NvMatmulHeuristicsNvidiaGpu.B200,
+        )
+
+    def time(self, m, n, k, groups):
+        """Microseconds of the fastest of eight kernels."""
+        problem = self.library.makeNvMatmulHeuristicsProblem(
+            m // groups, n, k, self.layout, groups
+        )
+        kernels = self.library.get(problem, 8, precision=PRECISION)
+        return 1e6 * min(kernel["runtime"] for kernel in kernels)
+
+
+def shapes():
+    """Names and shapes, with groups."""
+    for size in SQUARES:
+        yield f"{size} x {size} x {size}", (size, size, size, 1)
+    for name, n, k in MODELS:
+        yield f"{name}, {TOKENS} x {n} x {k}", (TOKENS, n, k, 1)
+    for m, n, k, groups in EXPERTS:
+        yield f"DeepSeek-V3, {groups} experts, {m} x {n} x {k}", (m, n, k, groups)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write a results file for `cargo xtask results`")
+    options = parser.parse_args()
+    model = Model()
+    rows = []
+    for name, shape in shapes():
+        m, n, k, _ = shape
+        least, modelled = roofline(*shape), model.time(*shape)
+        rate = 2 * m * n * k / modelled / 1e9
+        values = [round(least, 1), round(modelled, 1), round(rate, 2)]
+        rows.append({"name": name, "values": values})
+        print(f"{name:<44} {values[0]:>9.1f} us {values[1]:>9.1f} us {values[2]:>6.2f} PFLOP/s")
+    if not options.json:
+        return
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
+    results = {
+        "question": "What should an NVFP4 GEMM take on a B200, by a model?",
+        "modelled": True,
+        "gpu": "NVIDIA B200",
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": commit.strip(),
+        "command": "python3 benches/model_b200.py --json results/model-b200.json",
+        "method": "nvidia-matmul-heuristics 0.1.0.27",
+        "notes": [
+            "No figure of this table was measured. No kernel of this project has run on a B200.",
+            "The roofline is the larger of 2MNK / 9 PFLOP/s and the bytes of operands and bf16 "
+            "output / 7.67 TB/s.",
+            "The model is nvMatmulHeuristics for CUTLASS kernels with FP4 operands, the fastest of "
+            "eight proposals. It has no grouped GEMMs: equal groups are a batch.",
+        ],
+        "row": "GEMM, M x N x K",
+        "units": [
+            {"name": "roofline, µs", "digits": 1},
+            {"name": "model, µs", "digits": 1},
+            {"name": "model, PFLOP/s", "digits": 2},
+        ],
+        "rows": rows,
+    }
+    # A row on a line, as in the other files.
+    text = json.dumps({**results, "rows": "ROWS"}, indent=2, ensure_ascii=False)
+    lines = ",\n".join("    " + json.dumps(row, ensure_ascii=False) for row in rows)
+    with open(options.json, "w", encoding="utf-8") as file:
+        file.write(text.replace('"ROWS"', f"[\n{lines}\n  ]") + "\n")
+
+
+if __name__ == "__main__":
+    main()

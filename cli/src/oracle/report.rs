@@ -1,0 +1,173 @@
+//! The report of a device: one file, to send back.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, SystemTime},
+};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde_json::Value;
+
+/// What is reported of the device.
+#[derive(Serialize)]
+pub(super) struct AboutDevice {
+    /// Its name on the command line.
+    pub device: String,
+    /// The hardware's own name.
+    pub hardware: String,
+    /// CubeCL's runtime.
+    pub runtime: String,
+    /// 100 for 10.0.
+    pub compute_capability: Option<u32>,
+    /// What `nvidia-smi` says of a GPU: name, driver, VBIOS, clocks and memory.
+    pub nvidia_smi: Option<String>,
+}
+
+/// A check and what it found.
+#[derive(Serialize)]
+struct Entry {
+    name: String,
+    /// The outcome: `result`, `detail`, `on`, `notes`.
+    #[serde(flatten)]
+    outcome: Value,
+    seconds: f64,
+}
+
+/// The report, which is written anew behind each check: a machine that goes down leaves what was
+/// found before.
+#[derive(Serialize)]
+pub(super) struct Report {
+    program: &'static str,
+    version: &'static str,
+    date: String,
+    #[serde(flatten)]
+    about: AboutDevice,
+    passed: usize,
+    failed: usize,
+    left_out: usize,
+    checks: Vec<Entry>,
+    #[serde(skip)]
+    file: PathBuf,
+}
+
+impl Report {
+    /// A report without checks, in `file`.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn new(file: &Path, about: AboutDevice) -> Result<Self> {
+        let report = Self {
+            program: "nvfp4 oracle",
+            version: env!("CARGO_PKG_VERSION"),
+            date: date(SystemTime::now()),
+            about,
+            passed: 0,
+            failed: 0,
+            left_out: 0,
+            checks: Vec::new(),
+            file: file.to_owned(),
+        };
+        report.write()?;
+        Ok(report)
+    }
+
+    /// Adds what check `name` found, in JSON, to the file, and prints it.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn add(&mut self, name: &str, outcome: Value, took: Duration) -> Result<()> {
+        let text = |key: &str| outcome[key].as_str().unwrap_or_default().to_owned();
+        let (result, detail, on) = (text("result"), text("detail"), text("on"));
+        match &*result {
+            "passed" => self.passed += 1,
+            "left-out" => self.left_out += 1,
+            _ => self.failed += 1,
+        }
+        let result = result.replace('-', " ");
+        match detail.is_empty() {
+            true => println!("{name:<24} {result:<9} {on}"),
+            false => println!("{name:<24} {result:<9} {detail}"),
+        }
+        self.checks.push(Entry {
+            name: name.to_owned(),
+            outcome,
+            seconds: (took.as_secs_f64() * 10.0).round() / 10.0,
+        });
+        self.write()
+    }
+
+    /// Whether the device is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.about.runtime == "cuda"
+    }
+
+    /// How many checks failed.
+    pub fn failed(&self) -> usize {
+        self.failed
+    }
+
+    /// The counts, and where the report is.
+    pub fn summary(&self) -> String {
+        format!(
+            "{} passed, {} failed, {} left out; the report is in {}",
+            self.passed,
+            self.failed,
+            self.left_out,
+            self.file.display()
+        )
+    }
+
+    fn write(&self) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).context("a report in JSON")?;
+        fs::write(&self.file, text + "\n")
+            .with_context(|| format!("the report {} cannot be written", self.file.display()))
+    }
+}
+
+/// What `nvidia-smi` says of GPU `index`, where there is one.
+pub(super) fn nvidia_smi(index: usize) -> Option<String> {
+    let fields = "name,driver_version,vbios_version,clocks.max.sm,power.limit,memory.total";
+    let output = Command::new("nvidia-smi")
+        .arg(format!("--query-gpu={fields}"))
+        .args(["--format=csv,noheader", "--id"])
+        .arg(index.to_string())
+        .output()
+        .ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    let text = text.trim();
+    (output.status.success() && !text.is_empty()).then(|| text.to_owned())
+}
+
+/// `time` in UTC, as YYYY-MM-DD HH:MM.
+fn date(time: SystemTime) -> String {
+    let now = time.duration_since(SystemTime::UNIX_EPOCH);
+    let seconds = now.map_or(0, |now| now.as_secs());
+    // Days since 0000-03-01, so that a leap day is the last of its year.
+    let days = seconds / 86_400 + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute) = (seconds / 3600 % 24, seconds / 60 % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        let at = |seconds| date(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), "1970-01-01 00:00");
+        // Of `date --utc --date=@N`.
+        assert_eq!(at(1_709_208_000), "2024-02-29 12:00");
+        assert_eq!(at(1_767_225_599), "2025-12-31 23:59");
+    }
+}

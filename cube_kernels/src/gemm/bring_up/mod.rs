@@ -1,0 +1,403 @@
+//! Checks for the first day of the `tcgen05` kernel on its hardware, from single instructions to
+//! whole GEMMs: what fails first is nearest to the cause.
+//!
+//! On other devices a check runs on what there is: the [software model](super::kernels), or the
+//! device's own kernels. It is left out where there is nothing.
+
+mod probes;
+
+use cubecl::client::Client;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Gemm,
+    exact::{ExactGemm, inexact},
+    gemm,
+    kernels::{Fault, Sm100Tile, TensorCore},
+    problem::Plan,
+};
+use crate::{
+    Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
+    memory::download,
+    quantize,
+    reference::{RandomBits, compare_random_bits, read_random_bits},
+    tensor::{FloatKind, Matrix},
+};
+use probes::Executor;
+
+/// How a check ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "result", content = "detail")]
+pub enum Verdict {
+    /// As it should.
+    Passed,
+    /// With a difference: the first one, or the error of the device.
+    Failed(String),
+    /// It did not run, for this reason.
+    LeftOut(String),
+}
+
+/// What a check found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// How it ended.
+    #[serde(flatten)]
+    pub verdict: Verdict,
+    /// What computed: the instructions, the software model, or a kernel of the device.
+    pub on: String,
+    /// What else there is to know.
+    pub notes: Vec<String>,
+}
+
+impl Outcome {
+    /// Of a check that ran on `on`.
+    pub fn new(on: impl Into<String>, found: Result<(), String>) -> Self {
+        Self {
+            verdict: match found {
+                Ok(()) => Verdict::Passed,
+                Err(error) => Verdict::Failed(error),
+            },
+            on: on.into(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Of a check that did not run.
+    pub fn left_out(why: impl Into<String>) -> Self {
+        Self {
+            verdict: Verdict::LeftOut(why.into()),
+            on: "nothing".into(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// The same with notes.
+    pub fn notes(self, notes: Vec<String>) -> Self {
+        Self { notes, ..self }
+    }
+}
+
+/// A check, in the order in which they are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Check {
+    /// Tensor memory is written and read.
+    TmemRoundTrip,
+    /// Block scales are copied to tensor memory, which is dumped.
+    ScaleCopy,
+    /// A single multiplication of which each sum is one product.
+    OneHotMma,
+    /// Dense GEMMs with exact sums.
+    IntegerDense,
+    /// The same with factors for each row and column.
+    IntegerPerToken,
+    /// M-grouped GEMMs with exact sums.
+    IntegerMGrouped,
+    /// K-grouped GEMMs with exact sums.
+    IntegerKGrouped,
+    /// The kernel and cuBLASLt on the same operands.
+    CublasLt,
+    /// The order of random bits in `cvt.rs`.
+    CvtRs,
+}
+
+impl Check {
+    /// All of them, in order.
+    pub const ALL: [Self; 9] = [
+        Self::TmemRoundTrip,
+        Self::ScaleCopy,
+        Self::OneHotMma,
+        Self::IntegerDense,
+        Self::IntegerPerToken,
+        Self::IntegerMGrouped,
+        Self::IntegerKGrouped,
+        Self::CublasLt,
+        Self::CvtRs,
+    ];
+
+    /// Its name in reports and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::TmemRoundTrip => "tmem-round-trip",
+            Self::ScaleCopy => "scale-copy-dump",
+            Self::OneHotMma => "one-hot-mma",
+            Self::IntegerDense => "integer-gemm-dense",
+            Self::IntegerPerToken => "integer-gemm-per-token",
+            Self::IntegerMGrouped => "integer-gemm-m-grouped",
+            Self::IntegerKGrouped => "integer-gemm-k-grouped",
+            Self::CublasLt => "equal-to-cublaslt",
+            Self::CvtRs => "cvt-rs-order",
+        }
+    }
+
+    /// The check of this name.
+    pub fn of(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|check| check.name() == name)
+    }
+
+    /// Runs it on the device behind `client`, and waits for it.
+    pub fn run(self, client: &Client) -> Outcome {
+        let device = TestDevice::of(client);
+        match self {
+            Self::TmemRoundTrip => match device {
+                TestDevice::Sm100 => Outcome::new(device.probes(), probes::tmem_round_trip(client)),
+                _ => Outcome::left_out(NO_TMEM),
+            },
+            Self::ScaleCopy => Outcome::new(
+                device.probes(),
+                probes::scale_copy(client, device.executor()),
+            ),
+            Self::OneHotMma => Outcome::new(
+                device.probes(),
+                probes::one_hot_mma(client, device.executor()),
+            ),
+            Self::IntegerDense => {
+                let shapes = [
+                    (1, 8, 32),
+                    (128, 256, 64),
+                    (128, 256, 1024),
+                    (257, 264, 352),
+                    (300, 520, 2048),
+                ];
+                let cases = shapes.map(|shape| ExactGemm::dense(client, shape, false));
+                device.integers(client, cases)
+            }
+            Self::IntegerPerToken => {
+                let shapes = [(130, 264, 352), (64, 128, 1024)];
+                let cases = shapes.map(|shape| ExactGemm::dense(client, shape, true));
+                device.integers(client, cases)
+            }
+            Self::IntegerMGrouped => {
+                let groups: [&[usize]; 3] = [&[0, 1, 127, 129, 0, 65], &[300], &[5, 0]];
+                let case = |sizes: &[usize]| ExactGemm::m_grouped(client, sizes, (264, 224));
+                device.integers(client, groups.map(case))
+            }
+            Self::IntegerKGrouped => {
+                let groups: [&[usize]; 3] = [&[64, 0, 320, 128], &[1024, 64, 0], &[16, 0, 80, 304]];
+                let case = |sizes: &[usize]| ExactGemm::k_grouped(client, sizes, (130, 264));
+                device.integers(client, groups.map(case))
+            }
+            Self::CublasLt => match device {
+                TestDevice::Sm100 => equal_to_cublaslt(client),
+                _ => {
+                    Outcome::left_out("cuBLASLt has FP4 GEMMs on compute capability 10.0 and 10.3")
+                }
+            },
+            Self::CvtRs => cvt_rs(client),
+        }
+    }
+}
+
+/// Why a check of tensor memory is left out.
+const NO_TMEM: &str = "the device has no tensor memory: compute capability 10.0 or 10.3";
+
+/// What a device can check.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum TestDevice {
+    /// Compute capability 10.0 or 10.3: the instructions.
+    Sm100,
+    /// 9.0: the kernel with the software model, with TMA and barriers of the hardware.
+    Sm90,
+    /// Any other: its own kernels, and single commands of the model.
+    Other,
+}
+
+impl TestDevice {
+    fn of(client: &Client) -> Self {
+        match Capabilities::of(client).gemm {
+            GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => Self::Sm100,
+            GemmBackend::Sm90Wgmma => Self::Sm90,
+            GemmBackend::Sm120BlockScaled | GemmBackend::Cmma | GemmBackend::Scalar => Self::Other,
+        }
+    }
+
+    fn executor(self) -> Executor {
+        match self {
+            Self::Sm100 => Executor::Instruction,
+            Self::Sm90 | Self::Other => Executor::Model,
+        }
+    }
+
+    /// What executes probes.
+    fn probes(self) -> &'static str {
+        match self.executor() {
+            Executor::Instruction => "tcgen05 instructions",
+            Executor::Model => "software model of single commands",
+        }
+    }
+
+    /// Computes each of `cases`, and compares.
+    fn integers<const N: usize>(
+        self,
+        client: &Client,
+        cases: [Result<ExactGemm, Nvfp4Error>; N],
+    ) -> Outcome {
+        let on = match self {
+            Self::Sm100 => "tcgen05 kernel",
+            Self::Sm90 => "tcgen05 kernel with the software model",
+            Self::Other => "the device's own kernel",
+        };
+        let mut notes = Vec::new();
+        let mut found = Ok(());
+        for case in cases {
+            found = case.map_err(|error| error.to_string()).and_then(|case| {
+                notes.push(case.what.clone());
+                let output = self.multiply(client, &case);
+                let output = output.map_err(|error| format!("{}: {error}", case.what))?;
+                case.compare(client, &output)
+            });
+            if found.is_err() {
+                break;
+            }
+        }
+        Outcome::new(on, found).notes(notes)
+    }
+
+    /// The GEMM of `case` by what the device has.
+    fn multiply(self, client: &Client, case: &ExactGemm) -> Result<Matrix, Nvfp4Error> {
+        let request = Gemm::of_exact(case);
+        let request = match self {
+            Self::Sm100 => request.backend(GemmBackend::Sm100Tcgen05),
+            Self::Sm90 => request.plan(Plan::Tcgen05(Sm100Tile {
+                core: TensorCore::Software(Fault::None),
+                seed: 1,
+            })),
+            Self::Other => request,
+        };
+        gemm(client, &request).map(|output| output.matrix)
+    }
+}
+
+/// The kernel and cuBLASLt: exact sums must be equal; of others the share is noted, since the order
+/// of the library is its own.
+fn equal_to_cublaslt(client: &Client) -> Outcome {
+    let mut notes = Vec::new();
+    let found = compare_with_cublaslt(client, &mut notes);
+    Outcome::new("tcgen05 kernel and cuBLASLt", found).notes(notes)
+}
+
+fn compare_with_cublaslt(client: &Client, notes: &mut Vec<String>) -> Result<(), String> {
+    let said = |error: Nvfp4Error| error.to_string();
+    for shape in [(256, 512, 1024), (300, 520, 2048)] {
+        let case = ExactGemm::dense(client, shape, false).map_err(said)?;
+        let request = Gemm::of_exact(&case).backend(GemmBackend::CublasLt);
+        let output = gemm(client, &request).map_err(said)?;
+        case.compare(client, &output.matrix)
+            .map_err(|error| format!("cuBLASLt, {error}"))?;
+        let request = request.backend(GemmBackend::Sm100Tcgen05);
+        let output = gemm(client, &request).map_err(said)?;
+        case.compare(client, &output.matrix)?;
+        notes.push(format!("{}: equal", case.what));
+    }
+    for (m, n, k) in [(256, 512, 256), (512, 512, 4096)] {
+        let (a, b) = inexact(client, (m, n, k)).map_err(said)?;
+        let sums = |backend| -> Result<Vec<f32>, String> {
+            let request = Gemm::new(&a, &b).out(FloatKind::F32).backend(backend);
+            let matrix = gemm(client, &request).map_err(said)?.matrix;
+            let bytes = download(client, &matrix.handle, 4 * m * n).map_err(said)?;
+            let words = bytes.chunks_exact(4);
+            Ok(words
+                .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                .collect())
+        };
+        let own = sums(GemmBackend::Sm100Tcgen05)?;
+        let library = sums(GemmBackend::CublasLt)?;
+        let pairs = || own.iter().zip(&library);
+        let equal = pairs().filter(|(x, y)| x.to_bits() == y.to_bits()).count();
+        let largest = pairs().fold(0f32, |most, (x, y)| most.max((x - y).abs()));
+        let magnitude = library.iter().fold(0f32, |most, x| most.max(x.abs()));
+        notes.push(format!(
+            "random operands, {m} x {n} x {k}: {equal} of {} bits equal, the largest difference \
+             {largest:e}, the largest output {magnitude:e}",
+            m * n
+        ));
+        // No order of these f32 sums comes near the bound; a wrong layout is far outside.
+        let bound = 1e-3 * magnitude;
+        // NaN is not near.
+        let is_near = pairs().all(|(x, y)| (x - y).abs() <= bound);
+        if !is_near {
+            return Err(format!(
+                "{m} x {n} x {k}: sums differ by up to {largest:e}, more than {bound:e}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The order of random bits, and whether the device answers as the oracle does in it.
+fn cvt_rs(client: &Client) -> Outcome {
+    let on = match quantize::has_stochastic_instruction(client) {
+        true => "cvt.rs.satfinite.e2m1x4.f32",
+        false => "the software form",
+    };
+    let mut notes = Vec::new();
+    let found = answer_cvt_rs(client, &mut notes);
+    Outcome::new(on, found).notes(notes)
+}
+
+fn answer_cvt_rs(client: &Client, notes: &mut Vec<String>) -> Result<(), String> {
+    let said = |error: Nvfp4Error| error.to_string();
+    let ask =
+        |questions: &[crate::reference::Question]| quantize::answer_random_bits(client, questions);
+    let bits = read_random_bits(ask).map_err(said)?;
+    for (element, positions) in bits.positions.iter().enumerate() {
+        notes.push(format!(
+            "element {element}: random bits {positions:?}, the least significant first"
+        ));
+    }
+    notes.push(match bits == RandomBits::software() {
+        true => "the order of the software form".into(),
+        false => "another order than that of the software form".into(),
+    });
+    let compared = compare_random_bits(&bits, 1 << 16, ask).map_err(said)?;
+    match compared.first {
+        None => Ok(()),
+        Some(((values, word), answer, expected)) => Err(format!(
+            "{values:?} by {word:#010x} gave {answer:#06x}, and the oracle {expected:#06x} ({} of \
+             {} differ)",
+            compared.different, compared.questions
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_have_names() {
+        for check in Check::ALL {
+            assert_eq!(Check::of(check.name()), Some(check));
+        }
+        assert_eq!(Check::of("all"), None);
+    }
+
+    /// On CubeCL's CPU runtime all that does not need tensor memory or the library passes.
+    #[cfg(feature = "cpu")]
+    #[test]
+    fn checks_run_on_any_device() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        for check in Check::ALL {
+            let outcome = check.run(&client);
+            let is_left_out = matches!(outcome.verdict, Verdict::LeftOut(_));
+            let needs_hardware = [Check::TmemRoundTrip, Check::CublasLt].contains(&check);
+            assert_eq!(is_left_out, needs_hardware, "{check:?}: {outcome:?}");
+            if !needs_hardware {
+                assert_eq!(outcome.verdict, Verdict::Passed, "{check:?}: {outcome:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn outcomes_have_a_result_and_a_detail() {
+        let outcome = Outcome::new("it", Err("row 3".into()));
+        let json = serde_json::to_string(&outcome).unwrap();
+        assert_eq!(
+            json,
+            r#"{"result":"failed","detail":"row 3","on":"it","notes":[]}"#
+        );
+        assert_eq!(serde_json::from_str::<Outcome>(&json).unwrap(), outcome);
+        let left_out = serde_json::to_string(&Outcome::left_out("no GPU")).unwrap();
+        assert!(left_out.contains(r#""result":"left-out""#), "{left_out}");
+    }
+}

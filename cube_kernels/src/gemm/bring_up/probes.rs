@@ -1,0 +1,375 @@
+//! Probes of tensor memory and of single instructions, on the tensor cores or on the software
+//! model, against what the PTX ISA says that they do.
+
+use cubecl::{prelude::*, server::Handle};
+
+use crate::{
+    cube::ptx::{TMEM_COLUMNS, TMEM_LANES},
+    format::{e2m1, e4m3, swizzle::swizzle},
+    gemm::{
+        kernels::{
+            sm100_nvfp4_engine::{TMEM_WORDS, VIOLATIONS},
+            sm100_probe::{
+                B_CODES_AT, IMAGE, POISON, PROBE_UNITS, SCALE_COLUMN, SCALES_AT, step_kernel,
+                step_model_kernel, tmem_round_trip_kernel,
+            },
+        },
+        tiles::{SM100_TILE_M, SM100_TILE_N},
+    },
+    memory::{allocate, download, upload},
+    quantize::amax::zeros,
+    reference::philox::philox4x32,
+};
+
+/// Columns of an operand in an image: four steps of 64.
+const K: usize = 256;
+/// Columns of a step, and its blocks.
+const STEP: usize = 64;
+const BLOCKS: usize = STEP / 16;
+/// E2M1 of 1.
+const ONE: u8 = 2;
+
+/// Random words.
+fn words(seed: u32, len: usize) -> Vec<u32> {
+    let counters = 0..len.div_ceil(4) as u32;
+    let all = counters.flat_map(|counter| philox4x32([counter, 0, 0, 0], [seed, 0]));
+    all.take(len).collect()
+}
+
+/// What a word of tensor memory must hold.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Expected {
+    /// These bits.
+    Bits(u32),
+    /// This number; zeros of either sign are equal.
+    Number(f32),
+}
+
+impl Expected {
+    fn is(self, word: u32) -> bool {
+        match self {
+            Self::Bits(bits) => word == bits,
+            Self::Number(number) => f32::from_bits(word) == number,
+        }
+    }
+
+    fn shown(self, word: u32) -> String {
+        match self {
+            Self::Bits(bits) => format!("{word:#010x}, and should be {bits:#010x}"),
+            Self::Number(number) => {
+                format!(
+                    "{} ({word:#010x}), and should be {number}",
+                    f32::from_bits(word)
+                )
+            }
+        }
+    }
+}
+
+/// Compares a dump of tensor memory, `[column][lane]`, with what it must hold.
+///
+/// # Errors
+/// The first word that differs.
+fn compare(
+    what: &str,
+    dump: &[u32],
+    expected: impl Fn(usize, usize) -> Expected,
+) -> Result<(), String> {
+    let at = |i: usize| (i / TMEM_LANES, i % TMEM_LANES);
+    let is_wrong = |i: &usize| {
+        let (column, lane) = at(*i);
+        !expected(column, lane).is(dump[*i])
+    };
+    let wrong: Vec<usize> = (0..dump.len()).filter(is_wrong).collect();
+    let Some(first) = wrong.first() else {
+        return Ok(());
+    };
+    let (column, lane) = at(*first);
+    Err(format!(
+        "{what}: lane {lane}, column {column} holds {} ({} of {} words differ)",
+        expected(column, lane).shown(dump[*first]),
+        wrong.len(),
+        dump.len()
+    ))
+}
+
+/// The words of tensor memory in `handle`.
+fn dump(client: &Client, handle: &Handle) -> Result<Vec<u32>, String> {
+    let bytes = download(client, handle, 4 * TMEM_WORDS).map_err(|error| error.to_string())?;
+    let words = bytes.chunks_exact(4);
+    Ok(words
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect())
+}
+
+/// Writes a word of its own to each lane and column, and reads them.
+///
+/// # Errors
+/// The first word that differs.
+pub(super) fn tmem_round_trip(client: &Client) -> Result<(), String> {
+    let written = words(1, TMEM_WORDS);
+    let source = upload(client, bytemuck::cast_slice(&written));
+    let out = allocate(client, 4 * TMEM_WORDS);
+    // SAFETY: both buffers have a word for each lane and column.
+    unsafe {
+        tmem_round_trip_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(PROBE_UNITS),
+            BufferArg::from_raw_parts(source, TMEM_WORDS),
+            BufferArg::from_raw_parts(out.clone(), TMEM_WORDS),
+        );
+    }
+    compare("round trip", &dump(client, &out)?, |column, lane| {
+        Expected::Bits(written[column * TMEM_LANES + lane])
+    })
+}
+
+/// The operands of a multiplication: a code in each byte, and scales of one step.
+struct Operands {
+    a: Vec<u8>,
+    b: Vec<u8>,
+    a_scales: Vec<u8>,
+    b_scales: Vec<u8>,
+}
+
+impl Operands {
+    /// Any codes, and any positive scales from 2^-4 to 30: products of two elements are exact.
+    fn random(seed: u32) -> Self {
+        let codes = |seed, rows: usize| -> Vec<u8> {
+            let words = words(seed, rows * K);
+            words.into_iter().map(|word| word as u8 & 15).collect()
+        };
+        let scales = |seed, rows: usize| -> Vec<u8> {
+            let words = words(seed, rows * BLOCKS);
+            words
+                .into_iter()
+                .map(|word| 0x18 + (word % 72) as u8)
+                .collect()
+        };
+        Self {
+            a: codes(seed, SM100_TILE_M),
+            b: codes(seed + 1, SM100_TILE_N),
+            a_scales: scales(seed + 2, SM100_TILE_M),
+            b_scales: scales(seed + 3, SM100_TILE_N),
+        }
+    }
+
+    /// A single 1 in each row of a step of `codes`: in column `row % 64`.
+    fn one_hot(codes: &mut [u8], step: usize) {
+        for (row, codes) in codes.chunks_exact_mut(K).enumerate() {
+            codes[step * STEP..(step + 1) * STEP].fill(0);
+            codes[step * STEP + row % STEP] = ONE;
+        }
+    }
+
+    /// As TMA and bulk copies leave them in shared memory.
+    fn image(&self) -> Vec<u8> {
+        let mut image = vec![0; IMAGE];
+        for (codes, at) in [(&self.a, 0), (&self.b, B_CODES_AT)] {
+            for (i, pair) in codes.chunks_exact(2).enumerate() {
+                let (row, byte) = (i / (K / 2), i % (K / 2));
+                // The swizzle exchanges the 16-byte parts of a row.
+                let part = (byte / 16) ^ (row % 8);
+                image[at + row * K / 2 + part * 16 + byte % 16] = pair[0] | pair[1] << 4;
+            }
+        }
+        let mut at = SCALES_AT;
+        for (scales, rows) in [
+            (&self.a_scales, SM100_TILE_M),
+            (&self.b_scales, SM100_TILE_N),
+        ] {
+            let tiles = swizzle(scales, rows, BLOCKS);
+            image[at..at + tiles.len()].copy_from_slice(&tiles);
+            at += tiles.len();
+        }
+        image
+    }
+
+    /// The sums of `step`, one row after another.
+    fn sums(&self, step: usize) -> Vec<f32> {
+        let decoded = |codes: &[u8], scales: &[u8]| -> Vec<f32> {
+            let rows = codes.chunks_exact(K).zip(scales.chunks_exact(BLOCKS));
+            rows.flat_map(|(codes, scales)| {
+                let codes = &codes[step * STEP..(step + 1) * STEP];
+                let elements = codes.iter().enumerate();
+                elements
+                    .map(|(k, code)| e2m1::decode(*code) * e4m3::decode(scales[k / 16]))
+                    .collect::<Vec<f32>>()
+            })
+            .collect()
+        };
+        let a = decoded(&self.a, &self.a_scales);
+        let b = decoded(&self.b, &self.b_scales);
+        let mut sums = Vec::new();
+        for a in a.chunks_exact(STEP) {
+            for b in b.chunks_exact(STEP) {
+                sums.push(a.iter().zip(b).map(|(x, y)| x * y).sum());
+            }
+        }
+        sums
+    }
+
+    /// What tensor memory holds after the copies of scales at `column` and `lane`: the scales of a
+    /// row in all lanes that are equal to it modulo 32.
+    fn scale_word(&self, column: usize, lane: usize) -> Expected {
+        let Some(column) = column.checked_sub(SCALE_COLUMN as usize) else {
+            return Expected::Bits(POISON);
+        };
+        let row = column % 4 * 32 + lane % 32;
+        let word = |scales: &[u8], row: usize| {
+            let word = &scales[BLOCKS * row..][..BLOCKS];
+            Expected::Bits(u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        };
+        match column / 4 {
+            0 => word(&self.a_scales, row),
+            1 => word(&self.b_scales, row),
+            2 => word(&self.b_scales, row + 128),
+            _ => Expected::Bits(POISON),
+        }
+    }
+}
+
+/// What executes a probe.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Executor {
+    /// The tensor cores.
+    Instruction,
+    /// The software model.
+    Model,
+}
+
+/// Tensor memory behind the copies of the scales of `operands` and, if it `multiplies`, the
+/// multiplication of `step`.
+///
+/// # Errors
+/// When the device failed, or the model found a violation.
+fn run_step(
+    client: &Client,
+    operands: &Operands,
+    step: usize,
+    multiplies: bool,
+    executor: Executor,
+) -> Result<Vec<u32>, String> {
+    let image = upload(client, &operands.image());
+    // SAFETY (of every buffer): an image has so many words, and tensor memory too.
+    let memory = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
+    let count = CubeCount::Static(1, 1, 1);
+    let image = memory(&image, IMAGE / 4);
+    match executor {
+        Executor::Instruction => {
+            let out = allocate(client, 4 * TMEM_WORDS);
+            // SAFETY: the kernel reads an image, and writes a word for each lane and column.
+            unsafe {
+                step_kernel::launch_unchecked(
+                    client,
+                    count,
+                    CubeDim::new_1d(PROBE_UNITS),
+                    image,
+                    memory(&out, TMEM_WORDS),
+                    step as u32,
+                    multiplies,
+                );
+            }
+            dump(client, &out)
+        }
+        Executor::Model => {
+            let poison = vec![POISON; TMEM_WORDS];
+            let tmem = upload(client, bytemuck::cast_slice(&poison));
+            let violations = zeros(client, VIOLATIONS);
+            // SAFETY: the model checks its addresses.
+            unsafe {
+                step_model_kernel::launch_unchecked(
+                    client,
+                    count,
+                    CubeDim::new_1d(1),
+                    image,
+                    memory(&tmem, TMEM_WORDS),
+                    memory(&violations, VIOLATIONS),
+                    step as u32,
+                    multiplies,
+                );
+            }
+            let found = download(client, &violations, 4 * VIOLATIONS);
+            let found = found.map_err(|error| error.to_string())?;
+            match found.iter().all(|byte| *byte == 0) {
+                true => dump(client, &tmem),
+                false => Err("the software model found a wrong command".into()),
+            }
+        }
+    }
+}
+
+/// Copies scales that all differ to tensor memory and dumps all of it.
+///
+/// # Errors
+/// The first word that differs.
+pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), String> {
+    let mut operands = Operands::random(2);
+    for (i, scale) in operands.a_scales.iter_mut().enumerate() {
+        *scale = (i % 251) as u8;
+    }
+    for (i, scale) in operands.b_scales.iter_mut().enumerate() {
+        *scale = (i % 241) as u8;
+    }
+    let dump = run_step(client, &operands, 0, false, executor)?;
+    compare("scales", &dump, |column, lane| {
+        operands.scale_word(column, lane)
+    })
+}
+
+/// Multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at the first and
+/// the last step of the swizzled rows: each sum is a single product, so that a misplaced code or
+/// scale shows. Scales must stay where they are.
+///
+/// # Errors
+/// The first word that differs.
+pub(super) fn one_hot_mma(client: &Client, executor: Executor) -> Result<(), String> {
+    for step in [0, 3] {
+        for which in ["a", "b"] {
+            let mut operands = Operands::random(10 + step as u32);
+            match which {
+                "a" => Operands::one_hot(&mut operands.a, step),
+                _ => Operands::one_hot(&mut operands.b, step),
+            }
+            let dump = run_step(client, &operands, step, true, executor)?;
+            let sums = operands.sums(step);
+            let what = format!("one-hot {which}, step {step}");
+            compare(&what, &dump, |column, lane| match column < SM100_TILE_N {
+                true => Expected::Number(sums[lane * SM100_TILE_N + column]),
+                false => operands.scale_word(column, lane),
+            })?;
+        }
+    }
+    Ok(())
+}
+
+const _: () = assert!(TMEM_WORDS == TMEM_COLUMNS * TMEM_LANES);
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+
+    fn client() -> Client {
+        cubecl::Device::Cpu(Default::default()).client()
+    }
+
+    /// Images and expectations agree with the software model.
+    #[test]
+    fn the_model_passes() {
+        let client = client();
+        assert_eq!(scale_copy(&client, Executor::Model), Ok(()));
+        assert_eq!(one_hot_mma(&client, Executor::Model), Ok(()));
+    }
+
+    /// A word that is not what it should be is named by its place.
+    #[test]
+    fn differences_are_named() {
+        let mut dump = vec![7; TMEM_WORDS];
+        assert_eq!(compare("it", &dump, |_, _| Expected::Bits(7)), Ok(()));
+        dump[300 * TMEM_LANES + 5] = 8;
+        let error = compare("it", &dump, |_, _| Expected::Bits(7)).unwrap_err();
+        assert!(error.contains("lane 5, column 300"), "{error}");
+        assert!(error.contains("1 of 65536"), "{error}");
+    }
+}

@@ -1,0 +1,315 @@
+//! Small GEMMs of packed operands whose sums are exact in any order, and how a device's results are
+//! compared with the reference. The check of a kernel on hardware that it has not run on.
+//!
+//! Elements are multiples of 1/4 up to 12 with the block scale, so that a sum of up to 2048
+//! products is a multiple of 1/16 below 2^20: exact in `f32`, whatever the order. Global scales are
+//! powers of two.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::scheduler::GroupedDim;
+use crate::{
+    Amax, AmaxGranularity, BLOCK, Layout, Nvfp4Error, Origin, QuantizedTensor, Usage,
+    memory::download,
+    moe::GroupOffsets,
+    reference::{self, philox::philox4x32},
+    tensor::{DeviceQuantized, Matrix},
+};
+
+/// E4M3 of 1/2, 1 and 2.
+const SCALES: [u8; 3] = [0x30, 0x38, 0x40];
+/// The amax of a global scale of 1.
+const AMAX: f32 = 2688.0;
+
+/// Codes and scales of some rows.
+#[derive(Clone)]
+struct Rows {
+    rows: usize,
+    k: usize,
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+}
+
+impl Rows {
+    /// Any codes, with any of [`SCALES`].
+    fn random(rows: usize, k: usize, seed: u32) -> Self {
+        Self::with_scales(rows, k, seed, |byte| SCALES[usize::from(byte) % 3])
+    }
+
+    /// Any codes, with the scales that `scale` makes of any byte.
+    fn with_scales(rows: usize, k: usize, seed: u32, scale: fn(u8) -> u8) -> Self {
+        let blocks = rows * k / BLOCK;
+        let bytes = |stream: u32, len: usize| -> Vec<u8> {
+            (0..len.div_ceil(16) as u32)
+                .flat_map(|counter| philox4x32([counter, stream, 0, 0], [seed, 0]))
+                .flat_map(u32::to_le_bytes)
+                .take(len)
+                .collect()
+        };
+        let scales = bytes(1, blocks);
+        Self {
+            rows,
+            k,
+            codes: bytes(0, blocks * BLOCK / 2),
+            scales: scales.into_iter().map(scale).collect(),
+        }
+    }
+
+    /// The rows of all `parts`, one below the other.
+    fn stacked(parts: &[Self]) -> Self {
+        Self {
+            rows: parts.iter().map(|part| part.rows).sum(),
+            k: parts[0].k,
+            codes: parts.iter().flat_map(|part| part.codes.clone()).collect(),
+            scales: parts.iter().flat_map(|part| part.scales.clone()).collect(),
+        }
+    }
+
+    /// The columns of all `parts`, side by side.
+    fn side_by_side(parts: &[Self]) -> Self {
+        let rows = parts[0].rows;
+        let join = |bytes: fn(&Self) -> &[u8]| -> Vec<u8> {
+            let mut all = Vec::new();
+            for row in 0..rows {
+                for part in parts {
+                    let width = bytes(part).len() / rows;
+                    all.extend_from_slice(&bytes(part)[row * width..(row + 1) * width]);
+                }
+            }
+            all
+        };
+        Self {
+            rows,
+            k: parts.iter().map(|part| part.k).sum(),
+            codes: join(|part| &part.codes),
+            scales: join(|part| &part.scales),
+        }
+    }
+
+    /// With a global scale of one, or one of 1, 2, 4 or 8 for each row.
+    fn tensor(&self, per_row: bool) -> Result<QuantizedTensor, Nvfp4Error> {
+        let layout = Layout::nvfp4(self.rows, self.k, Usage::Rowwise);
+        let (granularity, amax) = match per_row {
+            true => {
+                let amax = (0..self.rows).map(|row| AMAX * (1 << (row % 4)) as f32);
+                (AmaxGranularity::PerRow, Amax::PerRow(amax.collect()))
+            }
+            false => (AmaxGranularity::PerTensor, Amax::Tensor(AMAX)),
+        };
+        let layout = Layout {
+            amax: granularity,
+            ..layout
+        };
+        let (codes, scales) = (self.codes.clone(), self.scales.clone());
+        QuantizedTensor::from_parts(layout, codes, scales, amax, Origin::default())
+    }
+}
+
+/// Operands of `m x n x k` whose sums depend on their order: any scales from 2^-3 to 16.
+///
+/// # Errors
+/// When a size is none of a packed operand.
+pub(crate) fn inexact(
+    client: &Client,
+    (m, n, k): (usize, usize, usize),
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    let operand = |rows, seed| {
+        let rows = Rows::with_scales(rows, k, seed, |byte| 0x20 + byte % 0x38);
+        let tensor = rows.tensor(false)?;
+        Ok(DeviceQuantized::from_host(client, &tensor))
+    };
+    Ok((operand(m, 11)?, operand(n, 12)?))
+}
+
+/// A GEMM of which every sum is exact.
+pub(crate) struct ExactGemm {
+    /// What it is, for messages.
+    pub what: String,
+    /// The left operand.
+    pub a: DeviceQuantized,
+    /// The right operand.
+    pub b: DeviceQuantized,
+    /// What is in groups, with their offsets.
+    pub groups: Option<(GroupedDim, GroupOffsets)>,
+    /// What groups along K begin at multiples of.
+    pub k_alignment: usize,
+    /// Rows that are in groups, which the product has, in `f32`.
+    expected: Vec<f32>,
+    /// Columns of the product.
+    columns: usize,
+}
+
+impl ExactGemm {
+    /// `m x n x k` with one global scale, or with one for each row of either operand.
+    ///
+    /// # Errors
+    /// When a size is none of a packed operand.
+    pub fn dense(
+        client: &Client,
+        (m, n, k): (usize, usize, usize),
+        per_row: bool,
+    ) -> Result<Self, Nvfp4Error> {
+        let (a, b) = (Rows::random(m, k, 1), Rows::random(n, k, 2));
+        let (a, b) = (a.tensor(per_row)?, b.tensor(per_row)?);
+        let kind = if per_row { "per token" } else { "dense" };
+        Ok(Self {
+            what: format!("{kind}, {m} x {n} x {k}"),
+            a: DeviceQuantized::from_host(client, &a),
+            b: DeviceQuantized::from_host(client, &b),
+            groups: None,
+            k_alignment: BLOCK,
+            expected: reference::gemm_f32(&a, &b, None)?,
+            columns: n,
+        })
+    }
+
+    /// Groups of `sizes` rows, each with `n` rows of `b`.
+    ///
+    /// # Errors
+    /// As [`Self::dense`].
+    pub fn m_grouped(
+        client: &Client,
+        sizes: &[usize],
+        (n, k): (usize, usize),
+    ) -> Result<Self, Nvfp4Error> {
+        let (mut a, mut b, mut expected) = (Vec::new(), Vec::new(), Vec::new());
+        for (seed, size) in (3u32..).step_by(2).zip(sizes) {
+            let (left, right) = (Rows::random(*size, k, seed), Rows::random(n, k, seed + 1));
+            let (x, y) = (left.tensor(false)?, right.tensor(false)?);
+            expected.extend(reference::gemm_f32(&x, &y, None)?);
+            a.push(left);
+            b.push(right);
+        }
+        let what = format!("M-grouped, rows {sizes:?}, {n} x {k}");
+        let operands = [Rows::stacked(&a), Rows::stacked(&b)];
+        Self::of_groups(client, what, operands, (GroupedDim::M, sizes), expected, n)
+    }
+
+    /// Groups of `sizes` columns of the contraction, multiples of 16.
+    ///
+    /// # Errors
+    /// As [`Self::dense`].
+    pub fn k_grouped(
+        client: &Client,
+        sizes: &[usize],
+        (m, n): (usize, usize),
+    ) -> Result<Self, Nvfp4Error> {
+        let (mut a, mut b, mut expected) = (Vec::new(), Vec::new(), Vec::new());
+        for (seed, size) in (5u32..).step_by(2).zip(sizes) {
+            let (left, right) = (
+                Rows::random(m, *size, seed),
+                Rows::random(n, *size, seed + 1),
+            );
+            match *size {
+                0 => expected.extend(vec![0.0; m * n]),
+                _ => {
+                    let (x, y) = (left.tensor(false)?, right.tensor(false)?);
+                    expected.extend(reference::gemm_f32(&x, &y, None)?);
+                }
+            }
+            a.push(left);
+            b.push(right);
+        }
+        let what = format!("K-grouped, columns {sizes:?}, {m} x {n}");
+        let operands = [Rows::side_by_side(&a), Rows::side_by_side(&b)];
+        Self::of_groups(client, what, operands, (GroupedDim::K, sizes), expected, n)
+    }
+
+    fn of_groups(
+        client: &Client,
+        what: String,
+        [a, b]: [Rows; 2],
+        (dim, sizes): (GroupedDim, &[usize]),
+        expected: Vec<f32>,
+        columns: usize,
+    ) -> Result<Self, Nvfp4Error> {
+        let mut offsets = vec![0u32];
+        for size in sizes {
+            offsets.push(offsets[offsets.len() - 1] + *size as u32);
+        }
+        let offsets: Handle = client.create_from_slice(bytemuck::cast_slice(&offsets));
+        Ok(Self {
+            what,
+            a: DeviceQuantized::from_host(client, &a.tensor(false)?),
+            b: DeviceQuantized::from_host(client, &b.tensor(false)?),
+            groups: Some((dim, GroupOffsets::new(offsets, sizes.len())?)),
+            k_alignment: match sizes.iter().all(|size| size.is_multiple_of(64)) {
+                true => 64,
+                false => BLOCK,
+            },
+            expected,
+            columns,
+        })
+    }
+
+    /// Compares `found`, in `f32`, with what the reference computes, waiting for the device.
+    ///
+    /// # Errors
+    /// The first element that differs, or how the device failed.
+    pub fn compare(&self, client: &Client, found: &Matrix) -> Result<(), String> {
+        let bytes = download(client, &found.handle, 4 * self.expected.len());
+        let bytes = bytes.map_err(|error| format!("{}: {error}", self.what))?;
+        let found: Vec<f32> = bytes
+            .chunks_exact(4)
+            .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+            .collect();
+        self.compare_values(&found)
+    }
+
+    /// [`Self::compare`] on the host.
+    fn compare_values(&self, found: &[f32]) -> Result<(), String> {
+        // Zeros of either sign are equal; NaN differs from everything.
+        let differs = |(found, expected): (&f32, &f32)| found != expected;
+        let count = found.iter().zip(&self.expected).filter(|it| differs(*it));
+        let count = count.count();
+        match found.iter().zip(&self.expected).position(differs) {
+            None => Ok(()),
+            Some(at) => Err(format!(
+                "{}: row {}, column {} is {}, and should be {} ({count} of {} elements differ)",
+                self.what,
+                at / self.columns,
+                at % self.columns,
+                found[at],
+                self.expected[at],
+                self.expected.len()
+            )),
+        }
+    }
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+
+    /// The first difference is named by row and column; the sign of zero is none.
+    #[test]
+    fn differences_are_named() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let case = ExactGemm::dense(&client, (3, 8, 32), false).unwrap();
+        let mut found = case.expected.clone();
+        assert_eq!(case.compare_values(&found), Ok(()));
+        found[8 + 5] += 0.0625;
+        found[23] = f32::NAN;
+        let error = case.compare_values(&found).unwrap_err();
+        assert!(error.contains("row 1, column 5"), "{error}");
+        assert!(error.contains("2 of 24"), "{error}");
+        let zeros = |value: f32| value == 0.0;
+        let signed: Vec<f32> = case
+            .expected
+            .iter()
+            .map(|value| if zeros(*value) { -0.0 } else { *value })
+            .collect();
+        assert_eq!(case.compare_values(&signed), Ok(()));
+    }
+
+    /// Sums are exact: of the elements in any order, they are multiples of 1/16 below 2^20.
+    #[test]
+    fn sums_are_exact() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let case = ExactGemm::dense(&client, (5, 16, 2048), false).unwrap();
+        assert!(case.expected.iter().any(|value| *value != 0.0));
+        for value in &case.expected {
+            assert!((value * 16.0).fract() == 0.0 && value.abs() < (1 << 20) as f32);
+        }
+    }
+}

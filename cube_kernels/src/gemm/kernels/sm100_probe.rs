@@ -1,0 +1,234 @@
+//! Probes of the tensor cores of sm_100, for the first day on hardware: tensor memory written and
+//! read, and a single multiplication with the copies of its scales. Each dumps all of tensor
+//! memory, so that a wrong layout shows where its words went.
+//!
+//! An image holds what the operands of one multiplication are in shared memory: the codes of 128
+//! rows of `a` and 256 of `b` with the 128-byte swizzle, four steps of 64 columns, and the block
+//! scales of one step in 128x4 tiles. [`step_model_kernel()`] executes the same commands on the
+//! same image by the software model, on any device.
+//!
+//! The instructions of these kernels have never run: no such GPU was at hand. Their machine code
+//! was inspected.
+
+use cubecl::prelude::{barrier::Barrier, *};
+
+use super::{
+    sm100_nvfp4_engine::{COPY, Command, MMA, Memory, execute_copy, execute_mma},
+    sm100_nvfp4_operands::{ATOM, STEP_K, TILE_K},
+};
+use crate::{
+    cube::ptx::{
+        BlockScaled, MmaOperands, SharedLayout, TMEM_COLUMNS, TMEM_LANES, cvta_to_shared,
+        elect_sync, instruction_descriptor, ld_shared, mbarrier_wait_parity, tcgen05_alloc,
+        tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_dealloc, tcgen05_descriptor,
+        tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync, tcgen05_ld_32x32b_x16,
+        tcgen05_mma_block16, tcgen05_relinquish_alloc_permit, tcgen05_st_32x32b_x1,
+    },
+    gemm::tiles::{SM100_TILE_M, SM100_TILE_N},
+};
+
+/// Where the codes of `b` begin in an image, in bytes.
+pub const B_CODES_AT: usize = SM100_TILE_M * TILE_K / 2;
+/// Where the scales of `a` begin: a tile, and those of `b` behind it, two tiles.
+pub const SCALES_AT: usize = B_CODES_AT + SM100_TILE_N * TILE_K / 2;
+/// Bytes of an image.
+pub const IMAGE: usize = SCALES_AT + 3 * ATOM;
+/// The first column of scales in tensor memory, behind the accumulators: four of `a`, eight of `b`.
+pub const SCALE_COLUMN: u32 = SM100_TILE_N as u32;
+/// What tensor memory holds before: a NaN.
+pub const POISON: u32 = 0x7fff_ffff;
+/// Where the software model has the image in the shared window: what codes are aligned to.
+const MODEL_BASE: u32 = 1024;
+/// Threads of a probe: a lane of tensor memory for each.
+pub const PROBE_UNITS: u32 = TMEM_LANES as u32;
+
+/// The warp that allocates and issues: another one than that of the thread that initializes the
+/// barrier, so that it has not diverged.
+const ISSUING_WARP: u32 = 1;
+
+/// The address of the thread's lane in tensor memory, for its warp.
+#[cube]
+fn lane_address(tmem: u32) -> u32 {
+    tmem + ((UNIT_POS / 32u32) << 21u32)
+}
+
+/// Allocates all of tensor memory, whose address goes to shared memory at `board`, where all
+/// threads see it.
+#[cube]
+fn allocate_tmem(board: u32) -> u32 {
+    if UNIT_POS / 32u32 == ISSUING_WARP {
+        tcgen05_alloc(board, comptime!(TMEM_COLUMNS as u32));
+        tcgen05_relinquish_alloc_permit();
+    }
+    tcgen05_fence_before_thread_sync();
+    sync_cube();
+    tcgen05_fence_after_thread_sync();
+    ld_shared(board)
+}
+
+/// Frees what [`allocate_tmem()`] allocated, behind the loads of all threads.
+#[cube]
+fn free_tmem(tmem: u32) {
+    tcgen05_fence_before_thread_sync();
+    sync_cube();
+    tcgen05_fence_after_thread_sync();
+    if UNIT_POS / 32u32 == ISSUING_WARP {
+        tcgen05_dealloc(tmem, comptime!(TMEM_COLUMNS as u32));
+    }
+}
+
+/// Writes all of tensor memory to `out`, `[column][lane]`.
+#[cube]
+fn dump_tmem(tmem: u32, out: &mut [u32]) {
+    let lane = lane_address(tmem);
+    for chunk in 0..comptime!(TMEM_COLUMNS as u32 / 16) {
+        let words = tcgen05_ld_32x32b_x16(lane + chunk * 16u32);
+        #[unroll]
+        for i in 0..16usize {
+            let column = chunk * 16u32 + comptime!(i as u32);
+            let at = column * comptime!(TMEM_LANES as u32) + UNIT_POS;
+            out[at as usize] = u32::reinterpret(words.extract(i));
+        }
+    }
+}
+
+/// Stores `words`, `[column][lane]`, to tensor memory, and loads them to `out`: all stores are
+/// before the first load. One CTA.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn tmem_round_trip_kernel(words: &[u32], out: &mut [u32]) {
+    let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
+    let tmem = allocate_tmem(cvta_to_shared::<u32>(board.as_slice().as_ptr()));
+    let lane = lane_address(tmem);
+    for column in 0..comptime!(TMEM_COLUMNS as u32) {
+        let at = column * comptime!(TMEM_LANES as u32) + UNIT_POS;
+        let word = words[at as usize];
+        tcgen05_st_32x32b_x1(lane + column, word);
+    }
+    tcgen05_fence_before_thread_sync();
+    sync_cube();
+    tcgen05_fence_after_thread_sync();
+    dump_tmem(tmem, out);
+    free_tmem(tmem);
+}
+
+/// The operands of the multiplication of step `step` of an image at `base`, with accumulators at
+/// `tmem`.
+#[cube]
+fn step_operands(base: u32, tmem: u32, step: u32) -> MmaOperands {
+    let idesc = comptime!(instruction_descriptor(
+        BlockScaled::Nvfp4,
+        SM100_TILE_M as u32,
+        SM100_TILE_N as u32
+    ));
+    let codes = base + step * comptime!(STEP_K as u32 / 2);
+    MmaOperands {
+        d: tmem,
+        a: tcgen05_descriptor(codes, SharedLayout::CODES),
+        b: tcgen05_descriptor(codes + comptime!(B_CODES_AT as u32), SharedLayout::CODES),
+        idesc: idesc.runtime(),
+        a_scales: tmem + SCALE_COLUMN,
+        b_scales: tmem + comptime!(SCALE_COLUMN + 4),
+        accumulate: 0u32.runtime(),
+    }
+}
+
+/// Poisons tensor memory, copies the three tiles of scales of `image` to it, multiplies step `step`
+/// where `multiplies` says so, and dumps tensor memory to `out`. One CTA.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multiplies: bool) {
+    let mut operands: Shared<[u32]> = Shared::new_aligned_slice(comptime!(IMAGE / 4), 1024usize);
+    let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
+    let barriers: Shared<[Barrier]> = Shared::new_aligned_slice(1usize, 8usize);
+    let base = cvta_to_shared::<u32>(operands.as_slice().as_ptr());
+    let done = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
+    let mut word = UNIT_POS as usize;
+    while word < comptime!(IMAGE / 4) {
+        operands[word] = image[word];
+        word += comptime!(PROBE_UNITS as usize);
+    }
+    if UNIT_POS == 0u32 {
+        barriers[0].init_manual(1u32);
+    }
+    sync_async_proxy_shared();
+    let tmem = allocate_tmem(cvta_to_shared::<u32>(board.as_slice().as_ptr()));
+    let lane = lane_address(tmem);
+    for column in 0..comptime!(TMEM_COLUMNS as u32) {
+        tcgen05_st_32x32b_x1(lane + column, POISON.runtime());
+    }
+    tcgen05_fence_before_thread_sync();
+    sync_cube();
+    tcgen05_fence_after_thread_sync();
+    if UNIT_POS / 32u32 == ISSUING_WARP {
+        if elect_sync() != 0u32 {
+            #[unroll]
+            for tile in 0..3u32 {
+                let from = base + comptime!(SCALES_AT as u32 + tile * ATOM as u32);
+                tcgen05_cp_32x128b_warpx4(
+                    tmem + comptime!(SCALE_COLUMN + 4 * tile),
+                    tcgen05_descriptor(from, SharedLayout::SCALES),
+                );
+            }
+            if comptime!(multiplies) {
+                tcgen05_mma_block16(step_operands(base, tmem, step));
+            }
+            tcgen05_commit(done);
+        }
+        sync_plane();
+    }
+    mbarrier_wait_parity(done, 0u32.runtime());
+    tcgen05_fence_after_thread_sync();
+    dump_tmem(tmem, out);
+    free_tmem(tmem);
+}
+
+/// What [`step_kernel()`] does, by the software model: `tmem` is tensor memory, poisoned by the
+/// caller. One unit executes all lanes.
+#[cube(launch_unchecked, create_dummy_kernel)]
+pub fn step_model_kernel(
+    image: &[u32],
+    tmem: &mut [u32],
+    violations: &[Atomic<u32>],
+    step: u32,
+    #[comptime] multiplies: bool,
+) {
+    let memory = Memory {
+        shared: MODEL_BASE.runtime(),
+        bytes: comptime!(IMAGE as u32).runtime(),
+        tmem: 0usize.runtime(),
+    };
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for tile in 0..3u32 {
+            let from = comptime!(MODEL_BASE + SCALES_AT as u32 + tile * ATOM as u32).runtime();
+            let command = Command {
+                opcode: COPY.runtime(),
+                target: comptime!(SCALE_COLUMN + 4 * tile).runtime(),
+                a: tcgen05_descriptor(from, SharedLayout::SCALES),
+                b: 0u64.runtime(),
+                idesc: 0u32.runtime(),
+                a_scales: 0u32.runtime(),
+                b_scales: 0u32.runtime(),
+                accumulate: 0u32.runtime(),
+            };
+            for lane in 0..comptime!(TMEM_LANES as u32) {
+                execute_copy(image, tmem, memory, command, lane, violations);
+            }
+        }
+        if comptime!(multiplies) {
+            let mma = step_operands(MODEL_BASE.runtime(), 0u32.runtime(), step);
+            let command = Command {
+                opcode: MMA.runtime(),
+                target: mma.d,
+                a: mma.a,
+                b: mma.b,
+                idesc: mma.idesc,
+                a_scales: mma.a_scales,
+                b_scales: mma.b_scales,
+                accumulate: mma.accumulate,
+            };
+            for lane in 0..comptime!(TMEM_LANES as u32) {
+                execute_mma(image, tmem, memory, command, lane, violations);
+            }
+        }
+    }
+}

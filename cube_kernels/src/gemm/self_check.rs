@@ -1,0 +1,155 @@
+//! Whether a kernel that no hardware report vouches for may be a default on a device: it computes
+//! a few small exact GEMMs when it is first wanted there, and is taken only if all are right.
+
+use std::{
+    collections::HashMap,
+    sync::{LazyLock, Mutex},
+};
+
+use cubecl::{client::Client, dry_run::launch_mode};
+
+use super::exact::ExactGemm;
+use crate::{Nvfp4Error, tensor::Matrix};
+
+/// The GEMMs of the check: every form for which the kernel is a default, with tails of rows,
+/// columns and K, and an empty group.
+fn cases(client: &Client) -> Result<Vec<ExactGemm>, Nvfp4Error> {
+    Ok(vec![
+        ExactGemm::dense(client, (130, 264, 352), true)?,
+        ExactGemm::m_grouped(client, &[3, 0, 129, 40], (136, 96))?,
+        ExactGemm::k_grouped(client, &[64, 0, 320, 128], (40, 136))?,
+        ExactGemm::k_grouped(client, &[16, 0, 304, 48], (130, 8))?,
+    ])
+}
+
+/// Runs the check: each GEMM by `multiply`, into `f32`.
+///
+/// # Errors
+/// The first element that is wrong, or how the kernel failed.
+fn check(
+    client: &Client,
+    multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
+) -> Result<(), String> {
+    let cases = cases(client).map_err(|error| error.to_string())?;
+    for case in cases {
+        let found = multiply(&case).map_err(|error| format!("{}: {error}", case.what))?;
+        case.compare(client, &found)?;
+    }
+    Ok(())
+}
+
+static FOUND: LazyLock<Verdicts> = LazyLock::new(Verdicts::default);
+
+/// What the check found on the device behind `client`, which runs it when it is first asked and
+/// waits for the device then; a mismatch is one warning.
+///
+/// # Errors
+/// What is wrong.
+pub(crate) fn once(
+    client: &Client,
+    multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
+) -> Result<(), String> {
+    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
+    // A run that only compiles computes nothing.
+    if launch_mode().is_skipped() {
+        return Ok(());
+    }
+    let device = format!("{:?}", client.service_id());
+    FOUND.of(device, || check(client, multiply))
+}
+
+/// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
+/// or an error of the device, is nothing that a check in the same process survives.
+fn refuse_if_asked(variable: Option<&str>) -> Result<(), String> {
+    match variable {
+        Some("portable") => Err("NVFP4_GEMM=portable asks for the portable kernel".into()),
+        _ => Ok(()),
+    }
+}
+
+/// What the check found on the device behind `client`, if it has run there.
+///
+/// # Errors
+/// What is wrong.
+pub(crate) fn known(client: &Client) -> Result<(), String> {
+    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
+    let found = FOUND.0.lock().unwrap_or_else(|held| held.into_inner());
+    let device = format!("{:?}", client.service_id());
+    found.get(&device).cloned().unwrap_or(Ok(()))
+}
+
+/// What the check found, for each device.
+#[derive(Default)]
+struct Verdicts(Mutex<HashMap<String, Result<(), String>>>);
+
+impl Verdicts {
+    /// What is known of `device`, or what `check` finds. A thread that asks while another one
+    /// checks waits for it.
+    fn of(&self, device: String, check: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+        let mut found = self.0.lock().unwrap_or_else(|held| held.into_inner());
+        if let Some(known) = found.get(&device) {
+            return known.clone();
+        }
+        let verdict = check().map_err(|error| format!("its self-check failed: {error}"));
+        if let Err(error) = &verdict {
+            tracing::warn!(
+                %device,
+                "the tcgen05 kernel: {error}; grouped and per-token GEMMs \
+                 take the portable kernel; `nvfp4 oracle tcgen05` writes a report"
+            );
+        }
+        found.insert(device, verdict.clone());
+        verdict
+    }
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::tensor::FloatKind;
+
+    /// Each device is checked once, and keeps what was found.
+    #[test]
+    fn devices_are_checked_once() {
+        let verdicts = Verdicts::default();
+        let runs = Cell::new(0);
+        let ask = |device: &str, verdict: Result<(), String>| {
+            verdicts.of(device.to_owned(), || {
+                runs.set(runs.get() + 1);
+                verdict
+            })
+        };
+        let wrong = || Err("row 0".to_owned());
+        assert_eq!(ask("a", Ok(())), Ok(()));
+        assert_eq!(ask("a", wrong()), Ok(()));
+        let said = ask("b", wrong()).unwrap_err();
+        assert!(said.contains("row 0"), "{said}");
+        assert_eq!(ask("b", Ok(())), Err(said));
+        assert_eq!(runs.get(), 2);
+    }
+
+    #[test]
+    fn the_portable_kernel_is_asked_for() {
+        assert!(refuse_if_asked(Some("portable")).is_err());
+        assert_eq!(refuse_if_asked(Some("tcgen05")), Ok(()));
+        assert_eq!(refuse_if_asked(None), Ok(()));
+    }
+
+    /// A kernel that writes anything else, or fails, does not pass.
+    #[test]
+    fn wrong_results_do_not_pass() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let zeros = |case: &ExactGemm| {
+            let len = case.a.outer() * case.b.outer();
+            let handle = client.create_from_slice(&vec![0; 4 * len]);
+            Matrix::new(handle, case.a.outer(), case.b.outer(), FloatKind::F32)
+        };
+        let error = check(&client, zeros).unwrap_err();
+        assert!(error.contains("should be"), "{error}");
+        let fails = |_: &ExactGemm| Err(Nvfp4Error::Launch("no such instruction".into()));
+        let error = check(&client, fails).unwrap_err();
+        assert!(error.contains("no such instruction"), "{error}");
+    }
+}
