@@ -46,10 +46,10 @@ pub(super) struct Journal {
     folder: PathBuf,
 }
 
-/// As it is in the file: the ratio by its bits, as JSON has no infinity.
+/// As it is in the file: ratios by their bits, as JSON has no infinity.
 #[derive(Serialize, Deserialize)]
 struct StoredReport {
-    layers: Vec<(String, [usize; 2], usize, usize, u64)>,
+    layers: Vec<(String, [usize; 2], usize, usize, u64, Option<u64>)>,
     unseen: Vec<String>,
 }
 
@@ -209,13 +209,16 @@ impl Journal {
         }
         let stored: StoredReport = read_json(&folder.join(REPORT))?;
         let layers = stored.layers.into_iter();
-        let layers = layers.map(|(module, shape, bytes_before, bytes, sqnr)| LayerReport {
-            module,
-            shape,
-            bytes_before,
-            bytes,
-            sqnr: f64::from_bits(sqnr),
-        });
+        let layers = layers.map(
+            |(module, shape, before, bytes, sqnr, weighted)| LayerReport {
+                module,
+                shape,
+                bytes_before: before,
+                bytes,
+                sqnr: f64::from_bits(sqnr),
+                weighted_sqnr: weighted.map(f64::from_bits),
+            },
+        );
         let report = PartReport {
             layers: layers.collect(),
             unseen: stored.unseen,
@@ -240,8 +243,10 @@ impl Journal {
                     bytes_before,
                     bytes,
                     sqnr,
+                    weighted_sqnr,
                 } = layer;
-                (module, shape, bytes_before, bytes, sqnr.to_bits())
+                let weighted = weighted_sqnr.map(f64::to_bits);
+                (module, shape, bytes_before, bytes, sqnr.to_bits(), weighted)
             };
             let report = StoredReport {
                 layers: report.layers.into_iter().map(stored).collect(),
