@@ -30,6 +30,7 @@ pub mod projection;
 mod random;
 pub mod sampling;
 pub mod save;
+pub mod scaled;
 pub mod steps;
 mod training;
 

@@ -369,6 +369,7 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
         dialect: options.dialect,
         scheme: options.scheme,
         kv_cache_fp8: options.kv_cache_fp8,
+        pre_quant: false,
         exclude: exclusions(kept, options.dialect),
     }
 }
