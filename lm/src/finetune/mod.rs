@@ -4,6 +4,7 @@
 //! - [`data`]: files of text or tokens to rows for training and validation.
 //! - [`run`]: one run as a state machine: step, evaluate, save, resume.
 //! - [`distill`]: the KL divergence to a teacher, in chunks of tokens.
+//! - [`memory`]: what a run needs of its device, before the model is loaded.
 //! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
 //! - `parameters`: the trained parameters of a model as a file.
@@ -13,6 +14,7 @@ pub mod data;
 pub mod distill;
 pub mod export;
 pub mod init;
+pub mod memory;
 mod parameters;
 pub mod run;
 

@@ -15,11 +15,13 @@ use serde::{Deserialize, Serialize};
 use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
 use super::distill::{Head, kl_divergence};
+use super::memory::budget;
 use super::parameters;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
 use crate::decoder::{Decoder, PackedRows};
 use crate::hf::Dtype;
 use crate::interchange::checkpoint::is_quantized;
+use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
 use crate::tokens::{Order, Position, RowBatch, Rows};
@@ -72,6 +74,7 @@ pub struct Finetune<'a> {
     started: Instant,
     /// Step of the last checkpoint.
     saved: Option<u64>,
+    budget: MemoryBudget,
 }
 
 /// Why a run has its model: what fails between taking it out and putting it back ends the run.
@@ -82,7 +85,9 @@ impl<'a> Finetune<'a> {
     ///
     /// # Errors
     /// When the configuration does not fit the model or the device, a folder cannot be read, the
-    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run.
+    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run; with
+    /// [`OutOfMemory`](crate::memory::OutOfMemory) when the device has less memory than a step
+    /// needs at the least, before anything is loaded, or when it runs out of memory.
     pub fn open(
         config: &'a FinetuneConfig,
         data: &'a TrainingData,
@@ -90,6 +95,17 @@ impl<'a> Finetune<'a> {
         folder: &Path,
     ) -> Result<Self> {
         config.check()?;
+        let budget = budget(config)?;
+        budget.check(device)?;
+        let parts = (config, data, device);
+        budget.guard(device, || Self::load(parts, budget.clone(), folder))
+    }
+
+    fn load(
+        (config, data, device): (&'a FinetuneConfig, &'a TrainingData, &Device),
+        budget: MemoryBudget,
+        folder: &Path,
+    ) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let plain = device.clone().without_autodiff();
         let device = plain.clone().autodiff();
@@ -141,6 +157,7 @@ impl<'a> Finetune<'a> {
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
+            budget,
             folder: folder.into(),
         };
         match checkpoint::latest(folder)? {
@@ -220,8 +237,18 @@ impl<'a> Finetune<'a> {
     /// stops it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, or a file cannot be written.
+    /// When the loss is no longer finite, the device runs out of memory, or a file cannot be
+    /// written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        let (budget, device) = (self.budget.clone(), self.device.clone());
+        budget.guard(&device, || self.train_steps(stop_at, observer))
+    }
+
+    fn train_steps(
+        &mut self,
+        stop_at: Option<u64>,
+        observer: &mut impl Observer,
+    ) -> Result<Outcome> {
         let &FinetuneConfig {
             steps,
             warmup,
