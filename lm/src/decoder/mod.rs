@@ -125,6 +125,11 @@ impl Decoder {
         self.embedding.weight.lazy_device()
     }
 
+    /// Whether rotary positions of texts of up to `length` tokens do not depend on their length.
+    pub(crate) fn has_fixed_positions(&self, length: usize) -> bool {
+        self.positions.is_fixed(length)
+    }
+
     /// An empty cache: room for `batch` sequences of `capacity` tokens, in FP8 where the model's
     /// folder quantizes the cache, and else in the type of the activations.
     ///

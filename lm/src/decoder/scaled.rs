@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use burn::module::{Module, Param};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, IntDType, Tensor};
 use burn_nvfp4::ExpertOffsets;
 use burn_nvfp4::nn::{Nvfp4PackedGroupedLinear, Nvfp4PackedLinear};
 
@@ -66,13 +66,13 @@ impl ScaledPackedExperts {
 /// the device.
 fn expert_of_rows(rows: usize, experts: &ExpertOffsets) -> Tensor<1, Int> {
     let offsets = experts.offsets().clone();
-    let [count] = offsets.dims();
+    let ([count], device) = (offsets.dims(), offsets.device());
+    let rows = Tensor::<1, Int>::arange(0..rows as i64, (&device, DType::I32));
     // Of the ends, that of the last expert is left out: rows behind it are its own.
-    let ends = offsets
-        .slice([1..count - 1])
-        .cast(burn::tensor::IntDType::I32);
-    let row = Tensor::<1, Int>::arange(0..rows as i64, &ends.device());
-    let row = row.cast(burn::tensor::IntDType::I32).unsqueeze_dim::<2>(1);
-    let has_ended = row.greater_equal(ends.unsqueeze_dim::<2>(0));
+    if count == 2 {
+        return rows.zeros_like();
+    }
+    let ends = offsets.narrow(0, 1, count - 2).cast(IntDType::I32);
+    let has_ended = (rows.unsqueeze_dim::<2>(1)).greater_equal(ends.unsqueeze_dim::<2>(0));
     has_ended.int().sum_dim(1).flatten(0, 1)
 }

@@ -138,6 +138,7 @@ mod tests {
             eval_rows: 64,
             log_every: 2,
             checkpoint_every: 3,
+            graph: false,
             device: "cpu".into(),
         }
     }

@@ -34,7 +34,7 @@ fn text(folder: &Path) -> PathBuf {
 }
 
 /// A run of 8 steps on the text.
-fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
+pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
     let reader = TextReader::read(model).unwrap();
     let out = folder.join("text.tokens");
     reader.write_shard(&[text(folder)], &out).unwrap();
@@ -61,11 +61,12 @@ fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
         eval_rows: 64,
         log_every: 2,
         checkpoint_every: 3,
+        graph: false,
         device: "flex".into(),
     }
 }
 
-fn data(config: &FinetuneConfig) -> TrainingData {
+pub(super) fn data(config: &FinetuneConfig) -> TrainingData {
     let vocabulary = TextReader::read(&config.model).unwrap().vocabulary();
     TrainingData::open(config, vocabulary).unwrap()
 }
@@ -347,7 +348,8 @@ fn the_divergence_is_the_formula() {
             weight: tensor(&v, [widths[1], vocab], &plain),
         };
         let targets = Tensor::from_data(TensorData::new(targets.clone(), [rows]), &device);
-        let numbers = [temperature, scale];
+        let scale = Tensor::<1>::from_data([scale as f32], &plain);
+        let numbers = (temperature, &scale);
         let found = kl_divergence_in(student.clone(), &teacher, targets, numbers, chunk).unwrap();
         let value = f64::from(found.loss.into_scalar::<f32>());
         assert!((value - loss).abs() < 2e-6 * loss, "{value}, not {loss}");
@@ -595,6 +597,7 @@ fn what_does_not_fit_is_named() {
     check(&|config| config.warmup = 8, "warmup is 8");
     check(&|config| config.lr = f64::NAN, "lr is NaN");
     check(&|config| config.data.clear(), "data");
+    check(&|config| config.graph = true, "device is flex");
     let data = data(&good);
     let long = FinetuneConfig {
         context: 100_000,
