@@ -76,3 +76,26 @@ fn expert_of_rows(rows: usize, experts: &ExpertOffsets) -> Tensor<1, Int> {
     let has_ended = (rows.unsqueeze_dim::<2>(1)).greater_equal(ends.unsqueeze_dim::<2>(0));
     has_ended.int().sum_dim(1).flatten(0, 1)
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    /// Experts without tokens, and rows behind all experts, which no layer reads.
+    #[test]
+    fn rows_have_the_expert_that_they_are_sorted_to() {
+        let device = Device::flex();
+        for (counts, rows, expected) in [
+            (vec![3], 3, vec![0, 0, 0]),
+            (vec![2, 0, 1, 0], 4, vec![0, 0, 2, 3]),
+            (vec![0, 0, 2], 2, vec![2, 2]),
+        ] {
+            let counts = Tensor::<1, Int>::from_ints(counts.as_slice(), &device);
+            let experts = ExpertOffsets::from_counts(counts, rows);
+            let found = expert_of_rows(rows, &experts).into_data();
+            assert_eq!(found.iter::<i64>().collect::<Vec<_>>(), expected);
+        }
+    }
+}

@@ -480,7 +480,7 @@ impl<'a> Finetune<'a> {
     /// # Errors
     /// When it is not finite.
     pub fn evaluate(&self) -> Result<f64> {
-        let model = self.model().valid();
+        let model = self.model().valid().quantized_once();
         let device = self.device.clone().without_autodiff();
         let &FinetuneConfig {
             batch, eval_rows, ..

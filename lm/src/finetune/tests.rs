@@ -10,6 +10,7 @@ use super::distill::{Head, kl_divergence_in};
 use super::run::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, RecipeName};
+use crate::decoder::projection::Projection;
 use crate::decoder::{Decoder, LoraConfig, PackedRows};
 use crate::hf::golden::{Scratch, golden};
 use crate::hf::{Dtype, TensorFolder};
@@ -551,6 +552,36 @@ fn exports_compute_as_in_training() {
         let pairs = found.iter().zip(&expected);
         let error = pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest;
         assert!(error < 1e-3, "{name}: {error}");
+    }
+}
+
+/// Evaluations quantize a weight once, and have the losses of the training forward.
+#[test]
+fn evaluations_quantize_once() {
+    let folder = Scratch::new("finetune-once");
+    for (name, recipe, is_packed) in [
+        ("llama3-tiny", "nvidia", true),
+        ("mixtral-tiny", "nvidia", true),
+        ("qwen3-tiny", "weight_only_qat", true),
+        ("llama3-tiny", "fwd_nvfp4_bwd_bf16", true),
+        ("llama3-tiny", "mxfp8", false),
+        ("llama3-tiny", "bf16", false),
+    ] {
+        let config = config(&golden!(name), &folder, recipe);
+        let data = data(&config);
+        let run = folder.join(format!("{name}-{recipe}"));
+        let run = Finetune::open(&config, &data, &Device::flex(), &run).unwrap();
+        let model = run.model().valid();
+        let packed = model.clone().quantized_once();
+        let found = matches!(packed.layers[0].attention.out, Projection::Packed(_));
+        assert_eq!(found, is_packed, "{name}, {recipe}");
+        let device = Device::flex();
+        let loss = |model: &Decoder| cross_entropy_of(model, &data.valid, [2, 8], &device).unwrap();
+        let (once, each) = (loss(&packed), loss(&model));
+        assert!(
+            (once - each).abs() < 2e-6 * each,
+            "{name}, {recipe}: {once}, not {each}"
+        );
     }
 }
 
