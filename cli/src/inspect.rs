@@ -95,6 +95,13 @@ fn describe(checkpoint: &Checkpoint) -> Vec<String> {
             "{attention}: FP8 scales of keys {keys}, of values {values}"
         ));
     }
+    let scaled = checkpoint.layers().values().filter(|layer| layer.pre_quant);
+    match scaled.count() {
+        0 => {}
+        count => lines.push(format!(
+            "{count} layers multiply their input by a scale for each feature (pre_quant_scale)"
+        )),
+    }
     let human = |bytes: usize| HumanBytes(bytes as u64);
     lines.push(format!(
         "{} quantized layers of {}, {} other tensors of {}",

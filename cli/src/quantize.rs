@@ -14,7 +14,9 @@ use nvfp4_lm::eval::CrossEntropy;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::quantize::journal::MadeFrom;
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate};
-use nvfp4_lm::quantize::{Calibration, Method, Quantization, QuantizeOptions, Quantized};
+use nvfp4_lm::quantize::{
+    Calibration, Method, Quantization, QuantizeOptions, Quantized, Smoothing,
+};
 use regex::Regex;
 
 use crate::device::{ComputeType, DeviceName};
@@ -39,6 +41,13 @@ pub(crate) struct Quantize {
     /// Quantize weights by this method
     #[arg(long, value_name = "METHOD", default_value = "search")]
     method: Method,
+    /// Multiply weights by the size of their input features first, and divide the inputs
+    ///
+    /// `awq` tries powers from 0 to 1 of the size for each input and keeps the one with the
+    /// smallest error. Norms and the layers before take the division over: the model computes the
+    /// same, at no cost. This needs --calibration.
+    #[arg(long, value_name = "SMOOTHING", default_value = "none")]
+    smooth: Smoothing,
     /// Go on with a run into the same folder that was killed
     ///
     /// Model and options must be those of that run. What is written is the same, byte for byte.
@@ -136,10 +145,15 @@ impl Quantize {
             println!("no calibration: errors of all input features count the same, E[x²] = 1");
         }
         println!(
-            "{} {} by {} written to {}",
+            "{} {} by {}{} written to {}",
             self.dialect.name(),
             self.scheme.name(),
             self.method.name(),
+            if self.smooth == Smoothing::None {
+                ""
+            } else {
+                ", smoothed,"
+            },
             self.out.display()
         );
         Ok(())
@@ -223,13 +237,14 @@ impl Quantize {
             exclude: self.exclude.iter().map(regex).collect::<Result<_>>()?,
             input_scale: scale,
             kv_cache_fp8: self.kv == KvFormat::Fp8,
+            smooth: self.smooth,
         })
     }
 }
 
 /// What was quantized and what was not.
 fn report(done: &Quantized) -> Vec<String> {
-    let head = ["layer", "shape", "before", "after", "SQNR dB"];
+    let head = ["layer", "shape", "before", "after", "SQNR dB", "by E[x²]"];
     let mut rows = vec![head.map(String::from).to_vec()];
     let human = |bytes: usize| HumanBytes(bytes as u64).to_string();
     let (mut before, mut after) = (0, 0);
@@ -242,6 +257,9 @@ fn report(done: &Quantized) -> Vec<String> {
             human(layer.bytes_before),
             human(layer.bytes),
             format!("{:.2}", layer.sqnr),
+            layer
+                .weighted_sqnr
+                .map_or("-".into(), |sqnr| format!("{sqnr:.2}")),
         ]);
     }
     let mut left = 0;
@@ -254,9 +272,10 @@ fn report(done: &Quantized) -> Vec<String> {
             bytes.clone(),
             bytes,
             "-".into(),
+            "-".into(),
         ]);
     }
-    let mut lines = table("llrrr", &rows);
+    let mut lines = table("llrrrr", &rows);
     lines.push(format!(
         "{} layers quantized, {} to {}; {} layers left, {}; other tensors {}",
         done.layers.len(),

@@ -19,8 +19,10 @@ use crate::config::{RecipeName, RunConfig, VOCABULARY};
 /// This is a lower bound: a step may take several times as much.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryNeed {
-    /// The parameters.
+    /// The trained parameters.
     pub weights: u64,
+    /// Weights that are not trained: those of a teacher, or beside adapters.
+    pub frozen: u64,
     /// A gradient for each parameter.
     pub gradients: u64,
     /// The moments of AdamW, and the f32 copies of bf16 parameters.
@@ -55,6 +57,7 @@ impl MemoryNeed {
             .map(|is_sharded| parameters / if is_sharded { ranks } else { 1 });
         Self {
             weights: of_model * parameter as u64,
+            frozen: 0,
             gradients: of_model * parameter as u64,
             optimizer: of_state * (8 + f32_copy),
             activations: tokens as u64 * (blocks + ends) as u64,
@@ -63,7 +66,7 @@ impl MemoryNeed {
 
     /// What does not depend on the batch.
     fn fixed(&self) -> u64 {
-        self.weights + self.gradients + self.optimizer
+        self.weights + self.frozen + self.gradients + self.optimizer
     }
 
     /// The sum.
@@ -120,8 +123,7 @@ impl fmt::Display for OutOfMemory {
             batch,
             context,
             devices,
-            recipe,
-            ..
+            command,
         } = &self.budget;
         write!(f, "out of device memory on {device}: ")?;
         match (self.is_forecast, self.asked) {
@@ -136,6 +138,9 @@ impl fmt::Display for OutOfMemory {
             write!(f, ", of which this process holds {}", shown(reserved))?;
         }
         writeln!(f, "\n  weights          {:>10}", shown(need.weights))?;
+        if need.frozen > 0 {
+            writeln!(f, "  frozen weights   {:>10}", shown(need.frozen))?;
+        }
         writeln!(f, "  gradients        {:>10}", shown(need.gradients))?;
         writeln!(f, "  optimizer state  {:>10}", shown(need.optimizer))?;
         let (share, each) = match devices {
@@ -144,12 +149,13 @@ impl fmt::Display for OutOfMemory {
         };
         writeln!(
             f,
-            "  activations      {:>10} or more, for {share} sequences of {context} bytes{each}",
-            shown(need.activations)
+            "  activations      {:>10} or more, for {share} sequences of {context} {}{each}",
+            shown(need.activations),
+            command.elements()
         )?;
         write!(f, "Use ")?;
         match self.budget.largest_batch(self.memory.capacity) {
-            Some(0) => write!(f, "a smaller model (--preset, --width, --layers, --hidden)")?,
+            Some(0) => write!(f, "{}", command.smaller_model())?,
             // No claim that it is enough.
             Some(most) if most < *batch => {
                 write!(f, "a smaller --batch (no more than {most} can fit)")?
@@ -157,14 +163,27 @@ impl fmt::Display for OutOfMemory {
             _ => write!(f, "a smaller --batch")?,
         }
         write!(f, ", a shorter --context")?;
-        if self.budget.can_recompute {
-            write!(f, ", a larger --recompute")?;
+        match command {
+            Command::Train { can_recompute, .. } => {
+                if *can_recompute {
+                    write!(f, ", a larger --recompute")?;
+                }
+                if device.starts_with("cuda") {
+                    write!(f, ", or more GPUs (--devices), which share each batch")?;
+                }
+            }
+            Command::Finetune { has_adapters, .. } => {
+                write!(f, ", a larger --accumulate in place of the batch")?;
+                if !has_adapters {
+                    write!(f, ", or adapters alone (--lora)")?;
+                }
+            }
         }
-        if device.starts_with("cuda") {
-            write!(f, ", or more GPUs (--devices), which share each batch")?;
-        }
-        if *recipe == RecipeName::f32() {
+        if let Command::Train { is_f32: true, .. } = command {
             write!(f, "; --recipe bf16 halves the activations")?;
+        }
+        if let Command::Finetune { is_f32: true, .. } = command {
+            write!(f, "; --activation bf16 halves the activations")?;
         }
         write!(f, ".")
     }
@@ -176,14 +195,57 @@ impl std::error::Error for OutOfMemory {}
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBudget {
     device: String,
-    recipe: RecipeName,
     need: MemoryNeed,
     batch: usize,
     context: usize,
     /// How many devices share a batch.
     devices: usize,
-    /// Whether there are blocks that keep the inputs of their activation.
-    can_recompute: bool,
+    command: Command,
+}
+
+/// What runs, and what of it can be changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Command {
+    Train {
+        /// Whether there are blocks that keep the inputs of their activation.
+        can_recompute: bool,
+        is_f32: bool,
+    },
+    Finetune {
+        has_adapters: bool,
+        is_f32: bool,
+    },
+}
+
+impl Command {
+    /// What its sequences are of.
+    const fn elements(self) -> &'static str {
+        match self {
+            Self::Train { .. } => "bytes",
+            Self::Finetune { .. } => "tokens",
+        }
+    }
+
+    const fn smaller_model(self) -> &'static str {
+        match self {
+            Self::Train { .. } => "a smaller model (--preset, --width, --layers, --hidden)",
+            Self::Finetune { .. } => "a smaller model",
+        }
+    }
+}
+
+/// What a run of `nvfp4 finetune` or `nvfp4 pretrain` holds on its device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Finetuning<'a> {
+    pub device: &'a str,
+    pub need: MemoryNeed,
+    /// Rows of a forward, and tokens of each.
+    pub batch: usize,
+    pub context: usize,
+    /// Whether adapters alone are trained.
+    pub has_adapters: bool,
+    /// Whether activations are f32.
+    pub is_f32: bool,
 }
 
 impl MemoryBudget {
@@ -191,12 +253,29 @@ impl MemoryBudget {
     pub fn new(config: &RunConfig, recipe: &RecipeName) -> Self {
         Self {
             device: config.all_devices(),
-            recipe: recipe.clone(),
             need: MemoryNeed::of(config, recipe),
             batch: config.batch,
             context: config.model.context,
             devices: config.devices_together(),
-            can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
+            command: Command::Train {
+                can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
+                is_f32: *recipe == RecipeName::f32(),
+            },
+        }
+    }
+
+    /// The budget of a run that trains a model of a folder.
+    pub(crate) fn of_finetuning(run: Finetuning<'_>) -> Self {
+        Self {
+            device: run.device.to_owned(),
+            need: run.need,
+            batch: run.batch,
+            context: run.context,
+            devices: 1,
+            command: Command::Finetune {
+                has_adapters: run.has_adapters,
+                is_f32: run.is_f32,
+            },
         }
     }
 

@@ -205,6 +205,16 @@ fn quantize_calibrates_on_a_text() {
     let tokens = provenance["calibration_tokens"].as_u64().unwrap();
     assert!(tokens >= 32 && tokens.is_multiple_of(32), "{provenance}");
 
+    let smooth = absent("quantize-smooth");
+    let smooth = smooth.to_str().unwrap();
+    let text = succeeds(quantize("--smooth awq --method rtn", smooth));
+    for part in ["by E[x²]", "w4a16 by rtn, smoothed, written to"] {
+        assert!(text.contains(part), "no {part:?}:\n{text}");
+    }
+    succeeds(nvfp4("inspect", &[smooth]));
+    let provenance = json(&Path::new(smooth).join("nvfp4_quantize.json"));
+    assert_eq!(provenance["smooth"], "awq");
+
     let cached = absent("quantize-cached");
     let cached = cached.to_str().unwrap();
     let eval = format!(
@@ -249,6 +259,10 @@ fn quantize_calibrates_on_a_text() {
     fails(
         nvfp4("quantize --kv fp8", &[&model, "--out", other]),
         &["kv is fp8", "calibrate"],
+    );
+    fails(
+        nvfp4("quantize --smooth awq", &[&model, "--out", other]),
+        &["smooth is awq", "calibrate"],
     );
     fails(
         nvfp4("quantize --scheme w4a4", &[&model, "--out", other]),

@@ -107,6 +107,7 @@ fn a_model_is_finetuned_and_resumed() {
         ("--temperature 2", ["temperature", "--distill"]),
         ("--valid-share 1.5", ["valid-share is 1.5", "0 and 1"]),
         ("--context 9999", ["context is 9999", "positions"]),
+        ("--graph", ["graph is true", "only GPUs"]),
     ] {
         let run = arguments(&data, &other, more);
         // Flags of a kind given twice are refused by name, too.

@@ -39,7 +39,7 @@ impl From<SavedType> for Dtype {
 }
 
 /// What the folder of a run says, when it is resumed.
-const SETTINGS: [&str; 24] = [
+const SETTINGS: [&str; 25] = [
     "out",
     "data",
     "valid",
@@ -61,6 +61,7 @@ const SETTINGS: [&str; 24] = [
     "log_every",
     "checkpoint_every",
     "activation",
+    "graph",
     "save_dtype",
     "export",
     "export_scheme",
@@ -155,6 +156,10 @@ pub(crate) struct TrainingOptions {
     /// Compute activations in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     pub(crate) activation: Option<Activation>,
+    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
+    /// launches
+    #[arg(long)]
+    pub(crate) graph: bool,
     /// Save the model with tensors of this type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub(crate) save_dtype: SavedType,

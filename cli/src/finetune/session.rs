@@ -156,6 +156,7 @@ impl Session {
             eval_rows: options.eval_rows,
             log_every: options.log_every,
             checkpoint_every: options.checkpoint_every,
+            graph: options.graph,
             device: device.to_string(),
         };
         config.check()?;
@@ -207,6 +208,8 @@ impl Session {
             })?,
         };
         config.device = device.to_string();
+        // It changes how fast steps are, not what they do.
+        config.graph &= matches!(device, DeviceName::Cuda(_));
         Ok(Self {
             config,
             written: read_json(&folder.join(RESULT))?,

@@ -392,8 +392,7 @@ impl Loader<'_> {
         };
         if let Some((packed, scheme)) = self.kept_packed(paths)? {
             let bias = bias.map(|bias| bias.val());
-            let layer = packed.linear(paths, bias, scheme, self.device)?;
-            return Ok(Projection::Packed(layer));
+            return packed.linear(paths, bias, scheme, self.device);
         }
         let weight = self.weight(&of("weight"))?;
         // A view: what is stored by output is what matrix instructions read best.
@@ -408,8 +407,7 @@ impl Loader<'_> {
             .flat_map(|expert| parts.iter().map(move |part| name(expert, part)))
             .collect();
         if let Some((packed, scheme)) = self.kept_packed(&paths)? {
-            let layer = packed.grouped(&paths, experts, scheme, self.device)?;
-            return Ok(Experts::Packed(layer));
+            return packed.grouped(&paths, experts, scheme, self.device);
         }
         let names: Vec<String> = paths.iter().map(|path| format!("{path}.weight")).collect();
         let weight = self.weight(&names)?;
@@ -519,7 +517,7 @@ impl Part<'_> {
                 }
                 tensor.to_f32()?
             }
-            Self::Packed(weight) => weight.dequantize(Arithmetic::CodeTimesScale),
+            Self::Packed(weight) => weight.effective(Arithmetic::CodeTimesScale),
         };
         let count = values.len();
         let data = TensorData::new(values, [count]).convert_dtype(dtype);

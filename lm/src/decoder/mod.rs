@@ -30,6 +30,7 @@ pub mod projection;
 mod random;
 pub mod sampling;
 pub mod save;
+pub mod scaled;
 pub mod steps;
 mod training;
 
@@ -122,6 +123,11 @@ impl Decoder {
     /// Where the model is.
     pub fn device(&self) -> Device {
         self.embedding.weight.lazy_device()
+    }
+
+    /// Whether rotary positions of texts of up to `length` tokens do not depend on their length.
+    pub(crate) fn has_fixed_positions(&self, length: usize) -> bool {
+        self.positions.is_fixed(length)
     }
 
     /// An empty cache: room for `batch` sequences of `capacity` tokens, in FP8 where the model's

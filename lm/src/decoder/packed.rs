@@ -6,10 +6,12 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::nn::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
 
+use super::projection::{Experts, Projection};
+use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
 use crate::hf::TensorFolder;
 use crate::interchange::checkpoint::LayerInfo;
 use crate::interchange::names::canonical;
-use crate::interchange::{Checkpoint, GlobalScale, PackedWeight, Scheme};
+use crate::interchange::{Checkpoint, GlobalScale, PackedWeight, PreQuantScale, Scheme};
 
 /// A quantized folder, whose modules have the names of transformers here.
 pub(super) struct PackedFolder<'a> {
@@ -67,11 +69,18 @@ impl<'a> PackedFolder<'a> {
         bias: Option<Tensor<1>>,
         scheme: Option<Scheme>,
         device: &Device,
-    ) -> Result<Nvfp4PackedLinear> {
-        let Fused { weight, input } = self.fused(paths, 1, device)?;
-        let (activations, input) = activations(input, scheme, device);
-        let layer = Nvfp4PackedLinear::try_new(weight, activations, input, bias);
-        layer.with_context(|| format!("`{}`", paths[0]))
+    ) -> Result<Projection> {
+        let fused = self.fused(paths, 1, device)?;
+        let (activations, input) = activations(fused.input, scheme, device);
+        let linear = Nvfp4PackedLinear::try_new(fused.weight, activations, input, bias);
+        let linear = linear.with_context(|| format!("`{}`", paths[0]))?;
+        Ok(match fused.pre_quant {
+            None => Projection::Packed(linear),
+            Some(scale) => {
+                let scale = scale.flatten(0, 1);
+                Projection::Scaled(ScaledPackedLinear::new(scale, linear))
+            }
+        })
     }
 
     /// The modules `paths`, equally many for each of the `experts`, as one layer.
@@ -81,11 +90,15 @@ impl<'a> PackedFolder<'a> {
         experts: usize,
         scheme: Option<Scheme>,
         device: &Device,
-    ) -> Result<Nvfp4PackedGroupedLinear> {
-        let Fused { weight, input } = self.fused(paths, experts, device)?;
-        let (activations, input) = activations(input, scheme, device);
-        let layer = Nvfp4PackedGroupedLinear::try_new(weight, activations, input, None);
-        layer.with_context(|| format!("`{}`", paths[0]))
+    ) -> Result<Experts> {
+        let fused = self.fused(paths, experts, device)?;
+        let (activations, input) = activations(fused.input, scheme, device);
+        let linear = Nvfp4PackedGroupedLinear::try_new(fused.weight, activations, input, None);
+        let linear = linear.with_context(|| format!("`{}`", paths[0]))?;
+        Ok(match fused.pre_quant {
+            None => Experts::Packed(linear),
+            Some(scale) => Experts::Scaled(ScaledPackedExperts::new(scale, linear)),
+        })
     }
 
     /// The weights of `paths`, one below another, with one global scale for the parts of each
@@ -94,6 +107,7 @@ impl<'a> PackedFolder<'a> {
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         let (mut rows, mut width) = (0, None);
         let (mut globals, mut inputs) = (Vec::new(), Vec::new());
+        let mut features = Features::default();
         for parts in paths.chunks(paths.len() / stack) {
             let mut shared: Option<(GlobalScale, Option<GlobalScale>)> = None;
             for path in parts {
@@ -113,6 +127,8 @@ impl<'a> PackedFolder<'a> {
                     part.k(),
                     paths[0]
                 );
+                let is_first = *path == parts[0];
+                features.add(path, part.pre_quant(), (part.k(), is_first))?;
                 rows += part.n();
                 codes.extend_from_slice(part.codes());
                 scales.extend_from_slice(part.scales());
@@ -132,6 +148,7 @@ impl<'a> PackedFolder<'a> {
         Ok(Fused {
             weight: weight.with_context(|| format!("`{}`", paths[0]))?,
             input: (!inputs.is_empty()).then_some(inputs),
+            pre_quant: features.tensor(stack, device),
         })
     }
 }
@@ -141,6 +158,50 @@ struct Fused {
     weight: Nvfp4Weight,
     /// The factors that dequantize the input, one for each matrix.
     input: Option<Vec<f32>>,
+    /// By what the input of each matrix is multiplied, `[stack, k]`.
+    pre_quant: Option<Tensor<2>>,
+}
+
+/// The scales of the input features of a stack of matrices, one after another.
+#[derive(Default)]
+struct Features {
+    values: Vec<f32>,
+    /// Whether a layer has such a scale: then the others have ones.
+    is_scaled: bool,
+    last: Option<PreQuantScale>,
+}
+
+impl Features {
+    /// The part `path` of a matrix of `k` input features, the first of it or another.
+    fn add(
+        &mut self,
+        path: &str,
+        scale: Option<&PreQuantScale>,
+        (k, is_first): (usize, bool),
+    ) -> Result<()> {
+        if !is_first {
+            ensure!(
+                scale == self.last.as_ref(),
+                "`{path}` multiplies its input by another scale than the layers with which it is \
+                 one weight here"
+            );
+            return Ok(());
+        }
+        match scale {
+            Some(scale) => self.values.extend_from_slice(scale.values()),
+            None => self.values.resize(self.values.len() + k, 1.0),
+        }
+        self.is_scaled |= scale.is_some();
+        self.last = scale.cloned();
+        Ok(())
+    }
+
+    fn tensor(self, stack: usize, device: &Device) -> Option<Tensor<2>> {
+        let k = self.values.len() / stack;
+        let data = TensorData::new(self.values, [stack, k]);
+        self.is_scaled
+            .then(|| Tensor::from_data(data, (device, DType::F32)))
+    }
 }
 
 /// Whether two global scales are the same bits.

@@ -1,10 +1,11 @@
 //! Rows of several documents, which do not see each other.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::attention::Sequences;
 
 use super::positions::Places;
+use crate::capture::copy_into;
 
 /// Where the documents of a batch of rows lie. Attention stays within a document, and positions
 /// begin anew in each.
@@ -24,6 +25,29 @@ impl PackedRows {
     /// # Errors
     /// When there is no row, or documents are longer than their row.
     pub fn new(lengths: &[Vec<usize>], time: usize, device: &Device) -> Result<Self> {
+        Self::of(lengths, time, None, device)
+    }
+
+    /// The same with tensors whose shapes do not depend on the lengths: there is room for `most`
+    /// documents, paddings among them, of which the last ones are empty, and for documents as long
+    /// as a row. Attention gives the same bits.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and when there are more documents.
+    pub fn with_room(
+        lengths: &[Vec<usize>],
+        [time, most]: [usize; 2],
+        device: &Device,
+    ) -> Result<Self> {
+        Self::of(lengths, time, Some(most), device)
+    }
+
+    fn of(
+        lengths: &[Vec<usize>],
+        time: usize,
+        room: Option<usize>,
+        device: &Device,
+    ) -> Result<Self> {
         ensure!(
             !lengths.is_empty() && time > 0,
             "`lengths` are of {} rows of {time} tokens, but there must be at least one of each",
@@ -45,6 +69,15 @@ impl PackedRows {
                 offsets.push(positions.len() as u32);
             }
         }
+        if let Some(most) = room {
+            let found = offsets.len() - 1;
+            ensure!(
+                found <= most,
+                "there are {found} documents, paddings among them, but room for {most}"
+            );
+            offsets.resize(most + 1, positions.len() as u32);
+            longest = time;
+        }
         let count = offsets.len();
         let offsets = TensorData::new(offsets, [count]);
         let offsets = Tensor::<1, Int>::from_data(offsets, (device, DType::U32));
@@ -58,6 +91,59 @@ impl PackedRows {
             },
             shape,
             longest,
+        })
+    }
+
+    /// The same rows, on the device without autodiff.
+    pub(crate) fn without_autodiff(&self) -> Self {
+        let sequences = match &self.sequences {
+            Sequences::Offsets { q, .. } => Sequences::packed(q.clone().without_autodiff()),
+            equal => equal.clone(),
+        };
+        let places = match &self.places {
+            Places::Of { positions, shape } => Places::Of {
+                positions: positions.clone().without_autodiff(),
+                shape: *shape,
+            },
+            places => places.clone(),
+        };
+        Self {
+            sequences,
+            places,
+            ..self.clone()
+        }
+    }
+
+    /// `from`, of the same shapes, in the memory of this one, which nobody else holds.
+    ///
+    /// # Errors
+    /// When shapes or devices differ, or on a device without graphs.
+    pub(crate) fn filled(self, from: Self) -> Result<Self> {
+        let (Sequences::Offsets { q: out, k }, Sequences::Offsets { q: offsets, .. }) =
+            (self.sequences, from.sequences)
+        else {
+            bail!("rows of documents have offsets");
+        };
+        // The same memory, of which the copy must be the only owner.
+        drop(k);
+        let sequences = Sequences::packed(copy_into(out, offsets)?);
+        let places = match (self.places, from.places) {
+            (
+                Places::Of {
+                    positions: out,
+                    shape,
+                },
+                Places::Of { positions, .. },
+            ) => Places::Of {
+                positions: copy_into(out, positions)?,
+                shape,
+            },
+            (places, _) => places,
+        };
+        Ok(Self {
+            sequences,
+            places,
+            ..self
         })
     }
 

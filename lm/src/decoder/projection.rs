@@ -13,6 +13,7 @@ use burn_nvfp4::nn::{
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use super::lora::LoraProjection;
+use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
 use crate::model::cast;
 
 /// A linear layer, `y = x W + b`.
@@ -25,6 +26,8 @@ pub enum Projection {
     Nvfp4(Nvfp4Linear),
     /// For inference: `W` is stored in NVFP4.
     Packed(Nvfp4PackedLinear),
+    /// The same, whose input is multiplied by a scale for each feature first.
+    Scaled(ScaledPackedLinear),
     /// Frozen, with trained adapters beside it.
     Lora(LoraProjection),
 }
@@ -46,6 +49,7 @@ impl Projection {
             }
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
+            Self::Scaled(linear) => linear.forward(x),
             Self::Lora(lora) => lora.forward(x),
         }
     }
@@ -56,6 +60,10 @@ impl Projection {
             Self::Dense(linear) => (linear.weight.val(), &linear.bias),
             Self::Nvfp4(linear) => (linear.weight.val(), &linear.bias),
             Self::Packed(linear) => (dequantized(&linear.weight).transpose(), &linear.bias),
+            Self::Scaled(ScaledPackedLinear { scale, linear }) => {
+                let weight = dequantized(&linear.weight) * scale.val().unsqueeze();
+                (weight.transpose(), &linear.bias)
+            }
             Self::Lora(lora) => (lora.merged(), &lora.base.bias),
         };
         (weight, bias.as_ref().map(|bias| bias.val()))
@@ -86,7 +94,7 @@ impl Projection {
         let linear = match self {
             Self::Dense(linear) => linear,
             Self::Nvfp4(linear) => linear.into_linear(),
-            Self::Packed(_) | Self::Lora(_) => {
+            Self::Packed(_) | Self::Scaled(_) | Self::Lora(_) => {
                 let (weight, bias) = self.dense();
                 let weight = Param::from_tensor(weight);
                 let bias = bias.map(Param::from_tensor);
@@ -105,6 +113,8 @@ pub enum Experts {
     Grouped(Nvfp4GroupedLinear),
     /// For inference: all weights are stored in NVFP4.
     Packed(Nvfp4PackedGroupedLinear),
+    /// The same, whose inputs are multiplied by a scale for each feature and expert first.
+    Scaled(ScaledPackedExperts),
 }
 
 impl Experts {
@@ -116,6 +126,7 @@ impl Experts {
         match self {
             Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
             Self::Packed(linear) => Ok(linear.try_forward(x, experts)?),
+            Self::Scaled(linear) => linear.forward(x, experts),
         }
     }
 
@@ -123,10 +134,9 @@ impl Experts {
     pub fn dense(&self) -> Tensor<3> {
         match self {
             Self::Grouped(linear) => linear.weight.val(),
-            Self::Packed(linear) => {
-                let ([n, d_in], experts) = (linear.weight.shape(), linear.weight.stack());
-                let stack = dequantized(&linear.weight).reshape([experts, n / experts, d_in]);
-                stack.swap_dims(1, 2)
+            Self::Packed(linear) => stack_of(&linear.weight),
+            Self::Scaled(ScaledPackedExperts { scale, linear }) => {
+                stack_of(&linear.weight) * scale.val().unsqueeze_dim(2)
             }
         }
     }
@@ -145,9 +155,16 @@ impl Experts {
                     false => Ok(Self::Grouped(linear)),
                 }
             }
-            Self::Packed(linear) => Ok(Self::Packed(linear)),
+            packed => Ok(packed),
         }
     }
+}
+
+/// The values of each expert, `[experts, d_in, d_out]`.
+fn stack_of(weight: &Nvfp4Weight) -> Tensor<3> {
+    let ([n, d_in], experts) = (weight.shape(), weight.stack());
+    let stack = dequantized(weight).reshape([experts, n / experts, d_in]);
+    stack.swap_dims(1, 2)
 }
 
 fn dequantized(weight: &Nvfp4Weight) -> Tensor<2> {

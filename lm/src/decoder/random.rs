@@ -71,6 +71,10 @@ impl Decoder {
     pub fn bytes_of_step(&self) -> (usize, usize) {
         let of = |projection: &Projection| match projection {
             Projection::Packed(layer) => (layer.weight.bytes(), 0),
+            Projection::Scaled(layer) => {
+                let scale = layer.scale.val().shape().num_elements() * 4;
+                (layer.linear.weight.bytes(), scale)
+            }
             other => {
                 let (weight, _) = other.dense();
                 (0, weight.shape().num_elements() * weight.dtype().size())

@@ -11,7 +11,7 @@ use burn_nvfp4::state::assign_layer_ids;
 
 use super::Decoder;
 use super::feed_forward::FeedForward;
-use super::projection::Experts;
+use super::projection::{Experts, Projection};
 use crate::model::check_dtype;
 use crate::random::hash;
 
@@ -47,6 +47,33 @@ impl Decoder {
         assign_layer_ids(&model);
         recipe.apply(&model)?;
         Ok(model)
+    }
+
+    /// The model for evaluation, without autodiff: weights that are trained in NVFP4 are quantized
+    /// once, and not in each forward. Outputs stay what they are in validation. Layers without a
+    /// packed form stay as they are: those in high precision, in other formats, or with adapters.
+    pub fn quantized_once(self) -> Self {
+        fn packed<T: Clone>(place: &mut T, make: impl FnOnce(T) -> Result<T>) {
+            if let Ok(made) = make(place.clone()) {
+                *place = made;
+            }
+        }
+        let mut model = self;
+        for layer in &mut model.layers {
+            packed(&mut layer.attention.qkv, Projection::into_packed);
+            packed(&mut layer.attention.out, Projection::into_packed);
+            match &mut layer.feed_forward {
+                FeedForward::Dense(dense) => {
+                    packed(&mut dense.gate_up, Projection::into_packed);
+                    packed(&mut dense.down, Projection::into_packed);
+                }
+                FeedForward::Moe(moe) => {
+                    packed(&mut moe.gate_up, Experts::into_packed);
+                    packed(&mut moe.down, Experts::into_packed);
+                }
+            }
+        }
+        model
     }
 
     /// The same parameters with ids of their paths: those of Burn are of the process, and files of a

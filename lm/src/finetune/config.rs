@@ -74,6 +74,10 @@ pub struct FinetuneConfig {
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
+    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
+    /// launches.
+    #[serde(default)]
+    pub graph: bool,
     /// `flex`, `cpu` or `cuda:N`; a run may be resumed on another.
     pub device: String,
 }
@@ -113,6 +117,11 @@ impl FinetuneConfig {
                 "temperature is {temperature}, but it must be a positive number"
             );
         }
+        ensure!(
+            !self.graph || self.device.starts_with("cuda:"),
+            "graph is true and device is {}, but only GPUs (cuda:N) have graphs",
+            self.device
+        );
         ensure!(
             !self.data.is_empty(),
             "data is empty, but a run needs tokens"

@@ -36,8 +36,8 @@ pub struct Distilled {
     pub surrogate: Tensor<1>,
 }
 
-/// The sum over all rows that count of the KL divergence of `student` to `teacher`, times `scale`.
-/// A row counts unless its target (`[rows]`) is the one that [`CrossEntropy::default`] ignores.
+/// The sum over all rows that count of the KL divergence of `student` to `teacher`, times `scale`
+/// (`f32[1]`, without autodiff). A row counts unless its target (`[rows]`) is the one that [`CrossEntropy::default`] ignores.
 ///
 /// Differentiable in the student's features and weight, which are on a device of autodiff; the
 /// teacher's are on the same device without it. Products are of the type of the features, the
@@ -50,11 +50,11 @@ pub fn kl_divergence(
     teacher: &Head,
     targets: Tensor<1, Int>,
     temperature: f64,
-    scale: f64,
+    scale: &Tensor<1>,
 ) -> Result<Distilled> {
     let [_, vocab] = student.weight.dims();
     let rows = (CHUNK_BYTES / (4 * COPIES * vocab)).max(1);
-    kl_divergence_in(student, teacher, targets, [temperature, scale], rows)
+    kl_divergence_in(student, teacher, targets, (temperature, scale), rows)
 }
 
 /// [`kl_divergence`] in chunks of `chunk` rows, with temperature and scale.
@@ -62,7 +62,7 @@ pub(super) fn kl_divergence_in(
     student: Head,
     teacher: &Head,
     targets: Tensor<1, Int>,
-    [temperature, scale]: [f64; 2],
+    (temperature, scale): (f64, &Tensor<1>),
     chunk: usize,
 ) -> Result<Distilled> {
     let ([rows, width], [_, vocab]) = (student.features.dims(), student.weight.dims());
@@ -107,8 +107,9 @@ pub(super) fn kl_divergence_in(
         let counts: Tensor<2> = counts.clone().narrow(0, begin, count).reshape([count, 1]);
         let p = ln_p.clone().exp();
         let kl = (p.clone() * (ln_p - ln_q.clone())).sum_dim(1) * counts.clone();
-        loss = loss + kl.sum().mul_scalar(temperature * temperature * scale);
-        let d = (ln_q.exp() - p) * counts.mul_scalar(temperature * scale);
+        loss = loss + kl.sum().mul_scalar(temperature * temperature) * scale.clone();
+        let weights = counts.mul_scalar(temperature) * scale.clone().unsqueeze();
+        let d = (ln_q.exp() - p) * weights;
         let d = cast(d, dtype);
         dw = dw + cast(own.transpose().matmul(d.clone()), FloatDType::F32);
         dx.push(d.matmul(w.clone().transpose()));

@@ -14,7 +14,9 @@ use crate::decoder::{Decoder, DecoderLayer};
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
 use crate::quantize::text::{CalibrationText, calibrate};
-use crate::quantize::{Calibration, Method, QuantizeOptions, Quantized, quantize_folder};
+use crate::quantize::{
+    Calibration, Method, QuantizeOptions, Quantized, Smoothing, quantize_folder,
+};
 
 impl Finetune<'_> {
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
@@ -40,6 +42,7 @@ impl Finetune<'_> {
             exclude: exclude.collect::<Result<_>>()?,
             input_scale: None,
             kv_cache_fp8: false,
+            smooth: Smoothing::None,
         };
         // The masters themselves are rounded, not a bf16 copy of them.
         let mut name = out.as_os_str().to_owned();

@@ -4,8 +4,10 @@
 //! - [`data`]: files of text or tokens to rows for training and validation.
 //! - [`run`]: one run as a state machine: step, evaluate, save, resume.
 //! - [`distill`]: the KL divergence to a teacher, in chunks of tokens.
+//! - [`memory`]: what a run needs of its device, before the model is loaded.
 //! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
+//! - `step`: what a step reads, and steps as a CUDA graph.
 //! - `parameters`: the trained parameters of a model as a file.
 
 pub mod config;
@@ -13,12 +15,16 @@ pub mod data;
 pub mod distill;
 pub mod export;
 pub mod init;
+pub mod memory;
 mod parameters;
 pub mod run;
+mod step;
 
 pub use config::{FinetuneConfig, Objective};
 pub use data::TrainingData;
 pub use run::Finetune;
 
+#[cfg(all(test, feature = "flex", any(feature = "cpu", feature = "cuda")))]
+mod graph_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

@@ -15,11 +15,15 @@ use serde::{Deserialize, Serialize};
 use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
 use super::distill::{Head, kl_divergence};
+use super::memory::budget;
 use super::parameters;
+use super::step::{DeviceBatch, Graph, StepInput, most_documents};
+use crate::capture::GraphSteps;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
 use crate::decoder::{Decoder, PackedRows};
 use crate::hf::Dtype;
 use crate::interchange::checkpoint::is_quantized;
+use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
 use crate::tokens::{Order, Position, RowBatch, Rows};
@@ -72,6 +76,9 @@ pub struct Finetune<'a> {
     started: Instant,
     /// Step of the last checkpoint.
     saved: Option<u64>,
+    /// The steps as a graph, while they are taken so.
+    graph: Option<Graph>,
+    budget: MemoryBudget,
 }
 
 /// Why a run has its model: what fails between taking it out and putting it back ends the run.
@@ -82,7 +89,9 @@ impl<'a> Finetune<'a> {
     ///
     /// # Errors
     /// When the configuration does not fit the model or the device, a folder cannot be read, the
-    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run.
+    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run; with
+    /// [`OutOfMemory`](crate::memory::OutOfMemory) when the device has less memory than a step
+    /// needs at the least, before anything is loaded, or when it runs out of memory.
     pub fn open(
         config: &'a FinetuneConfig,
         data: &'a TrainingData,
@@ -90,6 +99,17 @@ impl<'a> Finetune<'a> {
         folder: &Path,
     ) -> Result<Self> {
         config.check()?;
+        let budget = budget(config)?;
+        budget.check(device)?;
+        let parts = (config, data, device);
+        budget.guard(device, || Self::load(parts, budget.clone(), folder))
+    }
+
+    fn load(
+        (config, data, device): (&'a FinetuneConfig, &'a TrainingData, &Device),
+        budget: MemoryBudget,
+        folder: &Path,
+    ) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let plain = device.clone().without_autodiff();
         let device = plain.clone().autodiff();
@@ -141,6 +161,8 @@ impl<'a> Finetune<'a> {
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
+            graph: None,
+            budget,
             folder: folder.into(),
         };
         match checkpoint::latest(folder)? {
@@ -156,9 +178,10 @@ impl<'a> Finetune<'a> {
 
     fn restore(&mut self, saved: Saved<FinetuneState>) -> Result<()> {
         let state = saved.state;
-        // The run may be resumed on another device.
+        // The run may be resumed on another device, and by other launches.
         let config = FinetuneConfig {
             device: self.config.device.clone(),
+            graph: self.config.graph,
             ..state.config
         };
         ensure!(
@@ -220,8 +243,22 @@ impl<'a> Finetune<'a> {
     /// stops it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, or a file cannot be written.
+    /// When the loss is no longer finite, the device runs out of memory, or a file cannot be
+    /// written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
+        let (budget, device) = (self.budget.clone(), self.device.clone());
+        budget.guard(&device, || {
+            let outcome = self.train_steps(stop_at, observer);
+            self.graph = None;
+            outcome
+        })
+    }
+
+    fn train_steps(
+        &mut self,
+        stop_at: Option<u64>,
+        observer: &mut impl Observer,
+    ) -> Result<Outcome> {
         let &FinetuneConfig {
             steps,
             warmup,
@@ -243,11 +280,19 @@ impl<'a> Finetune<'a> {
             self.record(row, observer)?;
         }
         let mut clock = Clock::start();
-        let mut interrupted = false;
+        let (mut interrupted, mut mode) = (false, None);
         while self.step < end && !interrupted {
             let lr = learning_rate(self.step, steps, warmup, highest);
             if let Some(healing) = self.config.recipe.healing {
-                set_mode(self.model(), healing.mode(self.step, steps));
+                let next = healing.mode(self.step, steps);
+                set_mode(self.model(), next);
+                // A graph goes on as it was captured.
+                if mode.replace(next) != Some(next) {
+                    self.graph = None;
+                }
+            }
+            if self.config.graph && self.graph.is_none() {
+                self.begin_graph()?;
             }
             self.train_step(lr)?;
             clock.steps += 1;
@@ -300,44 +345,110 @@ impl<'a> Finetune<'a> {
         let batches: Vec<RowBatch> = batches
             .map(|rows| self.data.train.batch(rows))
             .collect::<Result<_>>()?;
-        // The mean is over the targets of the step, however they lie in its forwards.
-        let counted: usize = batches.iter().map(RowBatch::counted).sum();
-        let mut accumulator = GradientsAccumulator::new();
-        let mut losses = Vec::new();
-        for batch in &batches {
-            let (loss, gradients) = self.gradients(batch, counted)?;
-            accumulator.accumulate(self.model(), gradients);
-            losses.push(loss);
-        }
-        let model = self.model.take().expect(KEPT);
-        self.model = Some(self.optimizer.step(lr, model, accumulator.grads()));
-        self.pending.push(Tensor::cat(losses, 0).sum());
+        let documents = self.graph.as_ref().map(|graph| graph.documents);
+        let input = StepInput::new(&batches, documents, &self.device)?;
+        let loss = match self.graph.take() {
+            None => {
+                let (loss, gradients) = self.gradients(&input)?;
+                let model = self.model.take().expect(KEPT);
+                self.model = Some(self.optimizer.step(lr, model, gradients));
+                loss
+            }
+            Some(mut graph) => {
+                graph.load(input)?;
+                self.optimizer.begin_step(lr, &self.device)?;
+                let loss = self.graph_step(&mut graph)?;
+                self.graph = Some(graph);
+                loss
+            }
+        };
+        self.pending.push(loss);
         self.step += 1;
         Ok(())
     }
 
-    /// The share of a batch in the mean loss over `counted` targets, without autodiff, and the
-    /// gradients of all parameters.
-    fn gradients(&self, batch: &RowBatch, counted: usize) -> Result<(Tensor<1>, GradientsParams)> {
+    /// From here on, each step is one launch of a graph of this model and optimizer, after three
+    /// ordinary steps.
+    fn begin_graph(&mut self) -> Result<()> {
+        let context = self.config.context;
+        for (name, model) in [
+            ("model", self.model.as_ref()),
+            ("teacher", self.teacher.as_ref()),
+        ] {
+            ensure!(
+                model.is_none_or(|model| model.has_fixed_positions(context)),
+                "graph is true, but the rotary positions of the {name} depend on the length of a \
+                 text up to context ({context}), and a graph has those of its capture"
+            );
+        }
+        let steps = GraphSteps::begin(self.model(), &self.device)?;
+        let documents = most_documents(&self.data.train, self.config.batch);
+        self.graph = Some(Graph::new(steps, documents));
+        Ok(())
+    }
+
+    /// The loss of a step of `graph`, whose input and learning rate are on the device.
+    fn graph_step(&mut self, graph: &mut Graph) -> Result<Tensor<1>> {
+        let Graph {
+            steps, input, loss, ..
+        } = graph;
+        let input = input.as_ref().expect("`load` has put it there");
+        let mut made = None;
+        steps.step(|| made = Some(self.begun_step(input)))?;
+        // A replay makes none: it writes that of the capture.
+        if let Some(made) = made {
+            *loss = Some(made?);
+        }
+        let of_step = loss.clone().expect("a step has been taken");
+        // The next replay writes another loss to the same memory.
+        Ok(of_step.mul_scalar(1.0))
+    }
+
+    /// The step that the optimizer has begun, kernel by kernel.
+    fn begun_step(&mut self, input: &StepInput) -> Result<Tensor<1>> {
+        let (loss, gradients) = self.gradients(input)?;
+        let model = self.model.take().expect(KEPT);
+        self.model = Some(self.optimizer.step_begun(model, gradients));
+        Ok(loss)
+    }
+
+    /// The mean loss over the targets of a step, however they lie in its forwards, without autodiff,
+    /// and the gradients of all parameters.
+    fn gradients(&self, input: &StepInput) -> Result<(Tensor<1>, GradientsParams)> {
+        let scale = input.scale();
+        let mut accumulator = GradientsAccumulator::new();
+        let mut losses = Vec::new();
+        for batch in &input.batches {
+            let (loss, gradients) = self.gradients_of(batch, &scale)?;
+            accumulator.accumulate(self.model(), gradients);
+            losses.push(loss);
+        }
+        Ok((Tensor::cat(losses, 0).sum(), accumulator.grads()))
+    }
+
+    /// The share of a batch in the loss, the sum over its targets times `scale`, and the gradients
+    /// of all parameters.
+    fn gradients_of(
+        &self,
+        batch: &DeviceBatch,
+        scale: &Tensor<1>,
+    ) -> Result<(Tensor<1>, GradientsParams)> {
         let model = self.model();
-        let (inputs, targets, rows) = batch.tensors(&self.device)?;
-        let scale = 1.0 / counted as f64;
-        let features = flat(model.features_packed(inputs, &rows)?);
+        let (inputs, targets) = (batch.inputs.clone(), batch.targets.clone());
+        let features = flat(model.features_packed(inputs, &batch.rows)?);
         let (loss, surrogate) = match (&self.config.objective, &self.teacher) {
             (Objective::Distillation { temperature, .. }, Some(teacher)) => {
                 let student = Head {
                     features,
                     weight: model.head_weight(),
                 };
-                let plain = self.device.clone().without_autodiff();
-                let teacher = head(teacher, batch, &plain)?;
+                let teacher = head(teacher, batch)?;
                 let found = kl_divergence(student, &teacher, targets, *temperature, scale)?;
                 (found.loss, found.surrogate)
             }
             _ => {
-                let loss = model
-                    .cross_entropy(features, targets, SUM)?
-                    .mul_scalar(scale);
+                let sum = model.cross_entropy(features, targets, SUM)?;
+                let loss = sum * Tensor::from_inner(scale.clone());
                 (loss.clone().without_autodiff(), loss)
             }
         };
@@ -369,7 +480,7 @@ impl<'a> Finetune<'a> {
     /// # Errors
     /// When it is not finite.
     pub fn evaluate(&self) -> Result<f64> {
-        let model = self.model().valid();
+        let model = self.model().valid().quantized_once();
         let device = self.device.clone().without_autodiff();
         let &FinetuneConfig {
             batch, eval_rows, ..
@@ -467,8 +578,9 @@ pub(super) fn cross_entropy_of(
 }
 
 /// What the logits of `model` are made of.
-fn head(model: &Decoder, batch: &RowBatch, device: &Device) -> Result<Head> {
-    let (inputs, _, rows) = batch.tensors(device)?;
+fn head(model: &Decoder, batch: &DeviceBatch) -> Result<Head> {
+    let inputs = batch.inputs.clone().without_autodiff();
+    let rows = batch.rows.without_autodiff();
     Ok(Head {
         features: flat(model.features_packed(inputs, &rows)?),
         weight: model.head_weight(),

@@ -10,6 +10,7 @@ use super::distill::{Head, kl_divergence_in};
 use super::run::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, RecipeName};
+use crate::decoder::projection::Projection;
 use crate::decoder::{Decoder, LoraConfig, PackedRows};
 use crate::hf::golden::{Scratch, golden};
 use crate::hf::{Dtype, TensorFolder};
@@ -34,7 +35,7 @@ fn text(folder: &Path) -> PathBuf {
 }
 
 /// A run of 8 steps on the text.
-fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
+pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
     let reader = TextReader::read(model).unwrap();
     let out = folder.join("text.tokens");
     reader.write_shard(&[text(folder)], &out).unwrap();
@@ -61,11 +62,12 @@ fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
         eval_rows: 64,
         log_every: 2,
         checkpoint_every: 3,
+        graph: false,
         device: "flex".into(),
     }
 }
 
-fn data(config: &FinetuneConfig) -> TrainingData {
+pub(super) fn data(config: &FinetuneConfig) -> TrainingData {
     let vocabulary = TextReader::read(&config.model).unwrap().vocabulary();
     TrainingData::open(config, vocabulary).unwrap()
 }
@@ -347,7 +349,8 @@ fn the_divergence_is_the_formula() {
             weight: tensor(&v, [widths[1], vocab], &plain),
         };
         let targets = Tensor::from_data(TensorData::new(targets.clone(), [rows]), &device);
-        let numbers = [temperature, scale];
+        let scale = Tensor::<1>::from_data([scale as f32], &plain);
+        let numbers = (temperature, &scale);
         let found = kl_divergence_in(student.clone(), &teacher, targets, numbers, chunk).unwrap();
         let value = f64::from(found.loss.into_scalar::<f32>());
         assert!((value - loss).abs() < 2e-6 * loss, "{value}, not {loss}");
@@ -552,6 +555,36 @@ fn exports_compute_as_in_training() {
     }
 }
 
+/// Evaluations quantize a weight once, and have the losses of the training forward.
+#[test]
+fn evaluations_quantize_once() {
+    let folder = Scratch::new("finetune-once");
+    for (name, recipe, is_packed) in [
+        ("llama3-tiny", "nvidia", true),
+        ("mixtral-tiny", "nvidia", true),
+        ("qwen3-tiny", "weight_only_qat", true),
+        ("llama3-tiny", "fwd_nvfp4_bwd_bf16", true),
+        ("llama3-tiny", "mxfp8", false),
+        ("llama3-tiny", "bf16", false),
+    ] {
+        let config = config(&golden!(name), &folder, recipe);
+        let data = data(&config);
+        let run = folder.join(format!("{name}-{recipe}"));
+        let run = Finetune::open(&config, &data, &Device::flex(), &run).unwrap();
+        let model = run.model().valid();
+        let packed = model.clone().quantized_once();
+        let found = matches!(packed.layers[0].attention.out, Projection::Packed(_));
+        assert_eq!(found, is_packed, "{name}, {recipe}");
+        let device = Device::flex();
+        let loss = |model: &Decoder| cross_entropy_of(model, &data.valid, [2, 8], &device).unwrap();
+        let (once, each) = (loss(&packed), loss(&model));
+        assert!(
+            (once - each).abs() < 2e-6 * each,
+            "{name}, {recipe}: {once}, not {each}"
+        );
+    }
+}
+
 /// Layers that training keeps in high precision are not quantized after it.
 #[test]
 fn exports_keep_what_training_keeps() {
@@ -595,6 +628,7 @@ fn what_does_not_fit_is_named() {
     check(&|config| config.warmup = 8, "warmup is 8");
     check(&|config| config.lr = f64::NAN, "lr is NaN");
     check(&|config| config.data.clear(), "data");
+    check(&|config| config.graph = true, "device is flex");
     let data = data(&good);
     let long = FinetuneConfig {
         context: 100_000,

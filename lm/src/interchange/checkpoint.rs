@@ -11,7 +11,7 @@ use super::names::{FusedGroup, fused_group, is_linear, is_router};
 use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
-use super::{Dialect, PackedWeight, QuantConfig, Scheme};
+use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
 use crate::checkpoint::read_json;
 use crate::hf::TensorFolder;
 use crate::hf::config::CONFIG_FILE;
@@ -205,7 +205,8 @@ impl Checkpoint {
                     .tensors
                     .find(name)
                     .is_some_and(|t| t.dtype == Dtype::U8);
-                let is_part = is_code || leaves.all()[1..].contains(&leaf);
+                let is_pre_quant = leaves.pre_quant == Some(leaf);
+                let is_part = is_code || is_pre_quant || leaves.all()[1..].contains(&leaf);
                 if is_part || config.dialect.other().leaves().all()[2..].contains(&leaf) {
                     let scales = leaves.scales;
                     self.problem(name, format!("there is no {module}.{scales} for it"));
@@ -213,9 +214,15 @@ impl Checkpoint {
                 self.plain.push(name.clone());
             } else if leaf == "bias" {
                 self.plain.push(name.clone());
+            } else if config.pre_quant && leaves.pre_quant == Some(leaf) {
+                // Read with its layer.
             } else if !leaves.all().contains(&leaf) {
+                let except = match leaves.pre_quant == Some(leaf) {
+                    true => " but where quant_algo is NVFP4_AWQ",
+                    false => "",
+                };
                 let what = format!(
-                    "quantized layers of {} have no such tensor: it would be ignored",
+                    "quantized layers of {} have no such tensor{except}: it would be ignored",
                     config.dialect.name()
                 );
                 self.problem(name, what);
@@ -327,6 +334,25 @@ impl Checkpoint {
                         );
                         found.push((format!("{member}.{leaf}"), what));
                     }
+                }
+            }
+        }
+        for (group, members) in &groups {
+            let scale = |module: &str| -> Option<PreQuantScale> {
+                self.weight(module).ok()?.pre_quant().cloned()
+            };
+            if !members.iter().any(|member| self.layers[*member].pre_quant) {
+                continue;
+            }
+            let first = scale(members[0]);
+            for member in &members[1..] {
+                if scale(member) != first {
+                    let what = format!(
+                        "its input is multiplied by another scale than that of {}: readers fuse \
+                         them to one {}",
+                        members[0], group.kind
+                    );
+                    found.push(((*member).clone(), what));
                 }
             }
         }

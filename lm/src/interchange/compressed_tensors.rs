@@ -16,6 +16,7 @@ pub const LEAVES: Leaves = Leaves {
     scales: "weight_scale",
     global: "weight_global_scale",
     input: "input_global_scale",
+    pre_quant: None,
 };
 
 /// Shape of a global scale.

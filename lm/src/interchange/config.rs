@@ -20,6 +20,9 @@ pub struct QuantConfig {
     pub scheme: Scheme,
     /// Whether keys and values are cached in FP8 under scales of the file.
     pub kv_cache_fp8: bool,
+    /// Whether layers may multiply their input by a scale for each feature: ModelOpt's `NVFP4_AWQ`,
+    /// which is a W4A4 scheme.
+    pub pre_quant: bool,
     /// The modules that are not quantized, as written: names, and patterns of the dialect.
     pub exclude: Vec<String>,
 }
@@ -39,8 +42,9 @@ impl QuantConfig {
         let file = hf_quant_config.map(read_hf_quant_config).transpose()?;
         if let (Some(inline), Some(file)) = (&inline, &file) {
             let set = |config: &Self| config.exclude.iter().cloned().collect::<BTreeSet<_>>();
-            let same = (inline.dialect, inline.scheme, inline.kv_cache_fp8)
-                == (file.dialect, file.scheme, file.kv_cache_fp8)
+            let scheme = |config: &Self| (config.dialect, config.scheme, config.pre_quant);
+            let same = scheme(inline) == scheme(file)
+                && inline.kv_cache_fp8 == file.kv_cache_fp8
                 && set(inline) == set(file);
             ensure!(
                 same,
@@ -71,22 +75,28 @@ impl QuantConfig {
     /// The content of hf_quant_config.json, which only ModelOpt has.
     pub fn hf_quant_config(&self) -> Option<Value> {
         (self.dialect == Dialect::ModelOpt).then(|| {
+            let mut quantization = json!({
+                "quant_algo": self.quant_algo(),
+                "kv_cache_quant_algo": self.kv_cache_fp8.then_some("FP8"),
+                "group_size": 16,
+                "exclude_modules": self.exclude,
+            });
+            if self.pre_quant {
+                quantization["has_zero_point"] = json!(false);
+                quantization["pre_quant_scale"] = json!(true);
+            }
             json!({
                 "producer": {"name": "modelopt", "version": MODELOPT_VERSION},
-                "quantization": {
-                    "quant_algo": self.quant_algo(),
-                    "kv_cache_quant_algo": self.kv_cache_fp8.then_some("FP8"),
-                    "group_size": 16,
-                    "exclude_modules": self.exclude,
-                }
+                "quantization": quantization,
             })
         })
     }
 
     fn quant_algo(&self) -> &'static str {
-        match self.scheme {
-            Scheme::W4a16 => "W4A16_NVFP4",
-            Scheme::W4a4 => "NVFP4",
+        match (self.scheme, self.pre_quant) {
+            (_, true) => "NVFP4_AWQ",
+            (Scheme::W4a16, false) => "W4A16_NVFP4",
+            (Scheme::W4a4, false) => "NVFP4",
         }
     }
 
@@ -177,7 +187,7 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
         let quantization = file
             .get("quantization")
             .context("quantization is missing")?;
-        let scheme = read_quant_algo(text(quantization, "quant_algo")?)?;
+        let (scheme, pre_quant) = read_quant_algo(text(quantization, "quant_algo")?)?;
         expect(quantization, "group_size", &json!(16))?;
         // vLLM refuses files without it, even where nothing is cached in FP8.
         let kv_cache = quantization
@@ -192,21 +202,20 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
             dialect: Dialect::ModelOpt,
             scheme,
             kv_cache_fp8,
+            pre_quant,
             exclude: strings(quantization, "exclude_modules")?,
         })
     };
     read().context("hf_quant_config.json")
 }
 
-fn read_quant_algo(name: &str) -> Result<Scheme> {
+/// The scheme, and whether layers may have a `pre_quant_scale`.
+fn read_quant_algo(name: &str) -> Result<(Scheme, bool)> {
     match name {
-        "NVFP4" => Ok(Scheme::W4a4),
-        "W4A16_NVFP4" => Ok(Scheme::W4a16),
-        "NVFP4_AWQ" => bail!(
-            "quant_algo is NVFP4_AWQ, whose layers divide their input by a pre_quant_scale: this \
-             is not supported, only NVFP4 and W4A16_NVFP4"
-        ),
-        other => bail!("quant_algo is {other:?}, but it may be NVFP4 or W4A16_NVFP4"),
+        "NVFP4" => Ok((Scheme::W4a4, false)),
+        "W4A16_NVFP4" => Ok((Scheme::W4a16, false)),
+        "NVFP4_AWQ" => Ok((Scheme::W4a4, true)),
+        other => bail!("quant_algo is {other:?}, but it may be NVFP4, NVFP4_AWQ or W4A16_NVFP4"),
     }
 }
 
@@ -217,11 +226,14 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         other => bail!("quant_method is {other:?}, but it may be modelopt or compressed-tensors"),
     };
     let (weights_only, format) = read_groups(inline)?;
-    let scheme = match dialect {
+    let (scheme, pre_quant) = match dialect {
         Dialect::ModelOpt => match read_quant_algo(text(inline, "quant_algo")?)? {
+            (_, true) if weights_only == Some(true) => {
+                bail!("quant_algo is NVFP4_AWQ, but config_groups have no input_activations")
+            }
             // As vLLM reads it: NVFP4 whose groups have no input_activations is weight-only.
-            Scheme::W4a4 if weights_only == Some(true) => Scheme::W4a16,
-            Scheme::W4a16 if weights_only == Some(false) => {
+            (Scheme::W4a4, _) if weights_only == Some(true) => (Scheme::W4a16, false),
+            (Scheme::W4a16, _) if weights_only == Some(false) => {
                 bail!("quant_algo is W4A16_NVFP4, but a group has input_activations")
             }
             scheme => scheme,
@@ -242,8 +254,8 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
                 status.unwrap_or_default()
             );
             match weights_only.context("config_groups is missing")? {
-                true => Scheme::W4a16,
-                false => Scheme::W4a4,
+                true => (Scheme::W4a16, false),
+                false => (Scheme::W4a4, false),
             }
         }
     };
@@ -251,6 +263,7 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         dialect,
         scheme,
         kv_cache_fp8: read_kv_cache(inline)?,
+        pre_quant,
         exclude: strings(inline, "ignore")?,
     })
 }
@@ -323,11 +336,24 @@ mod tests {
                         dialect,
                         scheme,
                         kv_cache_fp8,
+                        pre_quant: false,
                         exclude,
                     });
                 }
             }
         }
+        let of_awq = |config: &QuantConfig| {
+            config.dialect == Dialect::ModelOpt && config.scheme == Scheme::W4a4
+        };
+        let awq: Vec<_> = all
+            .iter()
+            .filter(|config| of_awq(config))
+            .cloned()
+            .collect();
+        all.extend(awq.into_iter().map(|config| QuantConfig {
+            pre_quant: true,
+            ..config
+        }));
         all
     }
 
@@ -373,7 +399,8 @@ mod tests {
         use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};
         for (dialect, pointer, value, says) in [
             (Mo, "/quant_method", json!("awq"), "quant_method"),
-            (Mo, "/quant_algo", json!("NVFP4_AWQ"), "pre_quant_scale"),
+            (Mo, "/quant_algo", json!("NVFP4_AWQ"), "pre_quant: true"),
+            (Mo, "/quant_algo", json!("W4A8_AWQ"), "NVFP4_AWQ"),
             (Mo, "/quant_algo", json!(4), "quant_algo is 4"),
             (Mo, "/ignore", json!("lm_head"), "ignore"),
             (Mo, "/ignore", json!(["other"]), "hf_quant_config.json"),

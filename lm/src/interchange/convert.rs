@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use safetensors::Dtype;
 use serde::Serialize;
 
@@ -36,7 +36,8 @@ pub struct Conversion {
 /// as the names that they match. Files beside the tensors (tokenizer, chat template) are copied.
 ///
 /// # Errors
-/// When `out` exists and is not empty, or the disk refuses.
+/// When `out` exists and is not empty, or the disk refuses; from ModelOpt's `NVFP4_AWQ` to the other
+/// dialect, when a layer has a `pre_quant_scale`, by its name.
 pub fn convert(
     from: &Checkpoint,
     to: Dialect,
@@ -46,6 +47,14 @@ pub fn convert(
     let config = from.config();
     let config = config.context("there is no quantization to convert")?;
     let same = config.dialect == to;
+    if !same && let Some(module) = first_pre_quant(from) {
+        bail!(
+            "{module} multiplies its input by a scale for each feature (pre_quant_scale of \
+             NVFP4_AWQ), which {} does not have, and which no other tensor can take over without \
+             rounding its codes again: quantize the model for {0} with --smooth awq",
+            to.name()
+        );
+    }
     create_empty(out)?;
     let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
     for name in from.plain() {
@@ -90,6 +99,8 @@ pub fn convert(
     };
     let written = QuantConfig {
         dialect: to,
+        // A checkpoint of NVFP4_AWQ may have no such scale left.
+        pre_quant: same && config.pre_quant,
         exclude,
         ..config.clone()
     };
@@ -101,6 +112,13 @@ pub fn convert(
     write_configs(out, &json, &written)?;
     copy_companions(from.folder(), out)?;
     Ok(done)
+}
+
+/// A layer whose input is multiplied by a scale for each feature.
+fn first_pre_quant(from: &Checkpoint) -> Option<&str> {
+    let mut layers = from.layers().iter();
+    let (module, _) = layers.find(|(_, layer)| layer.pre_quant)?;
+    Some(module)
 }
 
 /// The exclusions of a folder in which `unquantized` are the linear layers that are not quantized:

@@ -11,10 +11,12 @@ pub struct Leaves {
     pub global: &'static str,
     /// The global scale of the input.
     pub input: &'static str,
+    /// By what the input is multiplied, feature by feature, where the dialect has it.
+    pub pre_quant: Option<&'static str>,
 }
 
 impl Leaves {
-    /// All four.
+    /// The four that every dialect has.
     pub const fn all(self) -> [&'static str; 4] {
         [self.codes, self.scales, self.global, self.input]
     }

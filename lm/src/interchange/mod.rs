@@ -8,8 +8,10 @@
 //! | block scales | `weight_scale` F8_E4M3 `[n, k/16]` | the same |
 //! | global scale | `weight_scale_2` F32 `[]`, multiplies | `weight_global_scale` `[1]`, divides |
 //! | input scale | `input_scale` F32 `[]`, multiplies | `input_global_scale` `[1]`, divides |
+//! | scale of input features | `pre_quant_scale` `[k]`, of `NVFP4_AWQ` | none |
 //!
 //! - [`packed`]: one weight, its global scale with its meaning, and dequantization.
+//! - [`PreQuantScale`]: factors of the input features.
 //! - [`names`]: fused groups, experts and routers by the names of modules.
 //! - [`exclude`]: which modules a file says are not quantized.
 //! - [`config`]: the JSON of both dialects.
@@ -30,6 +32,7 @@ mod leaves;
 pub mod modelopt;
 pub mod names;
 pub mod packed;
+mod pre_quant;
 mod tensors;
 
 use anyhow::Result;
@@ -42,6 +45,7 @@ pub use config::QuantConfig;
 pub use convert::{Conversion, convert};
 pub use leaves::Leaves;
 pub use packed::{Arithmetic, GlobalScale, PackedWeight};
+pub use pre_quant::PreQuantScale;
 
 /// Whose conventions a checkpoint follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -153,6 +157,8 @@ impl Scheme {
     }
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod pre_quant_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(all(test, feature = "flex"))]

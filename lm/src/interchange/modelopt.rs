@@ -2,7 +2,9 @@
 //! modelopt 0.47).
 //!
 //! Scales multiply: `weight_scale_2` and `input_scale` are about amax / 2688, F32 scalars of shape
-//! `[]`. The FP8 cache has `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, amax / 448.
+//! `[]`. In checkpoints of `NVFP4_AWQ` layers may have a `pre_quant_scale` `[k]` in the type of the
+//! model: their input is multiplied by it before it is quantized, and the weight was divided by it.
+//! The FP8 cache has `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, amax / 448.
 
 use anyhow::Result;
 
@@ -16,6 +18,7 @@ pub const LEAVES: Leaves = Leaves {
     scales: "weight_scale",
     global: "weight_scale_2",
     input: "input_scale",
+    pre_quant: Some("pre_quant_scale"),
 };
 
 /// Shape of a global scale.

@@ -6,6 +6,8 @@ use nvfp4_kernels::{
     Amax, BLOCK, BlockScaling, Format, QuantizedTensor, ScaleLayout, Storage, Usage,
 };
 
+use super::PreQuantScale;
+
 /// 6 · 448: the largest magnitude that codes and block scales express under a global scale of 1.
 pub const RANGE: f32 = 2688.0;
 
@@ -117,6 +119,7 @@ pub struct PackedWeight {
     scales: Vec<u8>,
     global: GlobalScale,
     input_global: Option<GlobalScale>,
+    pre_quant: Option<PreQuantScale>,
 }
 
 impl PackedWeight {
@@ -164,6 +167,7 @@ impl PackedWeight {
             scales,
             global,
             input_global,
+            pre_quant: None,
         })
     }
 
@@ -243,10 +247,36 @@ impl PackedWeight {
         Ok(self)
     }
 
-    /// Bytes of codes, block scales and global scales.
+    /// By what the input is multiplied before this weight, if it is.
+    pub const fn pre_quant(&self) -> Option<&PreQuantScale> {
+        self.pre_quant.as_ref()
+    }
+
+    /// The same weight, whose input is multiplied by `scale` first.
+    ///
+    /// # Errors
+    /// When it has another number of features.
+    pub fn with_pre_quant(mut self, scale: Option<PreQuantScale>) -> Result<Self> {
+        if let Some(scale) = &scale {
+            ensure!(
+                scale.values().len() == self.k,
+                "the input is multiplied by {} factors, but the weight has {} input features",
+                scale.values().len(),
+                self.k
+            );
+        }
+        self.pre_quant = scale;
+        Ok(self)
+    }
+
+    /// Bytes of codes, block scales and global scales, and of what the input is multiplied by.
     pub fn bytes(&self) -> usize {
         let globals = 1 + usize::from(self.input_global.is_some());
-        self.codes.len() + self.scales.len() + 4 * globals
+        let pre_quant = self
+            .pre_quant
+            .as_ref()
+            .map_or(0, |scale| scale.bytes().len());
+        self.codes.len() + self.scales.len() + 4 * globals + pre_quant
     }
 
     /// Set the codes of blocks whose scale byte is 0 to 0, and count the bytes that changed.
@@ -264,7 +294,20 @@ impl PackedWeight {
         changed
     }
 
-    /// The values `[n, k]`, row-major.
+    /// The values `[n, k]`, row-major, by which the layer multiplies the input that it is given:
+    /// those of [`dequantize`](Self::dequantize), with what the input would be multiplied by.
+    pub fn effective(&self, arithmetic: Arithmetic) -> Vec<f32> {
+        let mut values = self.dequantize(arithmetic);
+        if let Some(scale) = &self.pre_quant {
+            for row in values.chunks_exact_mut(self.k) {
+                let factors = row.iter_mut().zip(scale.values());
+                factors.for_each(|(value, factor)| *value *= factor);
+            }
+        }
+        values
+    }
+
+    /// The values `[n, k]` of the codes, row-major.
     pub fn dequantize(&self, arithmetic: Arithmetic) -> Vec<f32> {
         let factor = self.global.decode();
         let (divisor, _) = self.global.to_divisor();

@@ -1,11 +1,11 @@
 //! The tensors of one quantized layer, whatever their names: what both dialects share.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nvfp4_kernels::BLOCK;
 use safetensors::Dtype;
 
-use super::Leaves;
 use super::packed::{GlobalScale, PackedWeight, check_scales};
+use super::{Leaves, PreQuantScale};
 use crate::hf::{TensorFolder, TensorWriter};
 
 /// A quantized layer without its codes.
@@ -19,7 +19,9 @@ pub struct LayerInfo {
     pub global: GlobalScale,
     /// The global scale of the input.
     pub input_global: Option<GlobalScale>,
-    /// Bytes of its four tensors.
+    /// Whether its input is multiplied by a scale for each feature first.
+    pub pre_quant: bool,
+    /// Bytes of its tensors.
     pub bytes: usize,
 }
 
@@ -77,14 +79,30 @@ pub(super) fn read_info(
         true => Some(scalar(leaves.input)?),
         false => None,
     };
+    let pre_quant = read_pre_quant(tensors, (module, leaves), k)?;
+    let features = pre_quant.as_ref().map_or(0, |scale| scale.bytes().len());
     let globals = 1 + usize::from(input_global.is_some());
     Ok(LayerInfo {
         n,
         k,
         global: scalar(leaves.global)?,
         input_global,
-        bytes: codes.bytes.len() + scales.bytes.len() + 4 * globals,
+        pre_quant: pre_quant.is_some(),
+        bytes: codes.bytes.len() + scales.bytes.len() + 4 * globals + features,
     })
+}
+
+/// The scale of the `k` input features of `module`, if the dialect has it and it is there.
+pub(super) fn read_pre_quant(
+    tensors: &TensorFolder,
+    (module, leaves): (&str, Leaves),
+    k: usize,
+) -> Result<Option<PreQuantScale>> {
+    let name = leaves.pre_quant.map(|leaf| format!("{module}.{leaf}"));
+    match name.and_then(|name| tensors.find(&name)) {
+        Some(tensor) => PreQuantScale::read(&tensor, k).map(Some),
+        None => Ok(None),
+    }
 }
 
 /// The weight of `module`, whose scalars mean `form`.
@@ -99,7 +117,9 @@ pub(super) fn read(
     };
     let (codes, scales) = (bytes(leaves.codes)?, bytes(leaves.scales)?);
     let shape = [info.n, info.k];
+    let pre_quant = read_pre_quant(tensors, (module, leaves), info.k)?;
     PackedWeight::new(shape, codes, scales, info.global, info.input_global)
+        .and_then(|weight| weight.with_pre_quant(pre_quant))
         .with_context(|| module.to_owned())
 }
 
@@ -112,6 +132,14 @@ pub(super) fn write(
     convert: impl Fn(GlobalScale) -> (GlobalScale, u32),
 ) -> Result<u32> {
     let name = |leaf: &str| format!("{module}.{leaf}");
+    match (weight.pre_quant(), leaves.pre_quant) {
+        (None, _) => {}
+        (Some(scale), Some(leaf)) => scale.write(writer, &name(leaf))?,
+        (Some(_), None) => bail!(
+            "{module} multiplies its input by a scale for each feature (pre_quant_scale), for \
+             which this dialect has no tensor: only modelopt has"
+        ),
+    }
     // Where the scale is 0, codes must be 0 too: readers may raise the scale.
     let mut weight = weight.clone();
     weight.clear_zero_blocks();

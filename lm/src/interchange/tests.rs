@@ -221,6 +221,7 @@ impl Model {
                 dialect,
                 scheme,
                 kv_cache_fp8: false,
+                pre_quant: false,
                 exclude: vec!["lm_head".into(), "model.layers.0.mlp.gate".into()],
             },
         }

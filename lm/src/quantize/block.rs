@@ -87,6 +87,12 @@ impl BlockQuantizer {
         }
     }
 
+    /// The weighted squared error of `block` under its scale byte; see
+    /// [`scale_byte`](Self::scale_byte).
+    pub fn least_error(&self, block: &[f32], weights: &[f32]) -> f64 {
+        self.error(block, weights, self.scale_byte(block, weights))
+    }
+
     /// Of `base` and `others` the first byte with the smallest error.
     fn best(
         &self,

@@ -1,6 +1,5 @@
 //! A model folder to a quantized one, one decoder layer at a time.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -11,17 +10,18 @@ use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
+use super::inputs::Inputs;
 use super::journal::{self, Journal, MadeFrom};
-use super::plan::Plan;
+use super::plan::{Plan, layer_of};
 use super::report::{LayerReport, PartReport, Quantized};
-use super::rules::block_amax;
-use super::stats::{Calibration, InputStats};
-use super::{Method, quantize_weight, sqnr};
+use super::rules::{Rule, block_amax};
+use super::smooth::{Smoother, Smoothing};
+use super::stats::Calibration;
+use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::{TensorFolder, TensorWriter};
+use crate::hf::{DecoderConfig, TensorFolder, TensorWriter};
 use crate::interchange::convert::{copy_companions, exclusions, write_configs};
-use crate::interchange::names::expert_projection;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 
 /// The file that says how a folder was quantized. No reader of checkpoints looks at it.
@@ -43,6 +43,8 @@ pub struct QuantizeOptions {
     pub input_scale: Option<f32>,
     /// Whether scales for keys and values that are cached in FP8 are written.
     pub kv_cache_fp8: bool,
+    /// How inputs are smoothed first.
+    pub smooth: Smoothing,
 }
 
 /// Quantize the model in the folder `model` to the folder `out`, with what `calibration` knows of
@@ -76,6 +78,7 @@ pub struct Quantization {
     /// config.json of the model.
     json: Map<String, Value>,
     plan: Plan,
+    smoother: Smoother,
     journal: Journal,
 }
 
@@ -121,6 +124,18 @@ impl Quantization {
         let json = read_config(model)?;
         let plan = Plan::new(&tensors, &options.exclude)?;
         options.check(!calibration.is_empty())?;
+        let smoother = match options.smooth {
+            Smoothing::None => Smoother::default(),
+            Smoothing::Awq => {
+                let config = DecoderConfig::from_json(&json);
+                let config = config.with_context(|| {
+                    format!(
+                        "smooth is awq, for which {CONFIG_FILE} must say which layers read what"
+                    )
+                })?;
+                Smoother::new(&config, &tensors, &plan, options.kv_cache_fp8)
+            }
+        };
         let mut made_from = calibration;
         made_from.extend(options.made_from());
         let hash = format!("{:016x}", journal::hash_of(&tensors));
@@ -133,6 +148,7 @@ impl Quantization {
             tensors,
             json,
             plan,
+            smoother,
             journal,
         })
     }
@@ -191,21 +207,37 @@ impl Quantization {
         progress: &mut dyn FnMut(usize, &str),
     ) -> Result<PartReport> {
         let options = &self.options;
+        let rule = Rule::of(options.dialect);
+        let kind = (rule, options.method.choice());
+        let layer = layer_of(&part[0][0]);
+        let smooth = self.smoother.scales(layer, &self.tensors, inputs, kind)?;
+        smooth.write_plain(writer)?;
         let mut done = PartReport::default();
         for group in part {
             let mut weights = Vec::new();
             for module in group {
                 let tensor = self.tensors.get(&format!("{module}.weight"))?;
-                weights.push((module, tensor, tensor.to_f32()?));
+                let mut values = tensor.to_f32()?;
+                smooth.apply(module, &mut values);
+                weights.push((module, tensor, values));
             }
             let amax =
                 (weights.iter()).fold(0.0f32, |amax, (_, _, values)| amax.max(block_amax(values)));
-            let input_global = inputs.global(group, options)?;
+            let input_global = match (options.scheme, options.input_scale) {
+                (Scheme::W4a16, _) => None,
+                (Scheme::W4a4, Some(scale)) => Some(GlobalScale::Multiply(scale)),
+                (Scheme::W4a4, None) => {
+                    Some(inputs.global(group, rule, |module| smooth.columns(module))?)
+                }
+            };
             for (module, tensor, values) in weights {
                 progress(done.layers.len(), module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
-                let stats = inputs.of(module);
-                if !inputs.calibration.is_empty() && stats.is_none() {
+                let read = inputs.of(module);
+                let divided = read.zip(smooth.columns(module));
+                let divided = divided.map(|(stats, columns)| stats.divided(columns));
+                let stats = divided.as_ref().or(read);
+                if !inputs.is_empty() && stats.is_none() {
                     done.unseen.push(module.clone());
                 }
                 // Without the moments of its input, a layer that no token reached is searched.
@@ -218,12 +250,18 @@ impl Quantization {
                     .and_then(|weight| weight.with_input_global(input_global))
                     .with_context(|| tensor.to_string())?;
                 options.dialect.write(writer, module, &weight)?;
+                // Of the weight that the model had: the scales are taken out again.
+                let values = tensor.to_f32()?;
+                let mut quantized = weight.dequantize(options.dialect.arithmetic());
+                smooth.undo(module, &mut quantized);
                 done.layers.push(LayerReport {
                     module: module.clone(),
                     shape,
                     bytes_before: tensor.bytes.len(),
                     bytes: weight.bytes(),
-                    sqnr: sqnr(&values, &weight.dequantize(options.dialect.arithmetic())),
+                    sqnr: sqnr(&values, &quantized),
+                    weighted_sqnr: read
+                        .map(|stats| weighted_sqnr(&values, &quantized, &stats.mean_squares())),
                 });
             }
         }
@@ -237,7 +275,9 @@ impl Quantization {
         let mut done = Quantized::default();
         for name in &self.plan.copied {
             let tensor = self.tensors.get(name)?;
-            writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            if !self.smoother.rewrites(name) {
+                writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            }
             let module = name.strip_suffix(".weight").unwrap_or(name);
             match self.plan.kept.get(module) {
                 Some(&kept) => done.kept.push((module.into(), kept, tensor.bytes.len())),
@@ -284,6 +324,11 @@ impl QuantizeOptions {
              text, or choose rtn, 4over6 or search"
         );
         ensure!(
+            self.smooth == Smoothing::None || calibrated,
+            "smooth is {}, which needs the size of every layer's input features: calibrate on text",
+            self.smooth.name()
+        );
+        ensure!(
             !self.kv_cache_fp8 || calibrated,
             "kv is fp8, which needs the largest keys and values of every layer: calibrate on text"
         );
@@ -304,6 +349,7 @@ impl QuantizeOptions {
                 json!(self.input_scale.map(|scale| scale.to_string())),
             ),
             ("kv", json!(if self.kv_cache_fp8 { "fp8" } else { "none" })),
+            ("smooth", json!(self.smooth.name())),
         ];
         options.map(|(name, value)| (name.to_owned(), value)).into()
     }
@@ -323,6 +369,7 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
         dialect: options.dialect,
         scheme: options.scheme,
         kv_cache_fp8: options.kv_cache_fp8,
+        pre_quant: false,
         exclude: exclusions(kept, options.dialect),
     }
 }
@@ -382,66 +429,11 @@ fn write_provenance(
             ScaleChoice::FourOverSix => "4over6",
             ScaleChoice::Search => "search",
         },
+        "smooth": options.smooth.name(),
         "exclude": exclude,
         "input_scale": options.input_scale,
         "kv_cache": options.kv_cache_fp8.then_some("fp8"),
         "calibration_tokens": tokens,
     });
     write_json(&out.join(PROVENANCE), &json)
-}
-
-/// The calibration, and what experts that no token reached take from their layer's others.
-struct Inputs<'a> {
-    calibration: &'a Calibration,
-    /// The largest magnitude of the inputs of each projection over all experts of its layer.
-    experts: BTreeMap<String, f32>,
-}
-
-impl<'a> Inputs<'a> {
-    fn new(calibration: &'a Calibration) -> Self {
-        let mut experts: BTreeMap<String, f32> = BTreeMap::new();
-        for (module, stats) in &calibration.inputs {
-            if let Some(projection) = expert_projection(module) {
-                let amax = experts.entry(projection).or_default();
-                *amax = amax.max(stats.amax());
-            }
-        }
-        Self {
-            calibration,
-            experts,
-        }
-    }
-
-    /// What is known of the input of `module`, if a token came to it.
-    fn of(&self, module: &str) -> Option<&'a InputStats> {
-        let stats = self.calibration.inputs.get(module)?;
-        (stats.tokens() > 0).then_some(stats.as_ref())
-    }
-
-    /// The static global scale of the input of `group`, of whose members one scale is written:
-    /// the largest of theirs, or, where no token came to any, of all experts of the layer.
-    fn global(&self, group: &[String], options: &QuantizeOptions) -> Result<Option<GlobalScale>> {
-        if options.scheme == Scheme::W4a16 {
-            return Ok(None);
-        }
-        if let Some(scale) = options.input_scale {
-            return Ok(Some(GlobalScale::Multiply(scale)));
-        }
-        let largest = |amax: f32, other: f32| amax.max(other);
-        let own = group
-            .iter()
-            .filter_map(|module| Some(self.of(module)?.amax()));
-        let mut amax = own.fold(0.0, largest);
-        if amax == 0.0 {
-            let experts = group.iter().filter_map(|module| expert_projection(module));
-            let all = experts.filter_map(|projection| self.experts.get(&projection).copied());
-            amax = all.fold(0.0, largest);
-        }
-        ensure!(
-            amax > 0.0 && amax.is_finite(),
-            "{}: the largest input that calibration saw is {amax}, from which no scale follows",
-            group[0]
-        );
-        Ok(Some(super::rules::Rule::of(options.dialect).global(amax)))
-    }
 }

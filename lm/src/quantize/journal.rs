@@ -46,11 +46,48 @@ pub(super) struct Journal {
     folder: PathBuf,
 }
 
-/// As it is in the file: the ratio by its bits, as JSON has no infinity.
+/// As it is in the file.
 #[derive(Serialize, Deserialize)]
 struct StoredReport {
-    layers: Vec<(String, [usize; 2], usize, usize, u64)>,
+    layers: Vec<StoredLayer>,
     unseen: Vec<String>,
+}
+
+/// A layer's row: ratios by their bits, as JSON has no infinity.
+#[derive(Serialize, Deserialize)]
+struct StoredLayer {
+    module: String,
+    shape: [usize; 2],
+    bytes_before: usize,
+    bytes: usize,
+    sqnr: u64,
+    weighted_sqnr: Option<u64>,
+}
+
+impl From<LayerReport> for StoredLayer {
+    fn from(layer: LayerReport) -> Self {
+        Self {
+            module: layer.module,
+            shape: layer.shape,
+            bytes_before: layer.bytes_before,
+            bytes: layer.bytes,
+            sqnr: layer.sqnr.to_bits(),
+            weighted_sqnr: layer.weighted_sqnr.map(f64::to_bits),
+        }
+    }
+}
+
+impl From<StoredLayer> for LayerReport {
+    fn from(layer: StoredLayer) -> Self {
+        Self {
+            module: layer.module,
+            shape: layer.shape,
+            bytes_before: layer.bytes_before,
+            bytes: layer.bytes,
+            sqnr: f64::from_bits(layer.sqnr),
+            weighted_sqnr: layer.weighted_sqnr.map(f64::from_bits),
+        }
+    }
 }
 
 /// Which input each module has, and the tokens of each input.
@@ -208,16 +245,8 @@ impl Journal {
             return Ok(None);
         }
         let stored: StoredReport = read_json(&folder.join(REPORT))?;
-        let layers = stored.layers.into_iter();
-        let layers = layers.map(|(module, shape, bytes_before, bytes, sqnr)| LayerReport {
-            module,
-            shape,
-            bytes_before,
-            bytes,
-            sqnr: f64::from_bits(sqnr),
-        });
         let report = PartReport {
-            layers: layers.collect(),
+            layers: stored.layers.into_iter().map(LayerReport::from).collect(),
             unseen: stored.unseen,
         };
         Ok(Some((TensorFolder::open(&folder)?, report)))
@@ -233,18 +262,8 @@ impl Journal {
             let mut writer = TensorWriter::create(folder, TensorWriter::SHARD_BYTES)?;
             let report = write(&mut writer)?;
             writer.finish()?;
-            let stored = |layer: LayerReport| {
-                let LayerReport {
-                    module,
-                    shape,
-                    bytes_before,
-                    bytes,
-                    sqnr,
-                } = layer;
-                (module, shape, bytes_before, bytes, sqnr.to_bits())
-            };
             let report = StoredReport {
-                layers: report.layers.into_iter().map(stored).collect(),
+                layers: report.layers.into_iter().map(StoredLayer::from).collect(),
                 unseen: report.unseen,
             };
             write_json(&folder.join(REPORT), &report)

@@ -5,6 +5,7 @@
 //! - [`gptq`]: errors made up for by later columns; [`linalg`] has its factorizations.
 //! - [`stats`]: what calibration knows of a layer's input; [`calibrate`] collects it, [`text`] from a
 //!   text that the model reads.
+//! - [`smooth`]: scales of input features that are folded into what makes the input.
 //! - [`plan`]: which layers of a model are quantized, and which share a global scale.
 //! - [`folder`]: a model folder to a quantized one, layer by layer; [`journal`] keeps what is done
 //!   of it, [`report`] what was quantized.
@@ -13,11 +14,13 @@ pub mod block;
 pub mod calibrate;
 pub mod folder;
 pub mod gptq;
+mod inputs;
 pub mod journal;
 pub mod linalg;
 pub mod plan;
 pub mod report;
 pub mod rules;
+pub mod smooth;
 pub mod stats;
 pub mod text;
 
@@ -31,6 +34,7 @@ use rules::{Rule, check_matrix};
 
 pub use folder::{Quantization, QuantizeOptions, quantize_folder};
 pub use report::{LayerReport, Quantized};
+pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
 
 /// How weights are quantized.
@@ -130,6 +134,20 @@ fn round_rows(
     (codes.concat(), scales.concat())
 }
 
+/// The [`sqnr`] of rows as wide as `weights`, by which squares of values and errors are multiplied.
+pub fn weighted_sqnr(values: &[f32], quantized: &[f32], weights: &[f32]) -> f64 {
+    let root: Vec<f32> = weights.iter().map(|weight| weight.sqrt()).collect();
+    let scaled = |values: &[f32]| -> Vec<f32> {
+        let roots = root.iter().cycle();
+        values
+            .iter()
+            .zip(roots)
+            .map(|(value, root)| value * root)
+            .collect()
+    };
+    sqnr(&scaled(values), &scaled(quantized))
+}
+
 /// Signal-to-quantization-noise ratio in dB: 10 log₁₀(Σ w² / Σ (w − ŵ)²), infinite without noise.
 pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
     let (mut signal, mut noise) = (0.0f64, 0.0f64);
@@ -143,5 +161,7 @@ pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
     }
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod smooth_tests;
 #[cfg(test)]
 mod tests;

@@ -154,7 +154,7 @@ impl Plan {
 
 /// What the names of all modules of the decoder layer of `module` begin with:
 /// `model.layers.0`. Empty where it is in none.
-fn layer_of(module: &str) -> &str {
+pub(super) fn layer_of(module: &str) -> &str {
     let Some(begin) = module.find(".layers.").map(|at| at + ".layers.".len()) else {
         return "";
     };

@@ -15,6 +15,9 @@ pub struct LayerReport {
     pub bytes: usize,
     /// Signal-to-quantization-noise ratio of the weight, in dB.
     pub sqnr: f64,
+    /// The same with every squared value and error weighted by `E[x²]` of the input feature: about
+    /// that of the layer's output. `None` where nothing is known of the input.
+    pub weighted_sqnr: Option<f64>,
 }
 
 /// What was and what was not quantized.

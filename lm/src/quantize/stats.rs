@@ -90,6 +90,23 @@ impl InputStats {
         Ok(())
     }
 
+    /// The same of inputs that are divided by `columns`, feature by feature.
+    pub(super) fn divided(&self, columns: &[f32]) -> Self {
+        let mut divided = self.clone();
+        let columns: Vec<f64> = columns.iter().map(|&s| f64::from(s)).collect();
+        for (j, &s) in columns.iter().enumerate() {
+            divided.amax[j] = (f64::from(divided.amax[j]) / s) as f32;
+            divided.squares[j] /= s * s;
+        }
+        if let Some(products) = &mut divided.products {
+            for (i, row) in products.chunks_mut(self.k).enumerate() {
+                let sums = row.iter_mut().zip(&columns);
+                sums.for_each(|(sum, s)| *sum /= columns[i] * s);
+            }
+        }
+        divided
+    }
+
     /// Input features.
     pub const fn k(&self) -> usize {
         self.k

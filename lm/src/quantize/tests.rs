@@ -321,6 +321,7 @@ fn options(dialect: Dialect, scheme: Scheme, method: Method) -> QuantizeOptions 
         exclude: Vec::new(),
         input_scale: None,
         kv_cache_fp8: false,
+        smooth: Smoothing::None,
     }
 }
 
@@ -567,6 +568,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
 
     let mut options = options(Dialect::CompressedTensors, Scheme::W4a4, Method::Gptq);
     options.kv_cache_fp8 = true;
+    options.smooth = Smoothing::Awq;
     let reads = || -> MadeFrom { [("calibration".to_owned(), "a text".into())].into() };
     let scratch = Scratch::new("quantize-resume");
     let (whole, killed) = (scratch.join("whole"), scratch.join("killed"));
@@ -603,6 +605,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     refused("scheme", &|options| options.scheme = Scheme::W4a16);
     refused("dialect", &|options| options.dialect = Dialect::ModelOpt);
     refused("kv", &|options| options.kv_cache_fp8 = false);
+    refused("smooth", &|options| options.smooth = Smoothing::None);
     refused("input-scale", &|options| options.input_scale = Some(1.0));
     refused("exclude", &|options| {
         options.exclude = vec![Regex::new("q_proj").unwrap()];

@@ -172,6 +172,11 @@ impl Rows {
         pieces.map(|piece| piece.inputs.len()).sum()
     }
 
+    /// Documents of the row that has most, the padding not counted.
+    pub fn most_documents(&self) -> usize {
+        self.rows.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
     /// The inputs of the first `most` rows, one behind another, without padding.
     ///
     /// # Errors
@@ -245,13 +250,29 @@ impl RowBatch {
     /// # Errors
     /// When there is no row.
     pub fn tensors(&self, device: &Device) -> Result<(Tensor<2, Int>, Tensor<1, Int>, PackedRows)> {
+        self.tensors_with_room(None, device)
+    }
+
+    /// The same; with `documents`, all batches of so many rows have the same shapes, see
+    /// [`PackedRows::with_room`].
+    ///
+    /// # Errors
+    /// When there is no row, or there are more documents.
+    pub fn tensors_with_room(
+        &self,
+        documents: Option<usize>,
+        device: &Device,
+    ) -> Result<(Tensor<2, Int>, Tensor<1, Int>, PackedRows)> {
         let (rows, time) = (self.lengths.len(), self.context);
         let inputs = TensorData::new(self.inputs.clone(), [rows, time]);
         let targets = TensorData::new(self.targets.clone(), [rows * time]);
         Ok((
             Tensor::from_data(inputs, (device, DType::I32)),
             Tensor::from_data(targets, (device, DType::I32)),
-            PackedRows::new(&self.lengths, time, device)?,
+            match documents {
+                None => PackedRows::new(&self.lengths, time, device)?,
+                Some(most) => PackedRows::with_room(&self.lengths, [time, most], device)?,
+            },
         ))
     }
 }

@@ -1,0 +1,101 @@
+//! Packed layers that multiply their input by a scale for each feature first: ModelOpt's `NVFP4_AWQ`.
+
+use anyhow::Result;
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Int, IntDType, Tensor};
+use burn_nvfp4::ExpertOffsets;
+use burn_nvfp4::nn::{Nvfp4PackedGroupedLinear, Nvfp4PackedLinear};
+
+use crate::model::cast;
+
+/// `y = (x s) W + b` with a weight in NVFP4.
+#[derive(Module, Debug)]
+pub struct ScaledPackedLinear {
+    /// s, `[d_in]`, f32.
+    pub scale: Param<Tensor<1>>,
+    /// The layer behind it.
+    pub linear: Nvfp4PackedLinear,
+}
+
+impl ScaledPackedLinear {
+    /// Of a scale `[d_in]` and a layer of as many input features.
+    pub fn new(scale: Tensor<1>, linear: Nvfp4PackedLinear) -> Self {
+        let scale = Param::from_tensor(scale).set_require_grad(false);
+        Self { scale, linear }
+    }
+
+    /// `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit.
+    pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+        let scale = cast(self.scale.val(), x.dtype().into());
+        Ok(self.linear.try_forward(x * scale.unsqueeze())?)
+    }
+}
+
+/// The same for each expert, applied to tokens that are sorted by expert.
+#[derive(Module, Debug)]
+pub struct ScaledPackedExperts {
+    /// s of each expert, `[experts, d_in]`, f32.
+    pub scale: Param<Tensor<2>>,
+    /// The layers behind it.
+    pub linear: Nvfp4PackedGroupedLinear,
+}
+
+impl ScaledPackedExperts {
+    /// Of a scale `[experts, d_in]` and layers of as many input features.
+    pub fn new(scale: Tensor<2>, linear: Nvfp4PackedGroupedLinear) -> Self {
+        let scale = Param::from_tensor(scale).set_require_grad(false);
+        Self { scale, linear }
+    }
+
+    /// `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
+    ///
+    /// # Errors
+    /// When a shape, type or device does not fit.
+    pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
+        let scale = cast(self.scale.val(), x.dtype().into());
+        let [rows, _] = x.dims();
+        let scale = scale.select(0, expert_of_rows(rows, experts));
+        Ok(self.linear.try_forward(x * scale, experts)?)
+    }
+}
+
+/// The expert of each row: as many as begin at or before it, less one. Nothing is read back from
+/// the device.
+fn expert_of_rows(rows: usize, experts: &ExpertOffsets) -> Tensor<1, Int> {
+    let offsets = experts.offsets().clone();
+    let ([count], device) = (offsets.dims(), offsets.device());
+    let rows = Tensor::<1, Int>::arange(0..rows as i64, (&device, DType::I32));
+    // Of the ends, that of the last expert is left out: rows behind it are its own.
+    if count == 2 {
+        return rows.zeros_like();
+    }
+    let ends = offsets.narrow(0, 1, count - 2).cast(IntDType::I32);
+    let has_ended = (rows.unsqueeze_dim::<2>(1)).greater_equal(ends.unsqueeze_dim::<2>(0));
+    has_ended.int().sum_dim(1).flatten(0, 1)
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+
+    /// Experts without tokens, and rows behind all experts, which no layer reads.
+    #[test]
+    fn rows_have_the_expert_that_they_are_sorted_to() {
+        let device = Device::flex();
+        for (counts, rows, expected) in [
+            (vec![3], 3, vec![0, 0, 0]),
+            (vec![2, 0, 1, 0], 4, vec![0, 0, 2, 3]),
+            (vec![0, 0, 2], 2, vec![2, 2]),
+        ] {
+            let counts = Tensor::<1, Int>::from_ints(counts.as_slice(), &device);
+            let experts = ExpertOffsets::from_counts(counts, rows);
+            let found = expert_of_rows(rows, &experts).into_data();
+            assert_eq!(found.iter::<i64>().collect::<Vec<_>>(), expected);
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Steps of a graph have the bits of ordinary ones.
+
+use std::sync::{Mutex, PoisonError};
+
+use burn::module::Module;
+use burn::store::ModuleRecord;
+use burn::tensor::Device;
+
+use super::tests::{config, data};
+use super::*;
+use crate::decoder::LoraConfig;
+use crate::decoder::lora::DEFAULT_TARGETS;
+use crate::hf::golden::{Scratch, golden};
+use crate::train::Outcome;
+
+/// The device with graphs that the environment names, how the run names it, and steps. CubeCL's CPU
+/// runtime takes the three steps before the capture.
+fn device(test: &str) -> Option<(Device, bool, u64)> {
+    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+        #[cfg(feature = "cpu")]
+        Ok("cpu") => Some((Device::cpu(), false, 3)),
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => Some((Device::cuda(0), true, 24)),
+        _ => {
+            println!(
+                "SKIPPED: finetune::graph_tests::{test}: NVFP4_TEST_DEVICE names no device with \
+                 graphs"
+            );
+            None
+        }
+    }
+}
+
+/// Losses of all steps and parameters, as bits.
+fn trained(config: &FinetuneConfig, device: &Device, folder: &Scratch) -> (Vec<u64>, Vec<u8>) {
+    let data = data(config);
+    let out = folder.join(if config.graph { "graph" } else { "ordinary" });
+    let mut run = Finetune::open(config, &data, device, &out).unwrap();
+    assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
+    let rows = run.rows().iter();
+    let losses = rows.flat_map(|row| [row.train_loss, row.valid_loss]);
+    let losses: Vec<u64> = losses.flatten().map(f64::to_bits).collect();
+    assert_eq!(losses.len() as u64, config.steps + 2);
+    let record: ModuleRecord = run.model().clone().into_record();
+    (losses, record.into_bytes().unwrap().to_vec())
+}
+
+/// A device has the steps of one graph at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn compare(test: &str, change: impl Fn(&mut FinetuneConfig)) {
+    let model = golden!("llama3-tiny");
+    let Some((device, _, steps)) = device(test) else {
+        return;
+    };
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = Scratch::new(&format!("finetune-graph-{test}"));
+    let mut config = config(&model, &folder, "nvidia");
+    (
+        config.steps,
+        config.warmup,
+        config.log_every,
+        config.eval_every,
+    ) = (steps, 1, 1, steps);
+    (config.context, config.batch, config.eval_rows) = (32, 1, 1);
+    // What the configuration says of graphs is of its own name for the device.
+    config.device = "cuda:0".into();
+    change(&mut config);
+    let ordinary = trained(&config, &device, &folder);
+    config.graph = true;
+    let captured = trained(&config, &device, &folder);
+    assert_eq!(captured.0, ordinary.0, "losses");
+    assert!(captured.1 == ordinary.1, "parameters");
+}
+
+#[test]
+fn steps_of_a_graph_are_ordinary_ones() {
+    compare("steps_of_a_graph_are_ordinary_ones", |config| {
+        config.accumulate = 2;
+    });
+}
+
+#[test]
+fn steps_of_a_graph_distill_into_adapters() {
+    compare("steps_of_a_graph_distill_into_adapters", |config| {
+        config.objective = Objective::Distillation {
+            teacher: config.model.clone(),
+            temperature: 2.0,
+        };
+        config.lora = Some(LoraConfig {
+            rank: 4,
+            alpha: 8.0,
+            targets: DEFAULT_TARGETS.into(),
+        });
+    });
+}

@@ -1,0 +1,615 @@
+//! AWQ-style smoothing: input features with large inputs get larger weights before quantization.
+//!
+//! A layer's product is the same if column j of its weight is multiplied by s(j) and its input
+//! divided by it. Where column j matters, s(j) > 1 makes its rounding error smaller against its own
+//! weights (Lin et al., arXiv 2306.00978). The division costs nothing at run time, because what
+//! makes the input takes it over:
+//!
+//! | reader | maker of its input | what is divided |
+//! |---|---|---|
+//! | q/k/v | `input_layernorm` | the gain |
+//! | gate/up, router | `post_attention_layernorm` | the gain |
+//! | down | up, whose output is multiplied by silu(gate) | its rows and bias |
+//! | o | v, of which attention gives weighted means | its rows and bias |
+//!
+//! All heads that read one head of values share its s.
+//!
+//! Before quantization the model computes the same, to the rounding of `f32`. A gain g is stored as
+//! g' = g / s, rounded to its type, and the columns are multiplied by g / g', not by s. A matrix
+//! that stays in high precision (router, excluded layer, bias) is multiplied by powers of two only,
+//! by which its elements do not round.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use half::{bf16, f16};
+use nvfp4_kernels::BLOCK;
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::block::{BlockQuantizer, ScaleChoice};
+use super::inputs::Inputs;
+use super::plan::Plan;
+use super::rules::Rule;
+use crate::decoder::names::{self, Site};
+use crate::hf::{DecoderConfig, FeedForwardConfig, TensorFolder, TensorWriter};
+
+/// Exponents that are tried: s = rms(x)^(i / 10), for i from 0 to this.
+const EXPONENTS: u32 = 10;
+/// Rows of each weight by whose errors they are compared, evenly spread.
+const SAMPLED_ROWS: usize = 256;
+/// Features whose inputs are smaller than this much of the largest are taken to be so large.
+const FLOOR: f64 = 1.0 / 1024.0;
+
+/// How inputs are smoothed before their layers are quantized.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum Smoothing {
+    /// Not at all
+    #[default]
+    None,
+    /// By rms(x)^α for each input feature, with the α from 0 to 1 that leaves the smallest error
+    Awq,
+}
+
+impl Smoothing {
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Awq => "awq",
+        }
+    }
+}
+
+/// What makes an input, and is divided by s.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Maker {
+    /// The gain of a norm: the name of the tensor.
+    Norm(String),
+    /// The rows of a linear layer: the name of the module.
+    Linear(String),
+}
+
+/// An input that is smoothed.
+#[derive(Debug, Clone)]
+struct Fold {
+    maker: Maker,
+    /// Which output of the maker each input feature of the readers is.
+    output_of: Vec<usize>,
+    /// Outputs of the maker.
+    outputs: usize,
+    /// The quantized layers that read it, those that share a global scale together.
+    readers: Vec<Vec<String>>,
+    /// The weights in high precision that read it.
+    plain_readers: Vec<String>,
+    /// The tensors in high precision, gain apart, whose rows are divided.
+    plain_rows: Vec<String>,
+}
+
+/// The inputs of a model that are smoothed, by decoder layer (`model.layers.0`).
+#[derive(Debug, Default)]
+pub(super) struct Smoother {
+    folds: BTreeMap<String, Vec<Fold>>,
+    /// The tensors in high precision that are written anew.
+    rewritten: BTreeSet<String>,
+}
+
+impl Smoother {
+    /// What is smoothed of a model of `config`. With `keeps_values` the outputs of v stay as they
+    /// are: the scales of an FP8 cache are those of the calibration.
+    pub fn new(
+        config: &DecoderConfig,
+        tensors: &TensorFolder,
+        plan: &Plan,
+        keeps_values: bool,
+    ) -> Self {
+        let mut smoother = Self::default();
+        for index in 0..config.layers.len() {
+            let folds = Folds {
+                config,
+                tensors,
+                plan,
+            }
+            .of_layer(index, keeps_values);
+            for fold in &folds {
+                if let Maker::Norm(gain) = &fold.maker {
+                    smoother.rewritten.insert(gain.clone());
+                }
+                let plain = fold.plain_readers.iter().chain(&fold.plain_rows);
+                smoother.rewritten.extend(plain.cloned());
+            }
+            let layer = names::layer(index).trim_end_matches('.').to_owned();
+            smoother.folds.insert(layer, folds);
+        }
+        smoother
+    }
+
+    /// Whether the tensor `name`, which is in high precision, is written by a layer's
+    /// [`write_plain`](LayerScales::write_plain).
+    pub fn rewrites(&self, name: &str) -> bool {
+        self.rewritten.contains(name)
+    }
+
+    /// The scales of the decoder layer `layer`, for weights that are quantized by `rule`, their
+    /// block scales chosen by `choice`.
+    ///
+    /// # Errors
+    /// When a tensor is missing or of a type that is no float.
+    pub fn scales(
+        &self,
+        layer: &str,
+        tensors: &TensorFolder,
+        inputs: &Inputs<'_>,
+        kind: (Rule, ScaleChoice),
+    ) -> Result<LayerScales> {
+        let mut scales = LayerScales::default();
+        for fold in self.folds.get(layer).map_or(&[][..], Vec::as_slice) {
+            let gain = match &fold.maker {
+                Maker::Norm(gain) => Some(gain),
+                Maker::Linear(_) => None,
+            };
+            let plain = fold.plain_readers.iter().chain(&fold.plain_rows);
+            for name in plain.chain(gain) {
+                if !scales.plain.contains_key(name) {
+                    let tensor = Plain::read(tensors, name)?;
+                    scales.plain.insert(name.clone(), tensor);
+                }
+            }
+            if let Some(s) = fold.search(tensors, inputs, &scales.plain, kind)? {
+                fold.apply(&s, &mut scales)?;
+            }
+        }
+        Ok(scales)
+    }
+}
+
+/// Makes the folds of a layer.
+struct Folds<'a> {
+    config: &'a DecoderConfig,
+    tensors: &'a TensorFolder,
+    plan: &'a Plan,
+}
+
+impl Folds<'_> {
+    fn of_layer(&self, index: usize, keeps_values: bool) -> Vec<Fold> {
+        let config = self.config;
+        let path = names::layer(index);
+        let norm = |name: &str| Maker::Norm(format!("{path}{name}.weight"));
+        let same = |width: usize| (0..width).collect::<Vec<_>>();
+        let module = |site: Site, expert| site.module(config.family, index, expert);
+        let qkv: Vec<_> = names::qkv(config, index)
+            .into_iter()
+            .map(|p| p.name)
+            .collect();
+        let mut folds = Vec::new();
+        if !keeps_values {
+            let (head, group) = (config.head, config.heads / config.kv_heads);
+            let output_of = (0..config.heads * head)
+                .map(|feature| feature / head / group * head + feature % head)
+                .collect();
+            let out = vec![module(Site::Out, None)];
+            folds.push(self.fold(Maker::Linear(qkv[2].clone()), out, output_of));
+        }
+        folds.push(self.fold(norm("input_layernorm"), qkv, same(config.d_model)));
+        let [_, up_leaf, _] = names::gate_up_down(config.family);
+        let up_of = |gate: &str, leaf: &str| match gate.rsplit_once('.') {
+            Some((parent, _)) => format!("{parent}.{leaf}"),
+            None => leaf.to_owned(),
+        };
+        let (mut gate_up, experts, hidden) = match config.layers[index].feed_forward {
+            FeedForwardConfig::Dense { hidden } => (Vec::new(), vec![None], hidden),
+            FeedForwardConfig::Moe {
+                experts, hidden, ..
+            } => {
+                let router = format!("{path}{}.gate", names::moe(config.family));
+                (vec![router], (0..experts).map(Some).collect(), hidden)
+            }
+        };
+        for expert in experts {
+            let leaf = if expert.is_some() { up_leaf } else { "up_proj" };
+            let gate = module(Site::GateUp, expert);
+            let up = up_of(&gate, leaf);
+            let down = vec![module(Site::Down, expert)];
+            folds.push(self.fold(Maker::Linear(up.clone()), down, same(hidden)));
+            gate_up.extend([gate, up]);
+        }
+        let maker = norm("post_attention_layernorm");
+        folds.push(self.fold(maker, gate_up, same(config.d_model)));
+        folds.retain(|fold| !fold.readers.is_empty());
+        folds
+    }
+
+    /// The input of `modules`, made by `maker`. Without quantized readers there is nothing to
+    /// smooth.
+    fn fold(&self, maker: Maker, modules: Vec<String>, output_of: Vec<usize>) -> Fold {
+        let groups = self.plan.groups.iter();
+        let readers = groups.filter(|group| group.iter().all(|module| modules.contains(module)));
+        let plain = modules
+            .iter()
+            .filter(|module| self.plan.kept.contains_key(*module));
+        let plain_readers = plain.map(|module| format!("{module}.weight")).collect();
+        let mut plain_rows = Vec::new();
+        if let Maker::Linear(module) = &maker {
+            let [weight, bias] = ["weight", "bias"].map(|leaf| format!("{module}.{leaf}"));
+            if self.plan.kept.contains_key(module) {
+                plain_rows.push(weight);
+            }
+            if self.tensors.contains(&bias) {
+                plain_rows.push(bias);
+            }
+        }
+        Fold {
+            maker,
+            outputs: output_of.iter().max().map_or(0, |last| last + 1),
+            output_of,
+            readers: readers.cloned().collect(),
+            plain_readers,
+            plain_rows,
+        }
+    }
+}
+
+/// Rows of a weight by which exponents are compared.
+struct Sample {
+    rows: Vec<f32>,
+    /// The largest magnitude of each column, of all rows.
+    column_amax: Vec<f32>,
+    /// `E[x²]` of its input.
+    weights: Vec<f32>,
+}
+
+impl Fold {
+    /// The s of each output of the maker; `None` where nothing is known of the input.
+    fn search(
+        &self,
+        tensors: &TensorFolder,
+        inputs: &Inputs<'_>,
+        plain: &BTreeMap<String, Plain>,
+        (rule, choice): (Rule, ScaleChoice),
+    ) -> Result<Option<Vec<f32>>> {
+        let Some(mean) = self.mean_squares(inputs)? else {
+            return Ok(None);
+        };
+        let Some(logs) = self.logarithms(&mean) else {
+            return Ok(None);
+        };
+        let mut groups = Vec::new();
+        for group in &self.readers {
+            let sample = |module: &String| self.sample(tensors, inputs, module, &mean);
+            groups.push(group.iter().map(sample).collect::<Result<Vec<_>>>()?);
+        }
+        let mut best: Option<(f64, Vec<f32>)> = None;
+        for exponent in 0..=EXPONENTS {
+            let exponent = f64::from(exponent) / f64::from(EXPONENTS);
+            let s: Vec<f32> = (logs.iter())
+                .map(|log| (exponent * log).exp() as f32)
+                .collect();
+            let s = self.exact(s, plain)?;
+            let columns = self.columns(&s);
+            let error: f64 = groups
+                .iter()
+                .map(|group| error_of(group, &columns, (rule, choice)))
+                .sum();
+            if best.as_ref().is_none_or(|(least, _)| error < *least) {
+                best = Some((error, s));
+            }
+        }
+        Ok(best.map(|(_, s)| s))
+    }
+
+    /// `E[x²]` of each input feature over the tokens of all readers.
+    fn mean_squares(&self, inputs: &Inputs<'_>) -> Result<Option<Vec<f64>>> {
+        let k = self.output_of.len();
+        let (mut squares, mut tokens) = (vec![0.0; k], 0.0);
+        for module in self.readers.iter().flatten() {
+            let Some(stats) = inputs.of(module) else {
+                continue;
+            };
+            ensure!(
+                stats.k() == k,
+                "{module}: calibration saw inputs of {} features, but it has {k}",
+                stats.k()
+            );
+            tokens += stats.tokens() as f64;
+            let sums = squares.iter_mut().zip(&stats.squares);
+            sums.for_each(|(sum, square)| *sum += square);
+        }
+        squares.iter_mut().for_each(|sum| *sum /= tokens);
+        Ok((tokens > 0.0).then_some(squares))
+    }
+
+    /// ln rms(x) of each output of the maker, the largest and the smallest equally far from 0.
+    fn logarithms(&self, mean: &[f64]) -> Option<Vec<f64>> {
+        let (mut sums, mut counts) = (vec![0.0; self.outputs], vec![0.0f64; self.outputs]);
+        for (&output, mean) in self.output_of.iter().zip(mean) {
+            sums[output] += mean;
+            counts[output] += 1.0;
+        }
+        let rms: Vec<f64> = (sums.iter().zip(&counts))
+            .map(|(sum, count)| (sum / count.max(1.0)).sqrt())
+            .collect();
+        let largest = rms.iter().copied().fold(0.0, f64::max);
+        if largest == 0.0 || !largest.is_finite() {
+            return None;
+        }
+        let logs: Vec<f64> = (rms.iter())
+            .map(|rms| rms.max(FLOOR * largest).ln())
+            .collect();
+        let least = logs.iter().copied().fold(f64::INFINITY, f64::min);
+        let middle = (largest.ln() + least) / 2.0;
+        Some(logs.iter().map(|log| log - middle).collect())
+    }
+
+    fn sample(
+        &self,
+        tensors: &TensorFolder,
+        inputs: &Inputs<'_>,
+        module: &str,
+        mean: &[f64],
+    ) -> Result<Sample> {
+        let k = self.output_of.len();
+        let tensor = tensors.get(&format!("{module}.weight"))?;
+        ensure!(
+            tensor.shape.len() == 2 && tensor.shape[1] == k,
+            "{tensor} is {:?}, but its input has {k} features",
+            tensor.shape
+        );
+        let values = tensor.to_f32()?;
+        let mut column_amax = vec![0.0f32; k];
+        for row in values.chunks_exact(k) {
+            let columns = column_amax.iter_mut().zip(row);
+            columns.for_each(|(amax, value)| *amax = amax.max(value.abs()));
+        }
+        let n = tensor.shape[0];
+        let count = n.min(SAMPLED_ROWS);
+        let row = |i: usize| &values[i * n / count * k..][..k];
+        let rows = (0..count).flat_map(|i| row(i).iter().copied()).collect();
+        let weights = match inputs.of(module) {
+            Some(stats) => stats.mean_squares(),
+            None => mean.iter().map(|mean| *mean as f32).collect(),
+        };
+        Ok(Sample {
+            rows,
+            column_amax,
+            weights,
+        })
+    }
+
+    /// `s` with what the tensors in high precision can take over exactly.
+    fn exact(&self, s: Vec<f32>, plain: &BTreeMap<String, Plain>) -> Result<Vec<f32>> {
+        let get = |name: &String| plain.get(name).with_context(|| format!("no tensor {name}"));
+        let gain = match &self.maker {
+            Maker::Norm(gain) => Some(get(gain)?),
+            Maker::Linear(_) => None,
+        };
+        if self.plain_readers.is_empty() && self.plain_rows.is_empty() {
+            let Some(gain) = gain else { return Ok(s) };
+            let effective = s.iter().zip(&gain.values).map(|(s, gain_before)| {
+                let s = gain_before / round(gain_before / s, gain.dtype);
+                match s.is_normal() {
+                    true => s,
+                    false => 1.0,
+                }
+            });
+            return Ok(effective.collect());
+        }
+        let mut s: Vec<f32> = s.iter().map(|s| s.log2().round().exp2()).collect();
+        let divided = self
+            .plain_rows
+            .iter()
+            .map(get)
+            .collect::<Result<Vec<_>>>()?;
+        for tensor in divided.into_iter().chain(gain) {
+            let width = tensor.values.len() / self.outputs;
+            for (s, row) in s.iter_mut().zip(tensor.values.chunks_exact(width)) {
+                if !row.iter().all(|value| tensor.holds(value / *s)) {
+                    *s = 1.0;
+                }
+            }
+        }
+        for name in &self.plain_readers {
+            let tensor = get(name)?;
+            for row in tensor.values.chunks_exact(self.output_of.len()) {
+                for (value, &output) in row.iter().zip(&self.output_of) {
+                    if !tensor.holds(value * s[output]) {
+                        s[output] = 1.0;
+                    }
+                }
+            }
+        }
+        Ok(s)
+    }
+
+    /// The s of each input feature.
+    fn columns(&self, s: &[f32]) -> Vec<f32> {
+        self.output_of.iter().map(|&output| s[output]).collect()
+    }
+
+    fn apply(&self, s: &[f32], scales: &mut LayerScales) -> Result<()> {
+        let columns = self.columns(s);
+        for module in self.readers.iter().flatten() {
+            scales.columns.insert(module.clone(), columns.clone());
+        }
+        let mut divided = self.plain_rows.clone();
+        match &self.maker {
+            Maker::Norm(gain) => divided.push(gain.clone()),
+            Maker::Linear(module) => {
+                scales.rows.insert(module.clone(), s.to_vec());
+            }
+        }
+        let plain = &mut scales.plain;
+        for name in &divided {
+            let tensor = plain
+                .get_mut(name)
+                .with_context(|| format!("no tensor {name}"))?;
+            divide_rows(&mut tensor.values, s);
+        }
+        for name in &self.plain_readers {
+            let tensor = plain
+                .get_mut(name)
+                .with_context(|| format!("no tensor {name}"))?;
+            multiply_columns(&mut tensor.values, &columns);
+        }
+        Ok(())
+    }
+}
+
+/// The error of the outputs of the weights `group`, which share their global scale, if their
+/// columns are multiplied by `columns` before quantization: Σ `E[x²]` (w − ŵ / s)² of the rows.
+fn error_of(group: &[Sample], columns: &[f32], (rule, choice): (Rule, ScaleChoice)) -> f64 {
+    let amax = group
+        .iter()
+        .flat_map(|sample| sample.column_amax.iter().zip(columns))
+        .fold(0.0f32, |amax, (value, s)| amax.max(value * s));
+    let quantizer = BlockQuantizer::new(rule, choice, amax);
+    if quantizer.global.check().is_err() {
+        return f64::INFINITY;
+    }
+    let of_sample = |sample: &Sample| -> f64 {
+        let weights = sample.weights.iter().zip(columns);
+        let weights: Vec<f32> = weights.map(|(weight, s)| weight / (s * s)).collect();
+        let of_row = |row: &[f32]| -> f64 {
+            let scaled: Vec<f32> = row
+                .iter()
+                .zip(columns)
+                .map(|(value, s)| value * s)
+                .collect();
+            let blocks = scaled.chunks(BLOCK).zip(weights.chunks(BLOCK));
+            blocks
+                .map(|(block, weights)| quantizer.least_error(block, weights))
+                .sum()
+        };
+        // Added in the order of the rows: the same on every machine.
+        let rows: Vec<f64> = sample.rows.par_chunks(columns.len()).map(of_row).collect();
+        rows.iter().sum()
+    };
+    group.iter().map(of_sample).sum()
+}
+
+/// A tensor in high precision.
+#[derive(Debug)]
+struct Plain {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    values: Vec<f32>,
+}
+
+impl Plain {
+    fn read(tensors: &TensorFolder, name: &str) -> Result<Self> {
+        let tensor = tensors.get(name)?;
+        ensure!(
+            matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
+            "{tensor} is {:?}, but smoothing scales tensors of F32, BF16 or F16",
+            tensor.dtype
+        );
+        Ok(Self {
+            dtype: tensor.dtype,
+            shape: tensor.shape.to_vec(),
+            values: tensor.to_f32()?,
+        })
+    }
+
+    /// Whether its type has `value` without rounding. A result that is subnormal in `f32` may have
+    /// been rounded before.
+    fn holds(&self, value: f32) -> bool {
+        (value == 0.0 || value.is_normal()) && round(value, self.dtype) == value
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>> {
+        let values = self.values.iter();
+        Ok(match self.dtype {
+            Dtype::F32 => values.flat_map(|value| value.to_le_bytes()).collect(),
+            Dtype::BF16 => values
+                .flat_map(|value| bf16::from_f32(*value).to_le_bytes())
+                .collect(),
+            Dtype::F16 => values
+                .flat_map(|value| f16::from_f32(*value).to_le_bytes())
+                .collect(),
+            other => bail!("{other:?} is no type of smoothed tensors"),
+        })
+    }
+}
+
+/// `value` in the type `dtype`.
+fn round(value: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::BF16 => bf16::from_f32(value).to_f32(),
+        Dtype::F16 => f16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
+fn multiply_columns(values: &mut [f32], columns: &[f32]) {
+    for row in values.chunks_exact_mut(columns.len()) {
+        row.iter_mut()
+            .zip(columns)
+            .for_each(|(value, s)| *value *= s);
+    }
+}
+
+fn divide_columns(values: &mut [f32], columns: &[f32]) {
+    for row in values.chunks_exact_mut(columns.len()) {
+        row.iter_mut()
+            .zip(columns)
+            .for_each(|(value, s)| *value /= s);
+    }
+}
+
+/// Divides row i of `values`, of as many rows as there are `rows`, by `rows[i]`.
+fn divide_rows(values: &mut [f32], rows: &[f32]) {
+    let width = values.len() / rows.len();
+    for (row, s) in values.chunks_exact_mut(width).zip(rows) {
+        row.iter_mut().for_each(|value| *value /= s);
+    }
+}
+
+/// The scales of one decoder layer.
+#[derive(Debug, Default)]
+pub(super) struct LayerScales {
+    /// By what the columns of a quantized module are multiplied, its input divided.
+    columns: BTreeMap<String, Vec<f32>>,
+    /// By what the rows of a module are divided.
+    rows: BTreeMap<String, Vec<f32>>,
+    /// The tensors in high precision, with the scales.
+    plain: BTreeMap<String, Plain>,
+}
+
+impl LayerScales {
+    /// By what the input of `module` is divided, feature by feature.
+    pub fn columns(&self, module: &str) -> Option<&[f32]> {
+        self.columns.get(module).map(Vec::as_slice)
+    }
+
+    /// Scale the weight of the quantized `module`.
+    pub fn apply(&self, module: &str, values: &mut [f32]) {
+        if let Some(columns) = self.columns.get(module) {
+            multiply_columns(values, columns);
+        }
+        if let Some(rows) = self.rows.get(module) {
+            divide_rows(values, rows);
+        }
+    }
+
+    /// Undo [`apply`](Self::apply), to rounding.
+    pub fn undo(&self, module: &str, values: &mut [f32]) {
+        if let Some(rows) = self.rows.get(module) {
+            let inverse: Vec<f32> = rows.iter().map(|s| 1.0 / s).collect();
+            divide_rows(values, &inverse);
+        }
+        if let Some(columns) = self.columns.get(module) {
+            divide_columns(values, columns);
+        }
+    }
+
+    /// Add the tensors in high precision to `writer`.
+    ///
+    /// # Errors
+    /// As [`TensorWriter::add`].
+    pub fn write_plain(&self, writer: &mut TensorWriter) -> Result<()> {
+        for (name, tensor) in &self.plain {
+            writer.add(name, tensor.dtype, &tensor.shape, &tensor.bytes()?)?;
+        }
+        Ok(())
+    }
+}
