@@ -19,6 +19,8 @@ const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
 const HOST: &str = "host";
 /// From GPU to GPU.
 const NCCL: &str = "nccl";
+/// The same, gradients while the backward goes on.
+const OVERLAPPED: &str = "nccl-overlap";
 
 /// This process in its run.
 pub(crate) struct Ranks {
@@ -74,7 +76,7 @@ impl Ranks {
         let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
-            (HOST | NCCL, 1) => Ok(group),
+            (HOST | NCCL | OVERLAPPED, 1) => Ok(group),
             (HOST, _) => {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
@@ -84,10 +86,12 @@ impl Ranks {
                 }
                 Ok(group)
             }
-            (NCCL, _) => group
-                .connect(device)
+            (NCCL | OVERLAPPED, _) => group
+                .connect(device, how == OVERLAPPED)
                 .with_context(|| format!("{COLLECTIVES}={HOST} does without NCCL")),
-            (other, _) => bail!("{COLLECTIVES} is {other:?}, but it must be {HOST} or {NCCL}"),
+            (other, _) => {
+                bail!("{COLLECTIVES} is {other:?}, but it must be {HOST}, {NCCL} or {OVERLAPPED}")
+            }
         }
     }
 

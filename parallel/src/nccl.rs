@@ -325,6 +325,35 @@ impl Communicator {
         library.check(name, status)
     }
 
+    /// Queues calls as [`queue`](Self::queue) does, all at once: NCCL makes few kernels of them. Each
+    /// has an address of its input and one of its output.
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// As there; those before the one that is refused are queued.
+    pub unsafe fn queue_all(&mut self, calls: &[(Call, [u64; 2])], stream: Stream) -> Result<()> {
+        self.grouped(|own| {
+            calls.iter().try_for_each(|(call, [input, output])| {
+                // SAFETY: the caller's promise.
+                unsafe { own.queue(call, *input, *output, stream) }
+            })
+        })
+    }
+
+    /// Has NCCL take all that `queue` queues at once.
+    fn grouped(&mut self, queue: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let library = self.interface;
+        // SAFETY: no memory is passed.
+        library.check("ncclGroupStart", unsafe { (library.group_start)() })?;
+        let queued = queue(self);
+        // A group that was begun is ended, whatever is in it.
+        // SAFETY: no memory is passed.
+        let ended = library.check("ncclGroupEnd", unsafe { (library.group_end)() });
+        queued.and(ended)
+    }
+
     /// Queues sends to all ranks and receives from them as one group; counts of zero are left out.
     /// A send to one rank alone has one count that is not zero.
     ///
@@ -351,36 +380,32 @@ impl Communicator {
                 return Err(self.refuse(&call, argument, format!("{} counts", list.len())));
             }
         }
-        let (library, handle) = (self.interface, self.handle);
         let number = type_of(dtype);
-        // SAFETY: no memory is passed.
-        library.check("ncclGroupStart", unsafe { (library.group_start)() })?;
         let (mut from, mut to) = (input, output);
-        let mut queued = Ok(());
-        for peer in 0..self.size {
-            let (sent, received) = (counts.send[peer], counts.receive[peer]);
-            let peer = peer as c_int;
-            if sent > 0 && queued.is_ok() {
-                // SAFETY: the caller's promise.
-                let status = unsafe {
-                    (library.send)(from as *const c_void, sent, number, peer, handle, stream)
-                };
-                queued = library.check("ncclSend", status);
+        self.grouped(|own| {
+            let (library, handle) = (own.interface, own.handle);
+            for peer in 0..own.size {
+                let (sent, received) = (counts.send[peer], counts.receive[peer]);
+                let peer = peer as c_int;
+                if sent > 0 {
+                    // SAFETY: the caller's promise.
+                    let status = unsafe {
+                        (library.send)(from as *const c_void, sent, number, peer, handle, stream)
+                    };
+                    library.check("ncclSend", status)?;
+                }
+                if received > 0 {
+                    // SAFETY: the caller's promise.
+                    let status = unsafe {
+                        (library.receive)(to as *mut c_void, received, number, peer, handle, stream)
+                    };
+                    library.check("ncclRecv", status)?;
+                }
+                from += (sent * dtype.size()) as u64;
+                to += (received * dtype.size()) as u64;
             }
-            if received > 0 && queued.is_ok() {
-                // SAFETY: the caller's promise.
-                let status = unsafe {
-                    (library.receive)(to as *mut c_void, received, number, peer, handle, stream)
-                };
-                queued = library.check("ncclRecv", status);
-            }
-            from += (sent * dtype.size()) as u64;
-            to += (received * dtype.size()) as u64;
-        }
-        // A group that was begun is ended, whatever is in it.
-        // SAFETY: no memory is passed.
-        let ended = library.check("ncclGroupEnd", unsafe { (library.group_end)() });
-        queued.and(ended)
+            Ok(())
+        })
     }
 
     /// Fails when an operation that was queued earlier has failed.

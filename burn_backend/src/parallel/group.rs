@@ -80,11 +80,14 @@ impl ProcessGroup {
     /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
     /// All ranks call it, each with its device. What NCCL does not take still travels through the
     /// memory of the host: sums of `f16`, and slices.
+    /// Gradients that are averaged in the backward travel at its end, all at once, or with `overlaps`
+    /// as soon as there are, on a second stream: there NCCL takes SMs from the kernels beside it.
+    ///
     /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
     ///
     /// # Errors
     /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
-    pub fn connect(self, device: &Device) -> Result<Self, Nvfp4Error> {
+    pub fn connect(self, device: &Device, overlaps: bool) -> Result<Self, Nvfp4Error> {
         let refused = |reason: String| Nvfp4Error::Unsupported {
             library: "NCCL",
             problem: format!("a group of {} ranks on {device:?}", self.size()),
@@ -97,7 +100,7 @@ impl ProcessGroup {
             let DispatchDevice::Cube(cube) = plain.as_dispatch() else {
                 return Err(refused("not a CUDA device".into()));
             };
-            let made = DeviceLink::connect(&cube.client(), &self.link.host);
+            let made = DeviceLink::connect(&cube.client(), &self.link.host, overlaps);
             let device = Some(made.map_err(refused)?);
             let link = Link {
                 device,
@@ -105,6 +108,8 @@ impl ProcessGroup {
             };
             Ok(Self { link })
         }
+        #[cfg(not(feature = "cuda"))]
+        let _ = overlaps;
         #[cfg(not(feature = "cuda"))]
         Err(refused("this build is without the feature cuda".into()))
     }

@@ -81,15 +81,20 @@ mod nccl {
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
             let communicator = link.communicator.lock();
             let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
-            match forks {
-                true => work.queue(&mut communicator, &link.side.fork(place)?),
-                false => work.queue(&mut communicator, place),
+            match (forks, work) {
+                (true, Work::Equal(call)) if !link.overlaps => {
+                    let addresses = [place.addresses[0], place.addresses[1]];
+                    link.deferred().push((call, addresses));
+                    Ok(())
+                }
+                (true, work) => work.queue(&mut communicator, &link.side.fork(place)?),
+                (false, work) => work.queue(&mut communicator, place),
             }
         });
         new_tensor(&x, out, Shape::from(shape), x.dtype)
     }
 
-    /// `x`, behind what runs beside kernels.
+    /// `x`, behind what runs beside kernels, and behind what was deferred.
     pub(super) fn joined(x: CubeTensor, group: Link) -> CubeTensor {
         let link = group.device.clone().expect("a group that is connected");
         let memory = ForeignMemory {
@@ -100,6 +105,14 @@ mod nccl {
         let what = format!("NCCL, joining {group:?}");
         let stream = x.handle.stream;
         foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
+            let deferred = std::mem::take(&mut *link.deferred());
+            if !deferred.is_empty() {
+                let communicator = link.communicator.lock();
+                let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
+                // SAFETY: as of `Work::queue`; whoever joins has kept the memory.
+                let queued = unsafe { communicator.queue_all(&deferred, place.stream) };
+                queued.map_err(|error| error.to_string())?;
+            }
             link.side.join(place)
         });
         x

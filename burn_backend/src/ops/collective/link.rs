@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[cfg(feature = "cuda")]
 use cubecl::client::Client;
@@ -55,19 +55,36 @@ impl From<Arc<HostGroup>> for Link {
     }
 }
 
+/// A call with the addresses of its input and output.
+#[cfg(feature = "cuda")]
+type Deferred = (nvfp4_parallel::Call, [u64; 2]);
+
 /// A rank's end of an NCCL communicator.
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub(crate) struct DeviceLink {
     pub(super) communicator: Arc<Mutex<Communicator>>,
-    /// Where collectives run beside kernels.
+    /// Whether collectives of gradients run beside the kernels of the backward.
+    pub(super) overlaps: bool,
+    /// Where they do.
     pub(super) side: Arc<SideStream>,
+    /// Where they do not: those that the next join queues, with their addresses.
+    pub(super) deferred: Arc<Mutex<Vec<Deferred>>>,
 }
 
 #[cfg(feature = "cuda")]
 impl DeviceLink {
-    /// The communicator of `group` on the device of `client`. All ranks call it.
-    pub(crate) fn connect(client: &Client, group: &Arc<HostGroup>) -> Result<Self, String> {
+    pub(super) fn deferred(&self) -> MutexGuard<'_, Vec<Deferred>> {
+        self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The communicator of `group` on the device of `client`; whether its collectives of gradients
+    /// run beside kernels. All ranks call it.
+    pub(crate) fn connect(
+        client: &Client,
+        group: &Arc<HostGroup>,
+        overlaps: bool,
+    ) -> Result<Self, String> {
         let group = group.clone();
         // On the device's own thread, whose context is the device's.
         let made = foreign::run(client, move || {
@@ -77,7 +94,9 @@ impl DeviceLink {
         let (communicator, side) = made?;
         Ok(Self {
             communicator: Arc::new(Mutex::new(communicator)),
+            overlaps,
             side: Arc::new(side),
+            deferred: Arc::default(),
         })
     }
 }

@@ -43,7 +43,7 @@ fn both<T: Send + PartialEq + Debug>(
         on_ranks(RANKS, |group| {
             let device = Device::cuda(group.rank());
             let group = match connect {
-                true => group.connect(&device).unwrap(),
+                true => group.connect(&device, false).unwrap(),
                 false => group,
             };
             body(&group, &device)
