@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use nvfp4::parallel::ProcessGroup;
+use nvfp4_lm::config::RunConfig;
 use nvfp4_lm::train::Observer;
 use nvfp4_parallel::environment::{TOKEN, WORLD_SIZE};
 use nvfp4_parallel::world::Settings;
@@ -65,23 +66,26 @@ impl Ranks {
         }
     }
 
-    /// The group whose tensors on `device`, which has this name, travel as the variable [`COLLECTIVES`] says: without it,
-    /// those of GPUs by NCCL, others through the memory of the host.
+    /// The group whose tensors on `device`, which `config` names, travel as the variable
+    /// [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL unless state is sharded: then they
+    /// go through the memory of the host, as those of CPUs do.
     ///
     /// # Errors
     /// When the variable has another value, or NCCL is not to be had.
-    pub(crate) fn connected(&self, device: &Device, name: DeviceName) -> Result<ProcessGroup> {
-        let is_gpu = matches!(name, DeviceName::Cuda(_));
+    pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ProcessGroup> {
+        let is_gpu = config.device.starts_with("cuda");
+        let is_sharded = config.fsdp || config.zero1;
         let group = self.group.clone();
-        let default = if is_gpu { NCCL } else { HOST };
+        let default = if is_gpu && !is_sharded { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
             (HOST | NCCL | OVERLAPPED, 1) => Ok(group),
             (HOST, _) => {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
-                        "{COLLECTIVES} is {HOST}: tensors travel between the ranks through the \
-                         memory of the host, which is slow; {NCCL} sends them from GPU to GPU"
+                        "tensors travel between the ranks through the memory of the host, which is \
+                         slow; {COLLECTIVES}={NCCL} sends them from GPU to GPU (with fsdp and \
+                         zero1 it has never finished a step)"
                     );
                 }
                 Ok(group)

@@ -136,7 +136,7 @@ impl Train {
             install_decorator()?;
         }
         let devices = agree(group, open_all(&config, device_name))?;
-        let connected = agree(group, ranks.connected(&devices[0], device_name))?;
+        let connected = agree(group, ranks.connected(&devices[0], &config))?;
         let mut prepare = || -> Result<Corpus> {
             if ranks.is_first() {
                 eprintln!("reading text ...");

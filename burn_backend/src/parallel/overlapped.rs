@@ -1,4 +1,4 @@
-//! Gradients that are averaged while the backward goes on.
+//! Gradients that are averaged from within the backward.
 
 use burn_core::module::{
     Content, Module, ModuleVisitor, Param, Reparameterization, Reparameterizer,
@@ -46,9 +46,10 @@ impl Reparameterization for Averaged {
     }
 }
 
-/// `module`, which all ranks have, with gradients that travel while the backward goes on: where
-/// `group` [is connected](ProcessGroup::connect), on a second stream of the device. Parameters of
-/// fewer than `smallest` elements ([`SMALLEST_ALONE`]) are left to the buckets of
+/// `module`, which all ranks have, with gradients that are handed over as soon as the backward has
+/// them. Where `group` [is connected](ProcessGroup::connect), they travel at its end, all at once and
+/// without copies into buckets, or while it goes on. Parameters of fewer than `smallest` elements
+/// ([`SMALLEST_ALONE`]) are left to the buckets of
 /// [`average_gradients`](super::average_gradients).
 ///
 /// [`average_gradients`](super::average_gradients) has to follow each backward, or several whose

@@ -80,7 +80,11 @@ pub trait CollectiveOps: Backend {
     #[fusion(default)]
     fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
         drop(like);
-        Waiting::join::<Self>(id, &group)
+        let waiting = group.waiting.clone();
+        waiting.join::<Self>(id, |mean| match group.is_connected() {
+            true => Self::nvfp4_join(mean, group.clone()),
+            false => mean,
+        })
     }
 
     /// `x`, a result of an exchange that ran beside kernels: those that follow wait for it.

@@ -7,9 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn_core::backend::{Backend, tensor::FloatTensor};
 
-use super::CollectiveOps;
-use super::link::Link;
-
 /// Gradients of a group's parameters whose collectives were queued beside a backward, and may not
 /// have run. Clones are the same.
 #[derive(Clone, Default)]
@@ -51,21 +48,23 @@ impl Waiting {
             .push(Box::new(reduced));
     }
 
-    /// The sum over all uses of the parameter `id`, for which CubeCL's stream waits.
+    /// The sum over all uses of the parameter `id`, each behind `wait`, which has what follows wait
+    /// for its collective.
     ///
     /// # Panics
     /// When none waits, or one is of another backend.
-    pub(super) fn join<B: CollectiveOps>(id: u64, group: &Link) -> FloatTensor<B> {
-        let own = group.waiting.entries().remove(&id);
+    pub(super) fn join<B: Backend>(
+        &self,
+        id: u64,
+        wait: impl Fn(FloatTensor<B>) -> FloatTensor<B>,
+    ) -> FloatTensor<B> {
+        let own = self.entries().remove(&id);
         let joined = own.unwrap_or_default().into_iter().map(|reduced| {
             let Ok(reduced) = reduced.downcast::<Reduced<B>>() else {
                 panic!("the gradient of {id:x} is of another device");
             };
-            let after = match group.is_connected() {
-                true => B::nvfp4_join(reduced.after, group.clone()),
-                false => reduced.after,
-            };
-            // Nothing takes its memory before the join is queued.
+            let after = wait(reduced.after);
+            // Nothing takes its memory before the wait is queued.
             drop(reduced.before);
             after
         });
