@@ -130,8 +130,10 @@ fn progress_is_logged() {
 #[test]
 fn tiny_learns_more_than_the_frequencies_of_bytes() {
     let out = folder("learns");
-    let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 40 --eval-every 40 \
-               --eval-batches 4 --no-compare";
+    // The text is this project's, which changes: 4 KB of validation are a fair part of it, 1 KB are
+    // not.
+    let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 60 --eval-every 60 \
+               --eval-batches 16 --no-compare";
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../lm/src");
     let paths = [
         "--data",

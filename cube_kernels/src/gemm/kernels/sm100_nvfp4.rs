@@ -24,8 +24,8 @@
 //! multiplies. The epilogue writes zeros for an empty group, which has no stage.
 //!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
-//! inspected; with [`TensorCore::Software`] the same kernel runs
-//! on Hopper, with the bits of the scalar one.
+//! inspected; with [`TensorCore::Software`] the same kernel runs on Hopper, with the bits of the
+//! scalar one.
 
 use cubecl::{prelude::*, server::Handle};
 
