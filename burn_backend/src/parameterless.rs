@@ -4,12 +4,14 @@ use burn_core::module::{Content, ModuleVisitor};
 use burn_core::tensor::Device;
 
 /// What such modules do not all do alike.
-pub(crate) trait Parameterless {
+pub(crate) trait Parameterless: Sized {
     /// A traversal passes.
-    fn pass<V: ModuleVisitor>(&self, visitor: &mut V);
+    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
 
     /// The module for `device`, of data-parallel training.
-    fn forked(self, device: &Device) -> Self;
+    fn forked(self, _device: &Device) -> Self {
+        self
+    }
 
     /// How it is displayed.
     fn show(&self, content: Content) -> Option<Content>;

@@ -427,10 +427,9 @@ impl Communicator {
     ///
     /// # Errors
     /// When the library fails.
-    pub fn abort(mut self) -> Result<()> {
-        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut());
+    pub fn abort(self) -> Result<()> {
         // SAFETY: the communicator is alive, and not used afterwards.
-        let status = unsafe { (self.interface.abort)(handle) };
+        let status = unsafe { (self.interface.abort)(self.handle) };
         self.interface.check("ncclCommAbort", status)
     }
 

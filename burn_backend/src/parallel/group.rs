@@ -31,7 +31,7 @@ pub struct ProcessGroup {
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} of {}", self.rank(), self.size())
+        self.link.fmt(f)
     }
 }
 

@@ -1,9 +1,7 @@
 //! Gradients that are averaged from within the backward.
 
-use burn_core::module::{
-    Content, Module, ModuleVisitor, Param, Reparameterization, Reparameterizer,
-};
-use burn_core::tensor::{Device, Tensor};
+use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
+use burn_core::tensor::Tensor;
 
 use super::ProcessGroup;
 use super::functions::copy_mean_beside;
@@ -23,12 +21,6 @@ pub struct Averaged {
 }
 
 impl Parameterless for Averaged {
-    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
-
-    fn forked(self, _device: &Device) -> Self {
-        self
-    }
-
     fn show(&self, content: Content) -> Option<Content> {
         content
             .add_formatted(&format!("{:?}", self.group))

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use burn_core::module::{
     Content, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
-use burn_core::tensor::{Device, Tensor};
+use burn_core::tensor::Tensor;
 
 use super::ProcessGroup;
 use super::functions::gather_mean_beside;
@@ -23,12 +23,6 @@ pub struct Sharded {
 }
 
 impl Parameterless for Sharded {
-    fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
-
-    fn forked(self, _device: &Device) -> Self {
-        self
-    }
-
     fn show(&self, content: Content) -> Option<Content> {
         content
             .add_formatted(&format!("{:?}", self.group))

@@ -79,16 +79,14 @@ mod nccl {
         let forks = exchange.forks;
         let stream = out.stream;
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
-            let communicator = link.communicator.lock();
-            let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
             match (forks, work) {
                 (true, Work::Equal(call)) if !link.overlaps => {
                     let addresses = [place.addresses[0], place.addresses[1]];
                     link.deferred().push((call, addresses));
                     Ok(())
                 }
-                (true, work) => work.queue(&mut communicator, &link.side.fork(place)?),
-                (false, work) => work.queue(&mut communicator, place),
+                (true, work) => work.queue(&mut link.communicator(), &link.side.fork(place)?),
+                (false, work) => work.queue(&mut link.communicator(), place),
             }
         });
         new_tensor(&x, out, Shape::from(shape), x.dtype)
@@ -107,8 +105,7 @@ mod nccl {
         foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
             let deferred = std::mem::take(&mut *link.deferred());
             if !deferred.is_empty() {
-                let communicator = link.communicator.lock();
-                let mut communicator = communicator.unwrap_or_else(|held| held.into_inner());
+                let mut communicator = link.communicator();
                 // SAFETY: as of `Work::queue`; whoever joins has kept the memory.
                 let queued = unsafe { communicator.queue_all(&deferred, place.stream) };
                 queued.map_err(|error| error.to_string())?;

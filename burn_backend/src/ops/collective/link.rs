@@ -63,17 +63,21 @@ type Deferred = (nvfp4_parallel::Call, [u64; 2]);
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub(crate) struct DeviceLink {
-    pub(super) communicator: Arc<Mutex<Communicator>>,
+    communicator: Arc<Mutex<Communicator>>,
     /// Whether collectives of gradients run beside the kernels of the backward.
     pub(super) overlaps: bool,
     /// Where they do.
     pub(super) side: Arc<SideStream>,
     /// Where they do not: those that the next join queues, with their addresses.
-    pub(super) deferred: Arc<Mutex<Vec<Deferred>>>,
+    deferred: Arc<Mutex<Vec<Deferred>>>,
 }
 
 #[cfg(feature = "cuda")]
 impl DeviceLink {
+    pub(super) fn communicator(&self) -> MutexGuard<'_, Communicator> {
+        (self.communicator.lock()).unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn deferred(&self) -> MutexGuard<'_, Vec<Deferred>> {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
