@@ -53,7 +53,11 @@ pub trait CollectiveOps: Backend {
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         match exchange.is_queued(x.dtype()) {
-            true => Self::nvfp4_queue_exchange(x, exchange),
+            true => {
+                let out = Self::nvfp4_queue_exchange(x, exchange);
+                queue_now::<Self>(&out.device());
+                out
+            }
             false => host::exchange_floats::<Self>(x, &exchange),
         }
     }
@@ -62,7 +66,11 @@ pub trait CollectiveOps: Backend {
     #[fusion(default)]
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         match exchange.is_queued(x.dtype()) {
-            true => Self::nvfp4_queue_exchange_int(x, exchange),
+            true => {
+                let out = Self::nvfp4_queue_exchange_int(x, exchange);
+                queue_now::<Self>(&out.device());
+                out
+            }
             false => host::exchange_ints::<Self>(x, &exchange),
         }
     }
@@ -82,7 +90,11 @@ pub trait CollectiveOps: Backend {
         drop(like);
         let waiting = group.waiting.clone();
         waiting.join::<Self>(id, |mean| match group.is_connected() {
-            true => Self::nvfp4_join(mean, group.clone()),
+            true => {
+                let out = Self::nvfp4_join(mean, group.clone());
+                queue_now::<Self>(&out.device());
+                out
+            }
             false => mean,
         })
     }
@@ -90,6 +102,16 @@ pub trait CollectiveOps: Backend {
     /// `x`, a result of an exchange that ran beside kernels: those that follow wait for it.
     #[fusion(meta = meta::same)]
     fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self>;
+}
+
+/// Has Burn's fusion hand over what it holds back, a collective last. Held back, it could be
+/// reordered with the next one, which does not depend on it, or still be there when this rank waits
+/// for another one elsewhere, which waits for the collective: a deadlock, both ways.
+///
+/// # Panics
+/// When an operation that was held back fails.
+fn queue_now<B: Backend>(device: &B::Device) {
+    B::flush(device).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
 }
 
 #[cfg(feature = "cubecl-backend")]
