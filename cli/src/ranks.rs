@@ -67,16 +67,15 @@ impl Ranks {
     }
 
     /// The group whose tensors on `device`, which `config` names, travel as the variable
-    /// [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL unless state is sharded: then they
-    /// go through the memory of the host, as those of CPUs do.
+    /// [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL, and those of CPUs through the
+    /// memory of the host.
     ///
     /// # Errors
     /// When the variable has another value, or NCCL is not to be had.
     pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ProcessGroup> {
         let is_gpu = config.device.starts_with("cuda");
-        let is_sharded = config.fsdp || config.zero1;
         let group = self.group.clone();
-        let default = if is_gpu && !is_sharded { NCCL } else { HOST };
+        let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
             (HOST | NCCL | OVERLAPPED, 1) => Ok(group),
@@ -84,8 +83,7 @@ impl Ranks {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
                         "tensors travel between the ranks through the memory of the host, which is \
-                         slow; {COLLECTIVES}={NCCL} sends them from GPU to GPU (with fsdp and \
-                         zero1 it has never finished a step)"
+                         slow; {COLLECTIVES}={NCCL} sends them from GPU to GPU"
                     );
                 }
                 Ok(group)
