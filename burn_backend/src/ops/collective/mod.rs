@@ -53,11 +53,7 @@ pub trait CollectiveOps: Backend {
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         match exchange.is_queued(x.dtype()) {
-            true => {
-                let out = Self::nvfp4_queue_exchange(x, exchange);
-                queue_now::<Self>(&out.device());
-                out
-            }
+            true => handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange)),
             false => host::exchange_floats::<Self>(x, &exchange),
         }
     }
@@ -66,11 +62,7 @@ pub trait CollectiveOps: Backend {
     #[fusion(default)]
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         match exchange.is_queued(x.dtype()) {
-            true => {
-                let out = Self::nvfp4_queue_exchange_int(x, exchange);
-                queue_now::<Self>(&out.device());
-                out
-            }
+            true => handed_over::<Self, _>(Self::nvfp4_queue_exchange_int(x, exchange)),
             false => host::exchange_ints::<Self>(x, &exchange),
         }
     }
@@ -90,11 +82,7 @@ pub trait CollectiveOps: Backend {
         drop(like);
         let waiting = group.waiting.clone();
         waiting.join::<Self>(id, |mean| match group.is_connected() {
-            true => {
-                let out = Self::nvfp4_join(mean, group.clone());
-                queue_now::<Self>(&out.device());
-                out
-            }
+            true => handed_over::<Self, _>(Self::nvfp4_join(mean, group.clone())),
             false => mean,
         })
     }
@@ -104,14 +92,16 @@ pub trait CollectiveOps: Backend {
     fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self>;
 }
 
-/// Has Burn's fusion hand over what it holds back, a collective last. Held back, it could be
-/// reordered with the next one, which does not depend on it, or still be there when this rank waits
-/// for another one elsewhere, which waits for the collective: a deadlock, both ways.
+/// `out`, the result of a collective, after Burn's fusion has handed over what it holds back, the
+/// collective last. Held back, it could be reordered with the next one, which does not depend on it,
+/// or still be there when this rank waits for another one elsewhere, which waits for the collective:
+/// a deadlock, both ways.
 ///
 /// # Panics
 /// When an operation that was held back fails.
-fn queue_now<B: Backend>(device: &B::Device) {
-    B::flush(device).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
+fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
+    B::flush(&out.device()).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
+    out
 }
 
 #[cfg(feature = "cubecl-backend")]
