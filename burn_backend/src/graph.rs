@@ -142,7 +142,9 @@ impl GraphSteps {
         for layer in &self.layers {
             layer.state.begin_step();
         }
+        self.mark(true);
         step();
+        self.mark(false);
         let drawn = self.layers.iter().map(|layer| layer.state.drawn());
         // Layers that have not run, or are in high precision, draw nothing.
         let mut drawn: Vec<u64> = drawn.filter(|drawn| *drawn > 0).collect();
@@ -171,6 +173,12 @@ impl GraphSteps {
         let offset = Dispatch::nvfp4_advance_offset(self.offset.clone().into_dispatch(), forwards);
         self.offset = Tensor::from_dispatch(offset);
         Ok(())
+    }
+
+    /// Tells the device where a step begins, or ends.
+    fn mark(&mut self, begins: bool) {
+        let offset = Dispatch::nvfp4_mark_step(self.offset.clone().into_dispatch(), begins);
+        self.offset = Tensor::from_dispatch(offset);
     }
 }
 

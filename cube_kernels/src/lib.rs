@@ -62,6 +62,8 @@ pub mod registry;
 pub(crate) mod sort;
 #[cfg(feature = "cube")]
 pub mod tensor;
+#[cfg(feature = "cube")]
+pub mod zeroed;
 
 #[cfg(feature = "cube")]
 pub use cubecl;

@@ -1,8 +1,10 @@
-//! Tokens sorted by id, those of one id in their order: a radix sort of 8 bits at a time. Ids are
-//! rows of an embedding, or experts.
+//! Tokens sorted by id, those of one id in their order: a radix sort of at most 8 bits at a time.
+//! Ids are rows of an embedding, or experts.
 //!
-//! A tile of 1024 tokens is one cube's. Each of 256 digits is counted, and later placed, by one
-//! unit that goes through the tile in order, so that no two units ever compete for a place.
+//! A tile of tokens is one cube's. Each digit is counted, and later placed, by one unit that goes
+//! through the tile in order, so that no two units ever compete for a place. The tile's length and
+//! the tokens of the most frequent digit are therefore what a pass takes: tiles are short, and the
+//! bits of an id are shared out evenly over the passes.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -12,12 +14,42 @@ use crate::{
     memory::allocate,
 };
 
-/// Tokens of a tile.
-const TILE: usize = 1024;
-/// Values of a digit.
-const DIGITS: usize = 256;
-/// Bits of a digit.
-const BITS: u32 = 8;
+/// The most bits of a digit.
+const MOST_BITS: u32 = 8;
+/// The fewest units of a tile's cube: they load it.
+const LOADING: usize = 128;
+/// Tokens of a tile, of few tokens and of many: one cube sums up the counts of all tiles.
+const TILES: [usize; 2] = [256, 1024];
+/// Tokens that are few.
+const FEW: usize = 1 << 16;
+
+/// How one pass sorts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SortPlan {
+    /// Tokens of a tile.
+    pub tile: usize,
+    /// Bits of a digit.
+    pub bits: u32,
+}
+
+impl SortPlan {
+    /// The passes for `tokens` ids up to `vocab`, and how each sorts.
+    fn of(tokens: usize, vocab: usize) -> (u32, Self) {
+        let bits = usize::BITS - vocab.leading_zeros();
+        let passes = bits.div_ceil(MOST_BITS);
+        let [short, long] = TILES;
+        let plan = Self {
+            tile: if tokens <= FEW { short } else { long },
+            bits: bits.div_ceil(passes.max(1)),
+        };
+        (passes, plan)
+    }
+
+    /// Values of a digit.
+    const fn digits(self) -> usize {
+        1 << self.bits
+    }
+}
 
 /// Tokens in the order of their ids.
 pub(crate) struct Sorted {
@@ -29,16 +61,21 @@ pub(crate) struct Sorted {
 
 /// Sorts `tokens` ids, `u32`.
 pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -> Sorted {
-    let tiles = tokens.div_ceil(TILE);
-    let counts = allocate(client, tiles * DIGITS * 4);
+    let (passes, plan) = SortPlan::of(tokens, vocab);
+    let tiles = tokens.div_ceil(plan.tile);
+    let count = tiles * plan.digits();
+    let counts = allocate(client, count * 4);
     let words = || allocate(client, tokens * 4);
     let (mut from, mut to) = ((ids.clone(), words()), (words(), words()));
     let cpu = is_cpu(client);
-    let tile_units = if cpu { units(client) } else { DIGITS };
+    let tile_units = if cpu {
+        units(client)
+    } else {
+        plan.digits().max(LOADING)
+    };
     let scan_units = if cpu { units(client) } else { 1024 };
-    let passes = (usize::BITS - vocab.leading_zeros()).div_ceil(BITS);
     for pass in 0..passes {
-        let shift = pass * BITS;
+        let shift = pass * plan.bits;
         let cubes = CubeCount::Static(tiles as u32, 1, 1);
         // SAFETY: the kernels stay below the tokens, and below the counts of their digits.
         unsafe {
@@ -47,17 +84,18 @@ pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -
                 cubes.clone(),
                 CubeDim::new_1d(tile_units as u32),
                 buffer(&from.0, tokens),
-                buffer(&counts, tiles * DIGITS),
+                buffer(&counts, count),
                 tokens,
                 vocab as u32,
                 shift,
+                plan,
             );
             scan_kernel::launch_unchecked(
                 client,
                 CubeCount::Static(1, 1, 1),
                 CubeDim::new_1d(scan_units as u32),
-                buffer(&counts, tiles * DIGITS),
-                tiles * DIGITS,
+                buffer(&counts, count),
+                count,
                 scan_units,
             );
             place_kernel::launch_unchecked(
@@ -65,13 +103,14 @@ pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -
                 cubes,
                 CubeDim::new_1d(tile_units as u32),
                 TokensLaunch::new(buffer(&from.0, tokens), buffer(&from.1, tokens)),
-                buffer(&counts, tiles * DIGITS),
+                buffer(&counts, count),
                 buffer(&to.0, tokens),
                 buffer(&to.1, tokens),
                 tokens,
                 vocab as u32,
                 shift,
                 pass == 0,
+                plan,
             );
         }
         if pass == 0 {
@@ -95,9 +134,15 @@ pub struct Tokens {
 
 /// The ids of a tile in shared memory, those that are no row as `vocab`.
 #[cube]
-fn load_tile(keys: &[u32], tokens: usize, vocab: u32, shared: &mut Shared<[u32]>) -> usize {
-    let start = CUBE_POS * TILE;
-    let len = min(tokens - start, TILE);
+fn load_tile(
+    keys: &[u32],
+    tokens: usize,
+    vocab: u32,
+    shared: &mut Shared<[u32]>,
+    #[comptime] tile: usize,
+) -> usize {
+    let start = CUBE_POS * tile;
+    let len = min(tokens - start, tile);
     let mut i = UNIT_POS as usize;
     while i < len {
         shared[i] = min(keys[start + i], vocab);
@@ -115,14 +160,15 @@ pub fn count_digits_kernel(
     tokens: usize,
     vocab: u32,
     shift: u32,
+    #[comptime] plan: SortPlan,
 ) {
-    let mut shared: Shared<[u32]> = Shared::new_slice(TILE);
-    let len = load_tile(keys, tokens, vocab, &mut shared);
+    let mut shared: Shared<[u32]> = Shared::new_slice(comptime!(plan.tile));
+    let len = load_tile(keys, tokens, vocab, &mut shared, plan.tile);
     let mut digit = UNIT_POS as usize;
-    while digit < DIGITS {
+    while digit < comptime!(plan.digits()) {
         let mut count = 0u32;
         for i in 0..len {
-            let own = (shared[i] >> shift) & 255u32;
+            let own = (shared[i] >> shift) & comptime!(plan.digits() as u32 - 1);
             count += u32::cast_from(own == digit as u32);
         }
         counts[digit * CUBE_COUNT + CUBE_POS] = count;
@@ -176,16 +222,17 @@ pub fn place_kernel(
     vocab: u32,
     shift: u32,
     #[comptime] first: bool,
+    #[comptime] plan: SortPlan,
 ) {
-    let mut shared: Shared<[u32]> = Shared::new_slice(TILE);
-    let len = load_tile(&from.keys, tokens, vocab, &mut shared);
-    let start = CUBE_POS * TILE;
+    let mut shared: Shared<[u32]> = Shared::new_slice(comptime!(plan.tile));
+    let len = load_tile(&from.keys, tokens, vocab, &mut shared, plan.tile);
+    let start = CUBE_POS * comptime!(plan.tile);
     let mut digit = UNIT_POS as usize;
-    while digit < DIGITS {
+    while digit < comptime!(plan.digits()) {
         let mut place = places[digit * CUBE_COUNT + CUBE_POS] as usize;
         for i in 0..len {
             let key = shared[i];
-            if (key >> shift) & 255u32 == digit as u32 {
+            if (key >> shift) & comptime!(plan.digits() as u32 - 1) == digit as u32 {
                 // Always, unless another kernel wrote to the counts.
                 if place < tokens {
                     keys[place] = key;

@@ -67,7 +67,14 @@ impl Optimizer {
     pub fn new(config: &RunConfig) -> Result<Self> {
         let (decay, clip) = (config.weight_decay, config.grad_clip);
         match config.optimizer {
-            OptimizerName::AdamW => Self::adamw(decay, clip),
+            OptimizerName::AdamW => {
+                let adamw = AdamWConfig {
+                    // What quantizes a weight asks for it.
+                    amax: !config.recipe.is_high_precision(),
+                    ..adamw_config(decay, clip)
+                };
+                Ok(Self::AdamW(Box::new(adamw.try_init()?)))
+            }
             OptimizerName::Muon => Self::muon(decay, clip, config.activation.into()),
         }
     }
@@ -117,7 +124,12 @@ impl Optimizer {
     pub(crate) fn sharded(&self, group: &ProcessGroup) -> Result<Self> {
         match self.fresh() {
             Self::AdamW(adamw) => {
-                let zero = ZeroAdamW::try_new(adamw.config().clone(), group)?;
+                let config = AdamWConfig {
+                    // Of a part it is not that of the parameter.
+                    amax: false,
+                    ..adamw.config().clone()
+                };
+                let zero = ZeroAdamW::try_new(config, group)?;
                 Ok(Self::Zero(Box::new(zero)))
             }
             _ => bail!("optimizer is muon, but state is sharded of adamw alone"),

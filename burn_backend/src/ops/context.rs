@@ -63,6 +63,14 @@ impl WeightIdentity {
         let nodes: Option<Vec<u64>> = parts.into_iter().map(node).collect();
         nodes.map(Self)
     }
+
+    /// The node of the one tensor that is the weight.
+    pub(crate) fn node(&self) -> Option<u64> {
+        match self.0[..] {
+            [node] => Some(node),
+            _ => None,
+        }
+    }
 }
 
 /// The autodiff node of `tensor`, if it is one of a backend that has kernels here.
@@ -193,7 +201,7 @@ impl fmt::Debug for WeightCache {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use burn_core::tensor::{DType, Device, Distribution, Tensor};
 
     use super::*;
@@ -202,7 +210,7 @@ mod tests {
 
     /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime
     /// has no arithmetic in bf16), and whether it is a GPU.
-    fn device() -> (Device, DType, bool) {
+    pub(crate) fn device() -> (Device, DType, bool) {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
             Ok("cpu") => (Device::cpu(), DType::F32, false),

@@ -65,6 +65,15 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
+    /// The same with one amax for all usages: entry `entry` of `maxima`.
+    #[fusion(meta = meta::quantize_with_entry)]
+    fn nvfp4_quantize_with_entry(
+        x: FloatTensor<Self>,
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self>;
+
     /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient
     /// by `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes
     /// of [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
@@ -184,6 +193,16 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         let [row, col] =
             [rowwise_amax, columnwise_amax].map(|amax| amax.map(|amax| amax.into_primitive()));
         B::nvfp4_quantize_with_amax(x.into_primitive(), row, col, usages).map(constant)
+    }
+
+    fn nvfp4_quantize_with_entry(
+        x: FloatTensor<Self>,
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        let (x, maxima) = (x.into_primitive(), maxima.into_primitive());
+        B::nvfp4_quantize_with_entry(x, maxima, entry, usages).map(constant)
     }
 
     fn nvfp4_quantize_activation(

@@ -10,12 +10,15 @@ use nvfp4_kernels::{BlockShape, Storage, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize, storage_of};
+use super::known_amax::{self, KnownAmax};
+use super::operands::{
+    PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize, storage_of,
+};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
-    Nvfp4KernelOps, Operand, OperandSpec, RowGroups, float_dtype,
+    Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups, float_dtype,
 };
 
 /// Gradients of `x`, `w` and the bias, as far as they are required.
@@ -366,6 +369,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let backward = row.or_else(|| self.requires_grad.x.then(derived));
             return (forward, backward);
         }
+        let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
+        if let Some((forward, backward)) = self.quantize_known_weight(fprop_w, pair) {
+            let derived = || self.dgrad_weight(&forward, dtype);
+            let backward = backward.or_else(|| self.requires_grad.x.then(derived));
+            return (forward, backward);
+        }
         if self.requires_grad.x && is_pair {
             let pair = PairSpec {
                 rowwise: dgrad_w,
@@ -379,6 +388,38 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, storage);
         let backward = (self.requires_grad.x).then(|| self.dgrad_weight(&forward, dtype));
         (forward, backward)
+    }
+
+    /// `w` by `fprop` for the forward, and by `dgrad`, if one kernel is to make that too, from the
+    /// amax that the optimizer found; `None` where it is not known, or not what they are made from.
+    fn quantize_known_weight(
+        &self,
+        fprop: &OperandSpec,
+        dgrad: Option<&OperandSpec>,
+    ) -> Option<(Operand<B>, Option<Operand<B>>)> {
+        let RowGroups::Whole = self.groups else {
+            return None;
+        };
+        let known = known_amax::find::<B>(&self.context.weight.as_ref()?.identity)?;
+        let params = |spec: &OperandSpec| spec.params().copied().filter(QuantParams::shares_amax);
+        let col = params(fprop)?;
+        let usages = match dgrad {
+            None => QuantUsages::one(Usage::Columnwise, col, Storage::Packed),
+            Some(dgrad) => {
+                let row = params(dgrad)?;
+                if !is_one_kernel(&self.groups, &row, &col) {
+                    return None;
+                }
+                QuantUsages::both(row, col)
+            }
+        };
+        let KnownAmax { maxima, entry } = known;
+        let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
+        let (row, col) = made.into_options();
+        Some((
+            Operand::Quantized(col.expect("asked for")),
+            row.map(Operand::Quantized),
+        ))
     }
 
     /// `w` for dgrad, given the forward's operand.

@@ -47,6 +47,15 @@ pub(super) fn quantize_with_amax(
     quantize(x, &RowGroupsMetadata::Whole, usages)
 }
 
+pub(super) fn quantize_with_entry(
+    x: &TensorSpec,
+    _maxima: &TensorSpec,
+    _entry: &usize,
+    usages: &QuantUsages,
+) -> QuantizedPairMetadata {
+    quantize(x, &RowGroupsMetadata::Whole, usages)
+}
+
 pub(super) fn quantize_activation(
     x: &TensorSpec,
     grad: &MaybeTensorMetadata,

@@ -43,6 +43,7 @@ mod gradients;
 pub mod graph;
 pub mod inference;
 mod kernels;
+pub(crate) mod known_amax;
 pub mod layers;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 mod layout;

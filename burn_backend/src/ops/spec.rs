@@ -158,9 +158,11 @@ impl QuantParams {
     }
 
     /// Whether one amax of the untransformed matrix serves it.
-    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
     pub(super) fn shares_amax(&self) -> bool {
-        self.amax == AmaxGranularity::PerTensor && self.hadamard.is_none()
+        self.format.has_global_scale()
+            && !self.is_made_from_codes()
+            && self.amax == AmaxGranularity::PerTensor
+            && self.hadamard.is_none()
     }
 
     /// Elements to whose multiple the contraction is padded.

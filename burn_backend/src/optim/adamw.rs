@@ -12,10 +12,11 @@ use nvfp4_kernels::Nvfp4Error;
 use super::clip::clip_factor;
 use super::config::{AdamWConfig, MomentType, learning_rate};
 use super::schedule::Schedule;
-use crate::ops::MaybeTensor;
+use crate::ops::known_amax::KnownWeights;
 use crate::ops::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
+use crate::ops::{MaybeTensor, WeightIdentity};
 use crate::parallel::Shards;
 use crate::validate;
 
@@ -114,8 +115,52 @@ pub struct AdamW {
     time: u64,
     moments: BTreeMap<u64, ParameterMoments>,
     schedule: Schedule,
-    amax: BTreeMap<u64, Tensor<1>>,
+    maxima: Maxima,
     shards: Option<Shards>,
+}
+
+/// The largest magnitudes that steps find.
+#[derive(Debug, Default)]
+struct Maxima {
+    /// By batch, the ids of its parameters and their entries. A step of the same parameters writes
+    /// to the same memory: one that is captured in a graph reads in its forward what the one before
+    /// it wrote.
+    batches: Vec<(Vec<u64>, Tensor<1>)>,
+    /// Those whose layers know of it.
+    known: KnownWeights,
+}
+
+/// A step of either would write to the other's.
+impl Clone for Maxima {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
+impl Maxima {
+    /// The memory of the last step's batch number `batch`, if it had these parameters.
+    fn of_batch(&self, batch: usize, ids: &[u64]) -> Option<&Tensor<1>> {
+        let (own, maxima) = self.batches.get(batch)?;
+        (own == ids).then_some(maxima)
+    }
+
+    /// The entry of the parameter `id`.
+    fn entry(&self, id: u64) -> Option<(&Tensor<1>, usize)> {
+        self.batches.iter().find_map(|(ids, maxima)| {
+            let entry = ids.iter().position(|own| *own == id)?;
+            Some((maxima, entry))
+        })
+    }
+
+    /// Has layers with `weight`, the new parameter `id`, quantize it from its entry.
+    fn tell<const D: usize>(&mut self, id: u64, weight: &Tensor<D>) {
+        let node = WeightIdentity::of([weight]).and_then(|weight| weight.node());
+        let (Some(node), Some((maxima, entry))) = (node, self.entry(id)) else {
+            return;
+        };
+        Dispatch::nvfp4_remember_amax(maxima.clone().into_dispatch(), entry, node);
+        self.known.push(node);
+    }
 }
 
 impl AdamWConfig {
@@ -144,7 +189,7 @@ impl AdamW {
             time: 0,
             moments: BTreeMap::new(),
             schedule: Schedule::default(),
-            amax: BTreeMap::new(),
+            maxima: Maxima::default(),
             shards: None,
         }
     }
@@ -172,10 +217,14 @@ impl AdamW {
 
     /// The largest magnitude of each parameter that the last step updated, `f32[1]` on the device,
     /// by the parameter's id (of this rank's part, if it is sharded); empty unless
-    /// [`AdamWConfig::amax`] is set. They are the bits that computing them anew gives, for the
-    /// quantization of the new weights.
-    pub fn amax(&self) -> &BTreeMap<u64, Tensor<1>> {
-        &self.amax
+    /// [`AdamWConfig::amax`] is set. They are the bits that computing them anew gives. The layers
+    /// of this crate quantize the new weights from them by themselves.
+    pub fn amax(&self) -> BTreeMap<u64, Tensor<1>> {
+        let entries = self.maxima.batches.iter().flat_map(|(ids, maxima)| {
+            let own = |(entry, id): (usize, &u64)| (*id, maxima.clone().narrow(0, entry, 1));
+            ids.iter().enumerate().map(own).collect::<Vec<_>>()
+        });
+        entries.collect()
     }
 
     /// How many elements the state of a parameter has.
@@ -315,13 +364,17 @@ impl AdamW {
             params: self.config.params(),
             amax: self.config.amax,
         };
-        self.amax.clear();
+        self.maxima.known.forget();
+        let mut batches = Vec::new();
         let mut present: Vec<&mut Taken> = taken.iter_mut().flatten().collect();
-        for batch in present.chunks_mut(BATCH) {
+        for (number, batch) in present.chunks_mut(BATCH).enumerate() {
+            let ids: Vec<u64> = batch.iter().map(|taken| taken.id.val()).collect();
+            let maxima = self.maxima.of_batch(number, &ids);
+            let maxima = maxima.map(|maxima| maxima.clone().into_dispatch());
             let gradients = batch.iter_mut().filter_map(|taken| taken.gradient.take());
             let gradients = GradientBatch::<Dispatch>::new(gradients.collect::<Vec<_>>());
             let states = batch.iter_mut().filter_map(|taken| taken.state.take());
-            let states = AdamWBatch::new(states.collect::<Vec<_>>(), None);
+            let states = AdamWBatch::new(states.collect::<Vec<_>>(), maxima);
             let (states, amax) = Dispatch::nvfp4_adamw(
                 gradients,
                 states,
@@ -330,15 +383,14 @@ impl AdamW {
                 options,
             )
             .into_parts();
-            let amax = amax.map(Tensor::<1>::from_dispatch);
-            for (entry, (taken, state)) in batch.iter_mut().zip(states).enumerate() {
+            if let Some(maxima) = amax {
+                batches.push((ids, Tensor::from_dispatch(maxima)));
+            }
+            for (taken, state) in batch.iter_mut().zip(states) {
                 taken.state = Some(state);
-                if let Some(amax) = &amax {
-                    let own = amax.clone().narrow(0, entry, 1);
-                    self.amax.insert(taken.id.val(), own);
-                }
             }
         }
+        self.maxima.batches = batches;
     }
 }
 
@@ -534,6 +586,7 @@ impl ModuleMapper for Give<'_> {
         let (weight, moments) = ParameterMoments::from_state::<D>(state);
         self.optimizer.moments.insert(id.val(), moments);
         let weight = tracked.restore(weight, id);
+        self.optimizer.maxima.tell(id.val(), &weight);
         let mapper = mapper.downcast::<ParamMapper<Tensor<D>>>();
         let mapper = mapper.expect("modules are traversed in the same order");
         Param::from_mapped_value(id, weight, *mapper)

@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    LookUpLaunch, SortedTokensLaunch, TokensLaunch, count_digits_kernel, embedding_kernel,
-    join_runs_kernel, place_kernel, scan_kernel, sum_runs_kernel,
+    LookUpLaunch, SortPlan, SortedTokensLaunch, TokensLaunch, count_digits_kernel,
+    embedding_kernel, join_runs_kernel, place_kernel, scan_kernel, sum_runs_kernel,
 };
 use crate::{
     cube::row_blocks::RowPlan,
@@ -16,6 +16,7 @@ use crate::{
 const TOKENS: usize = 256;
 const VOCAB: usize = 256;
 const COLS: usize = 256;
+const SORT: SortPlan = SortPlan { tile: 256, bits: 8 };
 
 /// Of rows that are not whole blocks of 8: ptxas keeps some numbers that are used before and behind
 /// the loop on the stack, for sm_90a or for sm_100a, whichever number of rows is in flight.
@@ -54,7 +55,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             b(TOKENS),
             TOKENS,
             256,
-            8
+            8,
+            SORT
         ),
         instance!(
             device,
@@ -79,7 +81,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             TOKENS,
             256,
             8,
-            first
+            first,
+            SORT
         ));
     }
     for width in [1, 4] {

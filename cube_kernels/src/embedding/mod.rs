@@ -18,10 +18,10 @@ use crate::{
     loss::row_plan,
     memory::{address_type, allocate, check_memory},
     moe::groups::to_u32,
-    quantize::amax::zeros,
     reference::EMBEDDING_RUN,
     sort,
     tensor::{FloatKind, Matrix},
+    zeroed::zeros,
 };
 use kernel::{
     LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
@@ -33,7 +33,7 @@ pub mod kernels {
     pub use super::kernel::{
         LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
     };
-    pub use crate::sort::{TokensLaunch, count_digits_kernel, place_kernel, scan_kernel};
+    pub use crate::sort::{SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel};
 }
 
 /// Row `ids[i]` (`u32`) of `table` (`[vocab, cols]`) for each of `tokens` `i`, rounded to `dtype`:

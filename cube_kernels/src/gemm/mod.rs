@@ -54,8 +54,9 @@ use crate::{
     capabilities::{Capabilities, GemmBackend},
     memory::check_memory,
     moe::GroupOffsets,
-    quantize::{self, amax::zeros},
+    quantize,
     tensor::{FloatKind, Matrix},
+    zeroed::zeros_of_step,
 };
 use align_groups::AlignedGroups;
 use epilogue::EpilogueArgs;
@@ -445,8 +446,8 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     let output = Output::new(client, gemm.target, rows, shape.n)?;
     let problem = gemm.problem(&output);
     let amax = problem.epilogue.amax.map(|amax| match amax {
-        OutputAmax::Whole => zeros(client, 1),
-        OutputAmax::PerGroup => zeros(client, groups),
+        OutputAmax::Whole => zeros_of_step(client, 1),
+        OutputAmax::PerGroup => zeros_of_step(client, groups),
     });
     if output.is_empty() {
         let matrix = output.into_matrix();

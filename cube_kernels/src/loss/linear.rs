@@ -7,8 +7,8 @@ use crate::{
     CrossEntropy, Nvfp4Error,
     gemm::{Gemm, Operand, Target, gemm},
     memory::{allocate, check_memory},
-    quantize::amax::zeros,
     tensor::{FloatKind, Matrix},
+    zeroed::zeros,
 };
 
 /// Which gradients of a head are asked for, and the memory for its logits.

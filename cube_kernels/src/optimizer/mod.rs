@@ -210,7 +210,17 @@ pub fn clip_factor(
 
 /// What [`adamw`] raises to the largest magnitudes of `parameters` parameters: zeros.
 pub fn no_amax(client: &Client, parameters: usize) -> Handle {
-    crate::quantize::amax::zeros(client, parameters)
+    crate::zeroed::zeros(client, parameters)
+}
+
+/// [`no_amax`] in the memory of an earlier step's.
+///
+/// # Errors
+/// When `amax` is smaller.
+pub fn clear_amax(client: &Client, amax: &Handle, parameters: usize) -> Result<(), Nvfp4Error> {
+    check_memory("amax", amax, parameters * 4)?;
+    crate::zeroed::clear(client, amax, parameters);
+    Ok(())
 }
 
 /// A step of AdamW of all parameters, in place. With `amax`, `f32[parameters]`, each entry is

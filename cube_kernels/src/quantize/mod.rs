@@ -76,9 +76,7 @@ pub use swizzle::{
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        amax::{
-            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel, zero_kernel,
-        },
+        amax::{AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
         dequantize::{
             ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
             dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,

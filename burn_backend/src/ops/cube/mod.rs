@@ -46,6 +46,15 @@ impl Nvfp4KernelOps for CubeBackend {
         quantize::quantize_from_amax(x, amax, usages)
     }
 
+    fn nvfp4_quantize_with_entry(
+        x: FloatTensor<Self>,
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        quantize::quantize_from_entry(x, &maxima, entry, usages)
+    }
+
     fn nvfp4_quantize_activation(
         x: FloatTensor<Self>,
         grad: MaybeTensor<Self>,

@@ -80,7 +80,7 @@ impl OptimizerOps for CubeBackend {
         let (tensors, gradients) = gradients(batch);
         let like = &tensors[0];
         let client = &like.client;
-        let (parameters, _) = parameters.into_parts();
+        let (parameters, maxima) = parameters.into_parts();
         trace_op(OP, "adamw", 1, parameters.len());
         let schedule = into_contiguous(schedule);
         let factor = factor.into_option().map(into_contiguous);
@@ -104,7 +104,13 @@ impl OptimizerOps for CubeBackend {
                 key: parameter.key,
             })
             .collect();
-        let amax = options.amax.then(|| optimizer::no_amax(client, BATCH));
+        let amax = options.amax.then(|| match maxima {
+            Some(maxima) => {
+                launched(optimizer::clear_amax(client, &maxima.handle, BATCH));
+                maxima.handle
+            }
+            None => optimizer::no_amax(client, BATCH),
+        });
         let spec = AdamWSpec {
             params: options.params,
             moments,

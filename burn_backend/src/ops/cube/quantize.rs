@@ -80,6 +80,28 @@ pub(super) fn quantize_from_amax(
     usages: QuantUsages,
 ) -> QuantizedPair<CubeBackend> {
     let [row, col] = amax.map(|amax| amax.map(|amax| into_contiguous(amax).handle));
+    quantize_from(x, [row, col], usages)
+}
+
+/// See [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry). The
+/// entry is read where it is, and not from a copy: a captured step would make that once.
+pub(super) fn quantize_from_entry(
+    x: CubeTensor,
+    maxima: &CubeTensor,
+    entry: usize,
+    usages: QuantUsages,
+) -> QuantizedPair<CubeBackend> {
+    let behind = maxima.meta.shape().num_elements() - entry - 1;
+    let amax = maxima.handle.clone().offset_start(4 * entry as u64);
+    let amax = amax.offset_end(4 * behind as u64);
+    quantize_from(x, [Some(amax), None], usages)
+}
+
+fn quantize_from(
+    x: CubeTensor,
+    [row, col]: [Option<Handle>; 2],
+    usages: QuantUsages,
+) -> QuantizedPair<CubeBackend> {
     let source = GroupedSource {
         x: Source::new(x),
         count: GroupCount::Whole,

@@ -50,6 +50,15 @@ impl Nvfp4KernelOps for Flex {
         quantize::quantize_from_amax(x, [rowwise_amax, columnwise_amax], usages)
     }
 
+    fn nvfp4_quantize_with_entry(
+        x: FloatTensor<Self>,
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        usages: QuantUsages,
+    ) -> QuantizedPair<Self> {
+        quantize::quantize_from_entry(x, maxima, entry, usages)
+    }
+
     fn nvfp4_requantize(
         source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,

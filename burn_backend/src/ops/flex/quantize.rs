@@ -92,6 +92,18 @@ pub(super) fn quantize_from_amax(
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, col_amax))
 }
 
+/// See [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry).
+pub(super) fn quantize_from_entry(
+    x: FlexTensor,
+    maxima: FlexTensor,
+    entry: usize,
+    usages: QuantUsages,
+) -> QuantizedPair<Flex> {
+    let amax = amax_values(MaybeTensor::Present(maxima))[entry];
+    let amax = || MaybeTensor::Present(FlexTensor::from_data(TensorData::new(vec![amax], [1])));
+    quantize_from_amax(x, [amax(), amax()], usages)
+}
+
 /// The rowwise tensor of `x` by `params`, in NVFP4 with one amax for each of `groups`, which `amax`
 /// has.
 pub(in crate::ops) fn quantize_with_amax(

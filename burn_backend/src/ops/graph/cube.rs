@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use burn_core::backend::tensor::IntTensor;
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
-use nvfp4_kernels::{graph, quantize};
+use nvfp4_kernels::{graph, quantize, zeroed};
 
 use super::super::cube::tensors::{launched, owned, settle};
 use super::GraphOps;
@@ -54,6 +54,14 @@ impl GraphOps for CubeBackend {
             offsets.push((offset.device.clone(), offset.handle.clone()));
         }
         drop(offsets);
+        offset
+    }
+
+    fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
+        match begins {
+            true => zeroed::begin_step(&offset.client),
+            false => zeroed::end_step(&offset.client),
+        }
         offset
     }
 

@@ -20,6 +20,10 @@ impl GraphOps for Flex {
         unreachable!("{NO_GRAPHS}")
     }
 
+    fn nvfp4_mark_step(_offset: IntTensor<Self>, _begins: bool) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
+
     fn nvfp4_make_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
         unreachable!("{NO_GRAPHS}")
     }

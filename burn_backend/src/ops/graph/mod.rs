@@ -36,6 +36,11 @@ pub trait GraphOps: Backend {
     #[fusion(meta = meta::draw_at)]
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 
+    /// A step begins where `begins`, else one ends: kernels queued between share what clears the
+    /// words they count in, or raise to an amax.
+    #[fusion(meta = meta::mark_step)]
+    fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
+
     /// `offset`, after the pools of its device got more free memory than they have: the same step
     /// in a capture, in which no page can be added, may find that its free memory is in other
     /// pieces.
@@ -59,6 +64,10 @@ mod meta {
         offset.clone()
     }
 
+    pub(super) fn mark_step(offset: &TensorSpec, _begins: &bool) -> TensorSpec {
+        offset.clone()
+    }
+
     pub(super) fn draw_at(offset: &TensorSpec, _begins: &bool) -> TensorSpec {
         offset.clone()
     }
@@ -75,6 +84,10 @@ impl<B: GraphOps, C: CheckpointStrategy> GraphOps for Autodiff<B, C> {
 
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
         B::nvfp4_draw_at(offset, begins)
+    }
+
+    fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
+        B::nvfp4_mark_step(offset, begins)
     }
 
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {

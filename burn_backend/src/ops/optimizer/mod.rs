@@ -23,6 +23,7 @@ pub use batch::{
 };
 
 use super::MaybeTensor;
+use super::known_amax::{self, KnownAmax};
 
 /// How a step of AdamW is taken.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -60,6 +61,10 @@ pub trait OptimizerOps: Backend {
     /// A step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result has the
     /// buffers of `batch`, but for those that others hold too, which are copied first.
     ///
+    /// Amax values, where they are asked for, are written to those of `batch`, in place whoever
+    /// holds these too: a captured step reads where the one before it wrote. A batch without any
+    /// gets new ones.
+    ///
     /// `schedule` is `u32[4]`, the words of
     /// [`AdamWSchedule`](nvfp4_kernels::reference::AdamWSchedule); `factor` is what
     /// [`nvfp4_clip_factor`](Self::nvfp4_clip_factor) made.
@@ -71,6 +76,21 @@ pub trait OptimizerOps: Backend {
         #[extension_type] factor: MaybeTensor<Self>,
         options: AdamWOptions,
     ) -> AdamWBatch<Self>;
+
+    /// The weight with the autodiff node `node` has the amax in entry `entry` of `maxima`.
+    #[fusion(default)]
+    fn nvfp4_remember_amax(
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        node: u64,
+    ) -> FloatTensor<Self> {
+        let amax = KnownAmax {
+            maxima: maxima.clone(),
+            entry,
+        };
+        known_amax::remember::<Self>(node, amax);
+        maxima
+    }
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -124,6 +144,14 @@ impl<B: OptimizerOps, C: CheckpointStrategy> OptimizerOps for Autodiff<B, C> {
 
     fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self> {
         B::nvfp4_set_words(out, words)
+    }
+
+    fn nvfp4_remember_amax(
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        node: u64,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_remember_amax(maxima.into_primitive(), entry, node))
     }
 
     fn nvfp4_adamw(

@@ -177,8 +177,10 @@ fn decode_e2m1_tiny(code: u32) -> f32 {
 /// of two that together are the 2¹²⁶ which the codes lack.
 #[derive(CubeType, Clone, Copy)]
 pub struct BlockFactors {
-    scale: f32,
-    tensor: f32,
+    /// That of the scale.
+    pub scale: f32,
+    /// That of the tensor.
+    pub tensor: f32,
 }
 
 #[cube]

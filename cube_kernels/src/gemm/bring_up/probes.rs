@@ -17,8 +17,8 @@ use crate::{
         tiles::{SM100_TILE_M, SM100_TILE_N},
     },
     memory::{allocate, download, upload},
-    quantize::amax::zeros,
     reference::philox::philox4x32,
+    zeroed::zeros,
 };
 
 /// Columns of an operand in an image: four steps of 64.

@@ -52,7 +52,7 @@ use crate::{
         tiles::{Fault, SM100_TILE_M, SM100_TILE_N, Sm100Tile, TensorCore},
     },
     memory::{address_type, allocate, download},
-    quantize::amax::zeros,
+    zeroed::zeros,
 };
 
 /// Tiles along the rows of `a` that run at the same time, for the L2 cache. Not measured.

@@ -37,7 +37,7 @@ use crate::{
         tiles::{SM90_TILE_K, SM90_TILE_M, Sm90Tile},
     },
     memory::{address_type, allocate},
-    quantize::amax::zeros,
+    zeroed::zeros_of_step,
 };
 
 /// Units of the two consumer warpgroups.
@@ -543,7 +543,7 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
     let schedule = StreamK::of(tiles, stages_of(k), sms(client))?;
     let partial_vectors = schedule.partials() * partial_len(tile);
     let sums = allocate(client, partial_vectors * 16);
-    let written = zeros(client, schedule.shared);
+    let written = zeros_of_step(client, schedule.shared);
     let out = &output.matrix().handle;
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the workspace was allocated with this length, and the caller checked that the

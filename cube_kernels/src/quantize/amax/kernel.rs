@@ -19,29 +19,30 @@ use crate::{
     tensor::{AmaxGranularity, FloatKind},
 };
 
-/// One unit clears every `units`-th word of both.
-#[cube(launch_unchecked, create_dummy_kernel)]
-pub fn zero_kernel(first: &mut [u32], second: &mut [u32], words: usize, others: usize) {
-    let mut i = ABSOLUTE_POS;
-    while i < max(words, others) {
-        if i < words {
-            first[i] = 0u32;
-        }
-        if i < others {
-            second[i] = 0u32;
-        }
-        i += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
+/// The most planes of a cube.
+const PLANES: usize = 32;
 
-/// Raises entry `index` of `out` to `bits`, once for each plane where there are planes. Magnitudes
-/// are compared as integers, so the order in which units arrive does not matter.
+/// Raises entry `index` of `out` to `bits`, once for each cube where there are planes: atomic
+/// operations on one address take turns. All units of the cube must be here. Magnitudes are compared
+/// as integers, so the order in which cubes arrive does not matter.
 #[cube]
 fn atomic_amax(out: &mut [Atomic<u32>], index: usize, bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
+        let mut maxima: Shared<[u32]> = Shared::new_slice(PLANES);
         let plane = plane_max(bits);
         if UNIT_POS_PLANE == 0u32 {
-            out[index].fetch_max(plane);
+            maxima[(UNIT_POS / PLANE_DIM) as usize] = plane;
+        }
+        sync_cube();
+        if UNIT_POS < PLANE_DIM {
+            let mut largest = 0u32;
+            if UNIT_POS < CUBE_DIM / PLANE_DIM {
+                largest = maxima[UNIT_POS as usize];
+            }
+            let largest = plane_max(largest);
+            if UNIT_POS == 0u32 {
+                out[index].fetch_max(largest);
+            }
         }
     } else {
         out[index].fetch_max(bits);

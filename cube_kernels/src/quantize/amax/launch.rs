@@ -10,15 +10,15 @@ use super::{
     },
     kernel::{
         AMAX_UNROLL, AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel,
-        zero_kernel,
     },
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,
     capabilities::{conversion_of, is_cpu},
-    launch::{Words, buffer, computed_tile_cubes, grid, resident_grid, tile_cubes, tile_runs},
-    memory::{address_type, allocate},
+    launch::{Words, buffer, computed_tile_cubes, resident_grid, tile_cubes, tile_runs},
+    memory::address_type,
     tensor::{AmaxGranularity, Groups, Matrix},
+    zeroed::{zeros_beside, zeros_of_step},
 };
 
 /// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
@@ -138,8 +138,7 @@ fn find(
     let cols_len = request
         .cols
         .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let [rows, cols] = [rows_len, cols_len].map(|count| allocate(client, count * 4));
-    zero(client, [(&rows, rows_len), (&cols, cols_len)]);
+    let [rows, cols] = zeros_beside(client, [rows_len, cols_len]);
     let found = Amaxes {
         rows: request.rows.map(|_| rows),
         cols: request.cols.map(|_| cols),
@@ -202,7 +201,7 @@ fn find(
 
 fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     x.check("x")?;
-    let out = zeros(client, 1);
+    let out = zeros_of_step(client, 1);
     if x.is_empty() {
         return Ok(out);
     }
@@ -234,36 +233,4 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
         );
     }
     Ok(out)
-}
-
-/// `count` words of zeros, which kernels raise to an amax. A kernel and not a copy from the host,
-/// so that a graph can capture it.
-pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
-    let out = allocate(client, count * 4);
-    zero(client, [(&out, count), (&out, 0)]);
-    out
-}
-
-/// Clears the first words of two buffers, as many as stand beside them, in one launch.
-fn zero(client: &Client, buffers: [(&Handle, usize); 2]) {
-    let Some(some) = buffers.iter().find(|(_, words)| *words > 0) else {
-        return;
-    };
-    let [(first, words), (second, others)] = buffers.map(|(handle, words)| match words {
-        0 => (some.0, 0),
-        _ => (handle, words),
-    });
-    let (cube_count, dim) = grid(client, words.max(others));
-    // SAFETY: the kernel stays below the numbers of words.
-    unsafe {
-        zero_kernel::launch_unchecked(
-            client,
-            cube_count,
-            dim,
-            buffer(first, words.max(1)),
-            buffer(second, others.max(1)),
-            words,
-            others,
-        );
-    }
 }

@@ -5,7 +5,7 @@ use cubecl::ir::{ElemType, UIntKind};
 use super::{
     super::kernels::{
         AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
-        amax_kernel, amax_tiles_kernel, zero_kernel,
+        amax_kernel, amax_tiles_kernel,
     },
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
@@ -14,6 +14,7 @@ use crate::{
     policy::HadamardSize,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::AmaxGranularity,
+    zeroed::zero_kernel,
 };
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
@@ -27,8 +28,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         "",
         Expected::default(),
         b(64),
-        b(64),
-        64,
         64
     ));
     for (dtype, address) in ELEMENTS {

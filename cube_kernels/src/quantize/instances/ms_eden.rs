@@ -40,9 +40,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         };
         EdenOutLaunch::new(values, b(8))
     };
-    let policy = |across, packed, source, form| EdenPolicy {
+    let policy = |across, packed, words, source: SourcePlan, form| EdenPolicy {
         across,
         packed,
+        words,
         source,
         swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
@@ -73,7 +74,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy(across, true, source, form),
+                policy(across, true, false, source, form),
                 FloatKind::F32,
                 FloatKind::F32.storage_type()
             ));
@@ -90,7 +91,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
                     EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
-                    policy(across, true, source, form),
+                    policy(across, true, false, source, form),
                     FloatKind::F32,
                     FloatKind::F32.storage_type()
                 ));
@@ -98,7 +99,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         }
     }
     for (dtype, address) in ELEMENTS {
-        let (width, elem) = (16 / dtype.size(), dtype.storage_type());
         for (across, name, source) in both.clone() {
             let (form, others) = forms(source);
             // A matrix has neither amax values nor scales.
@@ -107,7 +107,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ..PLAIN
             };
             // As a plane loads columns.
-            let width = if across { 2 } else { width };
+            let words = across && dtype.size() == 2;
+            let (width, elem) = match (across, words) {
+                (true, true) => (1, u32::elem_type_native()),
+                (true, false) => (2, dtype.storage_type()),
+                (false, _) => (16 / dtype.size(), dtype.storage_type()),
+            };
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
@@ -120,7 +125,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy(across, false, source, form),
+                policy(across, false, words, source, form),
                 dtype,
                 elem
             ));
@@ -137,7 +142,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
                     EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
-                    policy(across, false, source, form),
+                    policy(across, false, words, source, form),
                     dtype,
                     elem
                 ));

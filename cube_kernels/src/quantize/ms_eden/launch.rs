@@ -4,7 +4,6 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     super::{
-        amax::zeros,
         packed_source::{PackedSource, SourcePlan},
         plan::signs_launch,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
@@ -30,6 +29,7 @@ use crate::{
         EDEN_GROUP, EdenTarget, check_eden_hadamard, eden_position, padding::padded_bound,
     },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
+    zeroed::zeros_of_step,
 };
 
 /// What MS-EDEN quantizes.
@@ -74,6 +74,34 @@ impl EdenSource<'_> {
     }
 }
 
+/// How a kernel loads a matrix.
+#[derive(Debug, Clone, Copy)]
+struct StoredElements {
+    /// Elements that it loads at once.
+    width: usize,
+    kind: FloatKind,
+    /// Whether as words of two.
+    words: bool,
+}
+
+impl StoredElements {
+    /// What is loaded at once, in items of [`elem`](Self::elem).
+    fn items(self) -> usize {
+        if self.words {
+            self.width / 2
+        } else {
+            self.width
+        }
+    }
+
+    fn elem(self) -> ElemType {
+        match self.words {
+            true => u32::elem_type_native(),
+            false => self.kind.storage_type(),
+        }
+    }
+}
+
 /// A source as it is stored.
 enum Stored<'a> {
     Matrix(&'a Matrix, Groups),
@@ -108,9 +136,8 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// The elements that a kernel loads at once, and their type. A packed source has neither: those
-    /// stand for all.
-    fn elements(&self, policy: &EdenPolicy) -> (usize, FloatKind) {
+    /// How a kernel loads the elements of a matrix. A packed source has none: those stand for all.
+    fn elements(&self, policy: &EdenPolicy) -> StoredElements {
         match self {
             Self::Matrix(matrix, _) => {
                 let width = vector_size(matrix.dtype, matrix.cols);
@@ -120,19 +147,27 @@ impl<'a> Stored<'a> {
                 } else {
                     width
                 };
-                (width.min(most), matrix.dtype)
+                StoredElements {
+                    width: width.min(most),
+                    kind: matrix.dtype,
+                    words: policy.words,
+                }
             }
-            Self::Packed(_) => (1, FloatKind::F32),
+            Self::Packed(_) => StoredElements {
+                width: 1,
+                kind: FloatKind::F32,
+                words: false,
+            },
         }
     }
 
-    /// The argument of a kernel that loads `width` elements at once.
-    fn arg<F: Numeric, N: Size>(&self, width: usize) -> EdenStoredArgs<F, N> {
+    /// The argument of a kernel that loads `elements` at once.
+    fn arg<F: Numeric, N: Size>(&self, elements: StoredElements) -> EdenStoredArgs<F, N> {
         match self {
             // SAFETY: the matrix was checked against its memory.
-            Self::Matrix(matrix, _) => {
-                EdenStoredArgs::Matrix(unsafe { buffer(&matrix.handle, matrix.len() / width) })
-            }
+            Self::Matrix(matrix, _) => EdenStoredArgs::Matrix(unsafe {
+                buffer(&matrix.handle, matrix.len() / elements.width)
+            }),
             Self::Packed(packed) => EdenStoredArgs::Packed(packed.arg()),
         }
     }
@@ -238,7 +273,7 @@ pub fn ms_eden_amax<'a>(
     let (source, transform) = (source.into(), transform.into());
     let geometry = Geometry::new(client, source, usage, &transform, None)?;
     let maxima = source.groups().count();
-    let out = zeros(client, maxima);
+    let out = zeros_of_step(client, maxima);
     if geometry.tile_count == 0 {
         return Ok(out);
     }
@@ -247,7 +282,7 @@ pub fn ms_eden_amax<'a>(
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
     let signs = transform.arg(&out);
-    let (width, kind) = geometry.source.elements(&geometry.policy);
+    let elements = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_amax_kernel::launch_unchecked(
@@ -255,14 +290,14 @@ pub fn ms_eden_amax<'a>(
             count,
             dim,
             address,
-            width,
-            geometry.source.arg(width),
+            elements.items(),
+            geometry.source.arg(elements),
             geometry.tiles(map, 0),
             result,
             signs,
             geometry.policy,
-            kind,
-            kind.storage_type(),
+            elements.kind,
+            elements.elem(),
         );
     }
     Ok(out)
@@ -386,7 +421,7 @@ pub fn ms_eden_as<'a>(
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
     let position = eden_position(&random.stream.position)?.into();
     let draw = EdenDrawLaunch::new(offset, stream, position, transform.arg(amax));
-    let (width, kind) = geometry.source.elements(&geometry.policy);
+    let elements = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_kernel::launch_unchecked(
@@ -394,15 +429,15 @@ pub fn ms_eden_as<'a>(
             count,
             dim,
             address,
-            width,
-            geometry.source.arg(width),
+            elements.items(),
+            geometry.source.arg(elements),
             tiles,
             from,
             target_memory,
             draw,
             geometry.policy,
-            kind,
-            kind.storage_type(),
+            elements.kind,
+            elements.elem(),
         );
     }
     Ok(out)
@@ -510,16 +545,25 @@ impl<'a> Geometry<'a> {
             0 => 0,
             _ => tile_rows * tile_cols,
         };
+        let conversion = Capabilities::of(client).conversion;
+        // Planes alone know words; along the rows an item is four of them, and elements are as good.
+        let words = conversion.has_ptx()
+            && across
+            && match &source {
+                Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
+                Stored::Packed(_) => false,
+            };
         let policy = EdenPolicy {
             across,
             packed: matches!(source, Stored::Packed(_)),
+            words,
             source: plan,
             swizzled,
             device_offset: offset.is_some(),
             numbering,
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
-            conversion: Capabilities::of(client).conversion,
+            conversion,
         };
         let tiles_of_cube = match policy.planes() {
             true => units(client) / 32,

@@ -1,5 +1,8 @@
 //! A tile of a plane, in registers. Eight neighbouring units share a line, 16 values each, and
 //! transform it by shuffles; a unit has two of eight lines at a time.
+//!
+//! Across a packed source a unit's word of codes is of eight lines: it has the words of its 16 rows
+//! for all turns, and takes two lines of them in each.
 
 use cubecl::prelude::*;
 
@@ -14,9 +17,10 @@ use crate::{
     HadamardSize,
     cube::{
         block::{block_amax, pairs_amax},
-        codec::load,
-        eden::{EdenScale, flip_segment, quantize_pairs},
+        codec::{BlockFactors, load as load_element},
+        eden::{EdenScale, LINES, flip_segment, quantize_pairs},
         hadamard::{normalized_pairs, round_normalized},
+        words::unpack,
     },
     quantize::tile::transform_values,
     tensor::FloatKind,
@@ -27,7 +31,7 @@ pub(super) const OWN: usize = 2;
 /// Lines that a plane has at a time.
 const LINES_AT_A_TIME: usize = 8;
 /// How often it takes lines of a tile.
-const TURNS: usize = 4;
+pub(super) const TURNS: usize = 4;
 
 /// What a plane reads all its tiles with.
 #[derive(CubeType, Clone, Copy)]
@@ -54,13 +58,19 @@ struct Part {
 /// The part of this unit in turn `turn`. Its lines are neighbours where they are in the source,
 /// else four apart, so that a plane reads neighbouring lines at once.
 #[cube]
-fn part_of(turn: usize, #[comptime] across: bool) -> Part {
+fn part_of(turn: usize, #[comptime] policy: EdenPolicy) -> Part {
     let unit = UNIT_POS_PLANE as usize;
     let own = unit / 8usize;
-    let line = if comptime!(across) { own * OWN } else { own };
+    let line = if comptime!(policy.held_turns() > 1) {
+        own * comptime!(OWN * TURNS) + turn * OWN
+    } else if comptime!(policy.across) {
+        turn * LINES_AT_A_TIME + own * OWN
+    } else {
+        turn * LINES_AT_A_TIME + own
+    };
     Part {
         segment: unit % 8usize,
-        line: turn * LINES_AT_A_TIME + line,
+        line,
     }
 }
 
@@ -69,11 +79,113 @@ const fn line_step(across: bool) -> usize {
     if across { 1 } else { LINES_AT_A_TIME / OWN }
 }
 
+/// What a unit has of a packed source across its blocks for all turns: for each of 16 rows the
+/// codes of eight lines, and what multiplies them.
+#[derive(CubeType)]
+struct Held {
+    codes: Array<u32>,
+    /// Those of blocks, as pairs of bf16.
+    scales: Array<u32>,
+    tensors: Array<f32>,
+}
+
+/// Rows that a unit holds: none, unless it holds them for all turns.
+fn held_rows(policy: EdenPolicy) -> usize {
+    if policy.held_turns() > 1 { 16 } else { 1 }
+}
+
+#[cube]
+impl Held {
+    fn new(#[comptime] policy: EdenPolicy) -> Held {
+        Held {
+            codes: Array::new(comptime!(held_rows(policy))),
+            scales: Array::new(comptime!(held_rows(policy).div_ceil(2))),
+            tensors: Array::new(comptime!(held_rows(policy))),
+        }
+    }
+
+    /// The rows of this unit in a tile of `source`, whose factor is `own`.
+    fn load(&mut self, source: &PackedRows, at: &Position, own: f32, #[comptime] plan: SourcePlan) {
+        let unit = UNIT_POS_PLANE as usize;
+        let eight = unit / 8usize;
+        let column = at.line0 + eight * 8usize;
+        let first = at.start + unit % 8usize * 16usize;
+        // What pads the last block is no part of the matrix, and not zero where that copy was
+        // transformed.
+        let lines = min(at.lines - min(column, at.lines), 8usize);
+        let mut mask = 0xFFFF_FFFFu32.runtime();
+        if lines < 8usize {
+            mask = (1u32 << (u32::cast_from(lines) * 4u32)) - 1u32;
+        }
+        #[unroll]
+        for k in 0..16usize {
+            let row = first + k;
+            let inside = row < at.end && column < at.lines;
+            let block = source.load(row, row + at.padding, column / 16usize, own, inside, plan);
+            let low = block.words.extract(0usize);
+            let high = block.words.extract(1usize);
+            self.codes[k] = select(eight % 2usize == 1usize, high, low) & mask;
+            // Four bits of mantissa: the upper half of the `f32` is all of it.
+            let scale = u32::reinterpret(block.factors.scale);
+            if comptime!(k % 2 == 0) {
+                self.scales[comptime!(k / 2)] = scale >> 16u32;
+            } else {
+                self.scales[comptime!(k / 2)] |= scale;
+            }
+            self.tensors[k] = block.factors.tensor;
+        }
+    }
+
+    /// The 32 values of two lines from line `line` of the tile on, line after line.
+    fn values(&self, line: usize) -> Array<f32> {
+        let mut values = Array::<f32>::new(32usize);
+        let shift = u32::cast_from(line % 8usize) * 4u32;
+        #[unroll]
+        for k in 0..16usize {
+            let factors = BlockFactors {
+                scale: unpack(
+                    self.scales[comptime!(k / 2)],
+                    comptime!(k as u32 % 2),
+                    FloatKind::Bf16,
+                ),
+                tensor: self.tensors[k],
+            };
+            let codes = self.codes[k] >> shift;
+            #[unroll]
+            for j in 0..OWN {
+                values[comptime!(j * 16 + k)] = factors.decode(codes >> comptime!(4 * j as u32));
+            }
+        }
+        values
+    }
+}
+
 #[cube]
 impl<F: Numeric, N: Size> EdenStored<F, N> {
+    /// Loads what a unit has for all turns.
+    fn hold(
+        &self,
+        held: &mut Held,
+        at: &Position,
+        reading: Reading,
+        #[comptime] policy: EdenPolicy,
+    ) {
+        #[comptime]
+        match self {
+            EdenStored::Matrix(_) => {}
+            EdenStored::Packed(rows) => {
+                if comptime!(policy.held_turns() > 1) {
+                    let own = rows.factor_of(at.part, reading.factor, policy.source);
+                    held.load(rows, at, own, policy.source);
+                }
+            }
+        }
+    }
+
     /// The 32 values of a part, line after line; zeros outside of the source.
     fn load_part(
         &self,
+        held: &Held,
         part: Part,
         at: &Position,
         reading: Reading,
@@ -84,78 +196,130 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
         #[comptime]
         match self {
             EdenStored::Matrix(x) => {
-                if comptime!(policy.across) {
-                    matrix_across::<F, N>(x, part, at, reading.cols, kind)
-                } else {
-                    matrix_along::<F, N>(x, part, at, reading.cols, kind)
-                }
+                let load = comptime!(MatrixLoad {
+                    kind,
+                    words: policy.words,
+                    across: policy.across,
+                });
+                matrix_part::<F, N>(x, part, at, reading.cols, load)
             }
             EdenStored::Packed(rows) => {
-                let own = rows.factor_of(at.part, reading.factor, plan);
-                packed_along(rows, part, at, own, plan)
+                if comptime!(policy.across) {
+                    held.values(part.line)
+                } else {
+                    let own = rows.factor_of(at.part, reading.factor, plan);
+                    packed_along(rows, part, at, own, plan)
+                }
             }
         }
     }
 }
 
+/// How elements of a matrix are loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct MatrixLoad {
+    kind: FloatKind,
+    /// Whether in words of two.
+    words: bool,
+    /// Whether parts lie across the rows.
+    across: bool,
+}
+
+impl MatrixLoad {
+    /// Elements of one that is stored.
+    const fn per_item(self) -> usize {
+        if self.words { 2 } else { 1 }
+    }
+}
+
+/// Element `i` of a vector.
 #[cube]
-fn matrix_along<F: Numeric, N: Size>(
+fn element<F: Numeric, N: Size>(
+    vector: Vector<F, N>,
+    #[comptime] i: usize,
+    #[comptime] load: MatrixLoad,
+) -> f32 {
+    if comptime!(load.words) {
+        let word = u32::cast_from(vector.extract(comptime!(i / 2)));
+        unpack(word, comptime!(i as u32 % 2), load.kind)
+    } else {
+        load_element::<F>(vector.extract(i), load.kind)
+    }
+}
+
+/// The 32 values of a part of a matrix. Across its rows, where all of the tile is in the matrix, one
+/// test serves all loads: each of its own costs more than a load of two elements.
+#[cube]
+fn matrix_part<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     part: Part,
     at: &Position,
     cols: usize,
-    #[comptime] kind: FloatKind,
+    #[comptime] load: MatrixLoad,
 ) -> Array<f32> {
-    let width = N::value();
-    let vectors = cols / width;
     let mut values = Array::<f32>::new(32usize);
-    #[unroll]
-    for j in 0..OWN {
-        let row = at.line0 + part.line + comptime!(j * line_step(false));
-        #[unroll]
-        for v in 0..comptime!(16 / width) {
-            let col = at.start + part.segment * 16usize + comptime!(v * width);
-            let mut vector = Vector::<F, N>::new(F::from_int(0));
-            if row < at.lines && col < at.end {
-                vector = x[row * vectors + col / width];
-            }
-            #[unroll]
-            for i in 0..width {
-                values[comptime!(j * 16 + v * width + i)] = load::<F>(vector.extract(i), kind);
-            }
+    if comptime!(load.across) {
+        if at.start + 128usize <= at.end && at.line0 + LINES <= at.lines {
+            fill::<F, N>(&mut values, x, part, at, cols, load, false);
+        } else {
+            fill::<F, N>(&mut values, x, part, at, cols, load, true);
         }
+    } else {
+        fill::<F, N>(&mut values, x, part, at, cols, load, true);
     }
     values
 }
 
+/// Loads a part of a matrix; outside of it are zeros, if that is `checked`.
 #[cube]
-fn matrix_across<F: Numeric, N: Size>(
+fn fill<F: Numeric, N: Size>(
+    values: &mut Array<f32>,
     x: &[Vector<F, N>],
     part: Part,
     at: &Position,
     cols: usize,
-    #[comptime] kind: FloatKind,
-) -> Array<f32> {
-    let width = N::value();
+    #[comptime] load: MatrixLoad,
+    #[comptime] checked: bool,
+) {
+    let items = N::value();
+    let width = comptime!(items * load.per_item());
     let vectors = cols / width;
-    let mut values = Array::<f32>::new(32usize);
+    let across = comptime!(load.across);
+    // Along lines these are the rows, across them the columns.
+    let line = at.line0 + part.line;
+    let start = at.start + part.segment * 16usize;
+    let (outer, inner) = comptime!(if across { (16, OWN) } else { (OWN, 16) });
     #[unroll]
-    for k in 0..16usize {
-        let row = at.start + part.segment * 16usize + k;
+    for o in 0..outer {
         #[unroll]
-        for v in 0..comptime!(OWN / width) {
-            let col = at.line0 + part.line + comptime!(v * width);
+        for v in 0..comptime!(inner / width) {
+            let mut row = line + comptime!(o * line_step(false));
+            let mut col = start + comptime!(v * width);
+            let mut inside = row < at.lines && col < at.end;
+            if comptime!(across) {
+                row = start + o;
+                col = line + comptime!(v * width);
+                inside = row < at.end && col < at.lines;
+            }
             let mut vector = Vector::<F, N>::new(F::from_int(0));
-            if row < at.end && col < at.lines {
+            if comptime!(checked) {
+                if inside {
+                    vector = x[row * vectors + col / width];
+                }
+            } else {
                 vector = x[row * vectors + col / width];
             }
             #[unroll]
             for i in 0..width {
-                values[comptime!((v * width + i) * 16 + k)] = load::<F>(vector.extract(i), kind);
+                let target = comptime!(if across {
+                    (v * width + i) * 16 + o
+                } else {
+                    o * 16 + v * width + i
+                });
+                values[target] = element::<F, N>(vector, i, load);
             }
         }
     }
-    values
 }
 
 #[cube]
@@ -212,9 +376,11 @@ pub(super) fn plane_amax<F: Numeric, N: Size>(
     #[comptime] kind: FloatKind,
 ) -> u32 {
     let mut most = 0u32;
+    let mut held = Held::new(policy);
+    source.hold(&mut held, at, reading, policy);
     for turn in 0..TURNS {
-        let part = part_of(turn, policy.across);
-        let values = source.load_part(part, at, reading, policy, kind);
+        let part = part_of(turn, policy);
+        let values = source.load_part(&held, part, at, reading, policy, kind);
         #[unroll]
         for j in 0..OWN {
             let block = transformed(&values, j, part.segment, reading.signs, policy);
@@ -238,9 +404,11 @@ pub(super) fn take_plane<F: Numeric, N: Size>(
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
 ) {
+    let mut held = Held::new(policy);
+    source.hold(&mut held, at, reading, policy);
     for turn in 0..TURNS {
-        let part = part_of(turn, policy.across);
-        let values = source.load_part(part, at, reading, policy, kind);
+        let part = part_of(turn, policy);
+        let values = source.load_part(&held, part, at, reading, policy, kind);
         #[unroll]
         for j in 0..OWN {
             let block = transformed(&values, j, part.segment, reading.signs, policy);

@@ -6,6 +6,7 @@ use super::super::{
     packed_source::SourcePlan,
     tile::{Grouping, ROWS, Shape, group_place, tile_from},
 };
+use super::plane_tile::TURNS;
 use crate::cube::{codec::Conversion, eden::LINES, philox::Numbering, scale::swizzled_at};
 
 /// The comptime choices of MS-EDEN.
@@ -15,6 +16,8 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The source is an NVFP4 tensor.
     pub packed: bool,
+    /// Elements of 16 bits of a matrix are loaded in words of two, across its rows.
+    pub words: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
     /// Scales are written in 128x4 tiles.
@@ -39,7 +42,13 @@ impl EdenPolicy {
 
     /// Whether a plane works on a tile by itself.
     pub(super) fn planes(self) -> bool {
-        self.conversion.has_ptx() && !(self.packed && self.across)
+        self.conversion.has_ptx()
+    }
+
+    /// Turns for which a unit loads at a time: across a packed source its word of codes is of
+    /// eight lines.
+    pub(super) fn held_turns(self) -> usize {
+        if self.packed && self.across { TURNS } else { 1 }
     }
 
     /// The most tiles that a cube works on at a time.

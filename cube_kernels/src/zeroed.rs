@@ -1,0 +1,164 @@
+//! Words of zeros, which kernels raise to an amax or count in.
+//!
+//! A kernel clears them and not a copy from the host, so that a graph can capture it. Where
+//! [`begin_step`] has told where a step begins, one launch clears the words of all its kernels:
+//! a step asks for them some two hundred times, for a word or two.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cubecl::{prelude::*, server::Handle};
+use cubecl_environment::stream::StreamId;
+
+use crate::{
+    launch::{buffer, grid},
+    memory::allocate,
+};
+
+/// One unit clears every `units`-th word.
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+mod kernel {
+    use cubecl::prelude::*;
+
+    #[cube(launch_unchecked, create_dummy_kernel)]
+    pub fn zero_kernel(out: &mut [u32], words: usize) {
+        let mut i = ABSOLUTE_POS;
+        while i < words {
+            out[i] = 0u32;
+            i += CUBE_COUNT * CUBE_DIM as usize;
+        }
+    }
+}
+
+pub use kernel::zero_kernel;
+
+/// Bytes that are cleared together.
+const CHUNK: usize = 64 << 10;
+/// Requests begin at multiples of so many bytes: a sector of the L2 cache, in which atomics of
+/// different kernels do not meet.
+const SLOT: usize = 32;
+/// The longest request that shares a chunk, in words.
+const LONGEST: usize = 1024;
+
+/// A chunk of a step, cleared, and its bytes that are taken.
+struct Chunk {
+    memory: Handle,
+    taken: usize,
+}
+
+impl Chunk {
+    fn new(client: &Client) -> Self {
+        Self {
+            memory: zeros(client, CHUNK / 4),
+            taken: 0,
+        }
+    }
+
+    /// The next `words` of it, if it has as many left.
+    fn take(&mut self, words: usize) -> Option<Handle> {
+        let start = self.taken;
+        let end = start + words * 4;
+        if end > CHUNK {
+            return None;
+        }
+        self.taken = end.next_multiple_of(SLOT);
+        Some(part(&self.memory, start, CHUNK - end))
+    }
+}
+
+/// `memory` without its first and its last bytes.
+fn part(memory: &Handle, before: usize, behind: usize) -> Handle {
+    let memory = memory.clone().offset_start(before as u64);
+    memory.offset_end(behind as u64)
+}
+
+/// The step of a stream.
+struct Step {
+    client: Client,
+    stream: StreamId,
+    /// None before its first request, and while one is served.
+    chunk: Option<Chunk>,
+}
+
+impl Step {
+    fn is_of(&self, client: &Client) -> bool {
+        self.client.service_id() == client.service_id() && self.stream == StreamId::current()
+    }
+}
+
+/// The steps under way: one for a device that captures graphs.
+static STEPS: Mutex<Vec<Step>> = Mutex::new(Vec::new());
+
+fn steps() -> MutexGuard<'static, Vec<Step>> {
+    STEPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A step begins on the current stream of `client`, until [`end_step`]. Amax values that are found
+/// in it are those of this step: where it is captured, each replay clears them at its beginning.
+pub fn begin_step(client: &Client) {
+    end_step(client);
+    steps().push(Step {
+        client: client.clone(),
+        stream: StreamId::current(),
+        chunk: None,
+    });
+}
+
+/// The step of the current stream of `client` is over, if there is one.
+pub fn end_step(client: &Client) {
+    steps().retain(|step| !step.is_of(client));
+}
+
+/// `count` words of zeros.
+pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
+    let out = allocate(client, count * 4);
+    clear(client, &out, count);
+    out
+}
+
+/// Zeros in the first `count` words of `out`, which has as many.
+pub(crate) fn clear(client: &Client, out: &Handle, count: usize) {
+    if count > 0 {
+        let (cubes, dim) = grid(client, count);
+        // SAFETY: the kernel stays below the number of words.
+        unsafe {
+            zero_kernel::launch_unchecked(client, cubes, dim, buffer(out, count), count);
+        }
+    }
+}
+
+/// The same for what no later step reads.
+pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
+    if count == 0 || count > LONGEST {
+        return zeros(client, count);
+    }
+    let mine = |step: &&mut Step| step.is_of(client);
+    let chunk = match steps().iter_mut().find(mine) {
+        Some(step) => step.chunk.take(),
+        None => return zeros(client, count),
+    };
+    // The lock is not held while a chunk is made: that launches.
+    let mut chunk = chunk.unwrap_or_else(|| Chunk::new(client));
+    let words = chunk.take(count).unwrap_or_else(|| {
+        chunk = Chunk::new(client);
+        chunk
+            .take(count)
+            .expect("a chunk holds the longest request")
+    });
+    if let Some(step) = steps().iter_mut().find(mine) {
+        step.chunk = Some(chunk);
+    }
+    words
+}
+
+/// [`zeros_of_step`] for two buffers, in one launch at most.
+pub(crate) fn zeros_beside(client: &Client, [first, second]: [usize; 2]) -> [Handle; 2] {
+    if first == 0 || second == 0 {
+        return [first, second].map(|count| zeros_of_step(client, count));
+    }
+    let bytes = (first * 4).next_multiple_of(SLOT);
+    let both = zeros_of_step(client, bytes / 4 + second);
+    [
+        part(&both, 0, bytes - first * 4 + second * 4),
+        part(&both, bytes, 0),
+    ]
+}
