@@ -174,7 +174,7 @@ impl Cuts {
             axis,
             segments,
         } = found;
-        let elements: usize = shape.iter().product();
+        let elements = product(&shape).unwrap_or_default();
         // Flat tensors have the elements of the parameter in its order.
         let (whole, cut_axis) = match dims.len() == 1 && shape.len() != 1 {
             true => (vec![elements], 0),
@@ -184,8 +184,16 @@ impl Cuts {
             whole == of_dims(cut_axis),
             "{name} is of shape {dims:?}, but the parameter is of shape {shape:?} on one rank"
         );
+        let sum = segments
+            .iter()
+            .try_fold(0usize, |sum, len| sum.checked_add(*len));
         ensure!(
-            axis < shape.len() && segments.iter().all(|len| len.is_multiple_of(ranks)),
+            sum.is_some() && sum.as_ref() == shape.get(axis),
+            "{name} has segments {segments:?} of axis {axis}, but the parameter is of shape \
+             {shape:?} on one rank"
+        );
+        ensure!(
+            segments.iter().all(|len| len.is_multiple_of(ranks)),
             "{name} is of shape {dims:?}, which {ranks} ranks do not share equally"
         );
         let inner: usize = shape[axis + 1..].iter().product();
@@ -198,6 +206,12 @@ impl Cuts {
             runs: segments.iter().map(|len| len * inner).collect(),
         }))
     }
+}
+
+/// None where it has no number.
+fn product(dims: &[usize]) -> Option<usize> {
+    dims.iter()
+        .try_fold(1usize, |product, len| product.checked_mul(*len))
 }
 
 impl Cut {

@@ -134,7 +134,7 @@ pub struct RunConfig {
     #[serde(default)]
     pub recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
-    /// host's time for each launch; with --optimizer adamw, on one GPU
+    /// host's time for each launch; with --optimizer adamw, on one GPU, or one for each rank
     #[arg(long)]
     #[serde(default)]
     pub graph: bool,

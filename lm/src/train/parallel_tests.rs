@@ -4,11 +4,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use burn::tensor::Tolerance;
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_pack::Reader;
 
 use super::*;
 use crate::config::{Activation, Preset};
+use crate::data::Batch;
 use crate::model::{ParallelTransformer, Transformer};
 
 /// A folder of one test, which goes with it.
@@ -227,8 +229,33 @@ fn tensor_parallel_ranks_train_as_one() {
         let found = losses(&tensor_parallel(20, tp), &corpus, &Folder::new(), ranks);
         let error = largest_difference(&found, &expected);
         eprintln!("{ranks} ranks, tp {tp}: {error:e}");
-        assert!(error < 2e-5, "{ranks} ranks, tp {tp}: {error:e}");
+        assert!(error < 1e-6, "{ranks} ranks, tp {tp}: {error:e}");
     }
+}
+
+/// Each rank of a tensor group gives the logits of all tokens and bytes.
+#[test]
+fn logits_are_those_of_one_rank() {
+    let config = tensor_parallel(1, 2);
+    let device = Device::flex();
+    let build = || Transformer::build(&config, &config.recipe, &device).unwrap();
+    let batch = || {
+        Batch::random(3, 0, 4, config.model.context)
+            .tensors(&device)
+            .0
+    };
+    let expected = build().forward(batch()).into_data();
+    thread::scope(|scope| {
+        for world in ProcessGroup::loopback(2, Duration::from_secs(120)) {
+            let (config, expected) = (&config, &expected);
+            scope.spawn(move || {
+                let groups = ParallelGroups::new(&world, config).unwrap();
+                let model = ParallelTransformer::part_of(build(), config, &groups).unwrap();
+                let found = model.forward(batch()).into_data();
+                found.assert_approx_eq::<f32>(expected, Tolerance::absolute(1e-5));
+            });
+        }
+    });
 }
 
 /// The moments are those of the mean gradient, scaled down to a norm that counts each parameter

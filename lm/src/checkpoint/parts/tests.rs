@@ -138,6 +138,17 @@ fn what_does_not_fit_is_named() {
         "{error}"
     );
 
+    let longer = ShardedParameter {
+        shape: vec![4, 3],
+        axis: 0,
+        segments: vec![4, 2],
+    };
+    let group = ProcessGroup::loopback(2, Duration::ZERO).remove(0);
+    let error = slice(whole(), &partition(group, BTreeMap::from([(1, longer)])))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("segments [4, 2] of axis 0"), "{error}");
+
     let (mut parts, cuts) = parts(2, &BTreeMap::new());
     let other = vec![
         tensor("a.weight", &[2, 3], Some(1), 0.0),

@@ -230,7 +230,7 @@ fn whole_block() {
             let expected = [[D_MODEL, qkv], [D_MODEL; 2], [D_MODEL, 256], [128, D_MODEL]];
             assert_eq!(shapes, expected);
             assert_eq!(sharded[2].1.segments, [128, 128]);
-            assert!(layer.check_parts(8).is_err() == by_tokens);
+            assert_eq!(layer.check_parts(8).is_err(), by_tokens);
         });
     }
 }
