@@ -2,7 +2,7 @@
 //!
 //! Ranks step together. Each computes the gradients of its part of the batch. [`DataParallel`]
 //! averages them over the ranks, and each rank updates its weights by the mean, so that the weights
-//! stay equal.
+//! stay equal. Where a rank has parts of parameters, it averages and updates these.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

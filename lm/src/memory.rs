@@ -475,6 +475,17 @@ mod tests {
         config.devices = ["cuda:0", "cuda:1"].map(String::from).into();
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
+        // A tensor group shares all of it, and experts are on some ranks of the batch.
+        (config.devices, config.tp) = (Vec::new(), 2);
+        let half = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(2 * half.activations, wide.activations);
+        assert_eq!(half.weights, 4 * parameters / 2);
+        (config.tp, config.model.experts) = (1, Some(4));
+        let experts = config.model.expert_parameters() as u64;
+        let all = MemoryNeed::of(&config, &config.recipe);
+        config.ep = 2;
+        let own = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(all.weights - own.weights, 4 * experts / 2);
     }
 
     #[test]

@@ -157,6 +157,14 @@ struct Layout {
 }
 
 impl Layout {
+    fn cuts(&self) -> Cuts {
+        Cuts {
+            ranks: self.ranks,
+            sharded: self.sharded.clone(),
+            parameters: self.parameters.clone(),
+        }
+    }
+
     /// The files of `rank`: of the model, if it writes it, and of the optimizer's state.
     fn names(&self, rank: usize) -> [Option<String>; 2] {
         let model = match (self.model, rank) {
@@ -327,11 +335,7 @@ impl<S: RunState> Saved<S> {
                 let layout: Layout =
                     serde_json::from_slice(&verified(LAYOUT)?).context("layout.json")?;
                 ensure!(layout.ranks > 0, "layout.json is of no ranks");
-                let cuts = Cuts {
-                    ranks: layout.ranks,
-                    sharded: layout.sharded.clone(),
-                    parameters: layout.parameters.clone(),
-                };
+                let cuts = layout.cuts();
                 let whole = |kind: usize| {
                     let names = (0..layout.ranks).filter_map(|rank| {
                         let [model, optimizer] = layout.names(rank);

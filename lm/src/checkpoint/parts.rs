@@ -50,7 +50,10 @@ impl Partition {
         }
     }
 
-    /// `container`, of parameters of `model`, with the names of the model of one rank.
+    /// `container`, of parameters, with the names that they have in the model of one rank.
+    ///
+    /// # Errors
+    /// When it is no such container.
     pub fn renamed(&self, container: Bytes) -> Result<Bytes> {
         if self.names.is_empty() {
             return Ok(container);
@@ -65,7 +68,7 @@ impl Partition {
         pack(tensors.collect::<Result<_>>()?, metadata)
     }
 
-    /// `state`, of the layers of `model`, with the paths of the model of one rank.
+    /// `state`, of the layers of `model`, with the paths that they have in the model of one rank.
     pub fn renamed_state<M: Module>(&self, state: Nvfp4State, model: &M) -> Nvfp4State {
         if self.names.is_empty() {
             return state;
@@ -141,7 +144,7 @@ struct Cut {
 }
 
 impl Cuts {
-    /// Of the tensor `name` of the parameter `id`, if that is cut; its shape is that of a part
+    /// The cut of the tensor `name` of the parameter `id`, if that is cut; its shape is that of a part
     /// where `is_part`, else of the whole. A tensor may be flat.
     fn of(
         &self,

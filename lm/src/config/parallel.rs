@@ -1,13 +1,11 @@
 //! How a run is spread over devices and ranks, and the checks of that.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
+use burn_nvfp4::attention::MAX_HEAD;
 
 use super::choices::OptimizerName;
 use super::model::VOCABULARY;
 use super::run::RunConfig;
-
-/// Widest head of the attention whose heads are on several ranks.
-const MAX_HEAD: usize = 256;
 
 impl RunConfig {
     /// Devices that share a batch.
@@ -119,9 +117,7 @@ impl RunConfig {
             return Ok(());
         }
         let Some(experts) = self.model.experts else {
-            anyhow::bail!(
-                "ep is {ep}, but the model has no experts: leave it out, or give --model moe"
-            );
+            bail!("ep is {ep}, but the model has no experts: leave it out, or give --model moe");
         };
         ensure!(
             experts.is_multiple_of(ep),
