@@ -27,8 +27,9 @@ enum Task {
     Train(Box<train::Train>),
     /// Start `train` as several ranks, a process with a GPU each, and end all when one fails
     ///
-    /// For example `nvfp4 launch --gpus 2 -- train --fsdp`. On a cluster torchrun (--no-python),
-    /// Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR, MASTER_PORT and NVFP4_TOKEN.
+    /// For example `nvfp4 launch --gpus 2 -- train --fsdp`, or with --tp 2 in place of --fsdp. On a
+    /// cluster torchrun (--no-python), Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR,
+    /// MASTER_PORT and NVFP4_TOKEN.
     Launch(launch::LaunchRanks),
     /// Train with several recipes and seeds, and report the losses; resumes an unfinished study
     Study(study::Study),

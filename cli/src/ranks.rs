@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::config::RunConfig;
+use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::train::Observer;
 use nvfp4_parallel::environment::{TOKEN, WORLD_SIZE};
 use nvfp4_parallel::world::Settings;
@@ -66,19 +67,20 @@ impl Ranks {
         }
     }
 
-    /// The group whose tensors on `device`, which `config` names, travel as the variable
-    /// [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL, and those of CPUs through the
-    /// memory of the host.
+    /// The groups of the run `config`, whose tensors on `device`, which it names, travel as the
+    /// variable [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL, and those of CPUs
+    /// through the memory of the host.
     ///
     /// # Errors
-    /// When the variable has another value, or NCCL is not to be had.
-    pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ProcessGroup> {
+    /// When the variable has another value, NCCL is not to be had, or the configuration does not
+    /// fit the number of ranks.
+    pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ParallelGroups> {
         let is_gpu = config.device.starts_with("cuda");
-        let group = self.group.clone();
+        let groups = ParallelGroups::new(&self.group, config)?;
         let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
-            (HOST | NCCL | OVERLAPPED, 1) => Ok(group),
+            (HOST | NCCL | OVERLAPPED, 1) => Ok(groups),
             (HOST, _) => {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
@@ -86,9 +88,9 @@ impl Ranks {
                          slow; {COLLECTIVES}={NCCL} sends them from GPU to GPU"
                     );
                 }
-                Ok(group)
+                Ok(groups)
             }
-            (NCCL | OVERLAPPED, _) => group
+            (NCCL | OVERLAPPED, _) => groups
                 .connect(device, how == OVERLAPPED)
                 .with_context(|| format!("{COLLECTIVES}={HOST} does without NCCL")),
             (other, _) => {

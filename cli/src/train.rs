@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
-use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
+use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::memory::MemoryBudget;
 use nvfp4_lm::metrics::Row;
-use nvfp4_lm::model::{LanguageModel, Transformer};
+use nvfp4_lm::model::{LanguageModel, ParallelTransformer, Transformer};
 use nvfp4_lm::ranks::{agree, text_of_first};
 use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
@@ -145,7 +145,7 @@ impl Train {
             let corpus = Corpus::load(&config.data, config.data_bytes)?;
             corpus.check(config.model.context)?;
             if self.resume.is_none() {
-                check_models(&config, &devices[0])?;
+                check_models(&config, &devices[0], &connected)?;
                 // The run can be resumed from another folder.
                 for path in &mut config.data {
                     *path = std::path::absolute(&path)
@@ -173,10 +173,11 @@ impl Train {
             stop_at: self.stop_at,
             interrupt: &interrupt,
             ranks,
-            group: &connected,
+            groups: &connected,
         };
         let results = match config.decorate {
             Some(_) => training.all::<EncoderModel>()?,
+            None if config.tp > 1 => training.all::<ParallelTransformer>()?,
             None => training.all::<Transformer>()?,
         };
         let stopped = interrupt.load(Ordering::Relaxed);
@@ -214,12 +215,12 @@ impl Train {
     fn place(&self, ranks: &Ranks) -> Result<(RunConfig, DeviceName, PathBuf)> {
         let size = ranks.group().size();
         let (mut config, device) = self.configuration()?;
-        if self.resume.is_none() {
-            config.check_ranks(size)?;
+        if self.resume.is_some() {
+            // A run may be resumed on other ranks.
+            config.dp = None;
         }
-        // A run may be resumed on other ranks.
-        config.dp = (size > 1).then_some(size);
         config.check_ranks(size)?;
+        config.dp = (size > 1).then(|| config.data_ranks(size));
         let device = ranks.device(device);
         config.device = device.to_string();
         let folder = match ranks.is_first() {
@@ -239,7 +240,8 @@ impl Train {
                 folder.display()
             );
             let mut config: RunConfig = read_json(&path)?;
-            if let Some(device) = self.options.clone().only_device()? {
+            let given = self.options.clone().of_resumed()?;
+            if let Some(device) = given.device {
                 ensure!(
                     config.devices.is_empty(),
                     "device is {device}, but the run in {} is on {}: leave --device out",
@@ -248,6 +250,8 @@ impl Train {
                 );
                 config.device = device.to_string();
             }
+            config.tp = given.tp.unwrap_or(config.tp);
+            config.ep = given.ep.unwrap_or(config.ep);
             config.check().with_context(|| path.display().to_string())?;
             let device = config.device.parse().map_err(|error| {
                 anyhow::anyhow!(
@@ -286,16 +290,29 @@ impl Train {
     }
 }
 
-/// Fail unless the model can be built with every recipe: what a recipe names may not be in it.
-fn check_models(config: &RunConfig, device: &Device) -> Result<()> {
+/// Fail unless the model can be built with every recipe, and split over the ranks: what a recipe
+/// names may not be in it.
+fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
     for recipe in config.all_recipes() {
         MemoryBudget::new(config, recipe).check(device)?;
-        match config.decorate {
-            Some(_) => drop(EncoderModel::build(config, recipe, device)?),
-            None => drop(Transformer::build(config, recipe, device)?),
-        }
+        let fits = match config.decorate {
+            Some(_) => fits::<EncoderModel>,
+            None if config.tp > 1 => fits::<ParallelTransformer>,
+            None => fits::<Transformer>,
+        };
+        fits(config, recipe, device, groups)?;
     }
     Ok(())
+}
+
+/// Fail unless the model `M` can be built, and split.
+fn fits<M: LanguageModel>(
+    config: &RunConfig,
+    recipe: &RecipeName,
+    device: &Device,
+    groups: &ParallelGroups,
+) -> Result<()> {
+    M::part_of(M::build(config, recipe, device)?, config, groups).map(drop)
 }
 
 /// The hardware's own names, each once.
@@ -331,8 +348,8 @@ struct Training<'a> {
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
     ranks: &'a Ranks,
-    /// All ranks, with the connections that tensors take.
-    group: &'a ProcessGroup,
+    /// Their groups, with the connections that tensors take.
+    groups: &'a ParallelGroups,
 }
 
 impl Training<'_> {
@@ -347,7 +364,7 @@ impl Training<'_> {
                 self.corpus,
                 self.devices,
                 &path,
-                self.group.clone(),
+                self.groups.clone(),
             )?;
             self.ranks.label("training");
             let outcome = match self.ranks.is_first() {

@@ -15,6 +15,7 @@ use serde::Serialize;
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
 use crate::data_parallel::{Rank, Watched};
+use crate::groups::ParallelGroups;
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
@@ -265,6 +266,7 @@ pub fn measure<M: LanguageModel, T>(
     }
     config.check()?;
     config.check_graph()?;
+    config.check_ranks(1)?;
     let budget = MemoryBudget::new(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
@@ -290,6 +292,7 @@ fn measure_steps<M: LanguageModel, T>(
     let shared = lock(DeviceLock::Shared)?;
     let started = Instant::now();
     let model = M::build(config, recipe, &device.clone().autodiff())?;
+    let model = M::part_of(model, config, &ParallelGroups::single())?;
     let built = started.elapsed().as_secs_f64();
     let optimizer = Optimizer::new(config)?;
     let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);

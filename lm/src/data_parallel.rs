@@ -2,29 +2,30 @@
 //!
 //! Ranks step together. Each computes the gradients of its part of the batch. [`DataParallel`]
 //! averages them over the ranks, and each rank updates its weights by the mean, so that the weights
-//! stay equal.
+//! stay equal. Where a rank has parts of parameters, it averages and updates these.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, bail};
-use burn::module::{ModuleVisitor, Param};
+use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::DataParallel;
 use burn_nvfp4::parallel::{
-    ProcessGroup, SMALLEST_ALONE, Shards, average_gradients, average_in_backward, fully_shard,
+    ExpertGroups, ProcessGroup, SMALLEST_ALONE, Shards, average_expert_gradients,
+    average_gradients, average_in_backward, average_replicated_in_backward, fully_shard,
     reduce_gradients,
 };
-use burn_nvfp4::state::set_rank;
 use rand::RngExt;
 
 use crate::capture::{GraphSteps, copy_into};
-use crate::checkpoint::parts;
+use crate::checkpoint::parts::{self, Partition};
 use crate::config::RunConfig;
 use crate::data::Batch;
+use crate::groups::ParallelGroups;
 use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
@@ -41,6 +42,8 @@ pub(crate) struct Rank<M> {
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     averaging: Averaging,
+    /// What other ranks have the other parts of.
+    partition: Option<Partition>,
     /// The steps as a graph, while they are taken so.
     graph: Option<Graph>,
 }
@@ -52,8 +55,14 @@ enum Averaging {
     None,
     /// Threads with a device each.
     Devices(DataParallel),
-    /// Processes, which all have the whole model.
+    /// Processes, which all have the same parameters.
     Ranks(ProcessGroup),
+    /// Processes with other experts.
+    Experts {
+        batch: ProcessGroup,
+        experts: Vec<ParamId>,
+        data: ProcessGroup,
+    },
     /// Processes with parts of the model.
     Sharded(Shards),
 }
@@ -74,68 +83,102 @@ impl<M: LanguageModel> Rank<M> {
             model: Some(model),
             pending: Vec::new(),
             averaging: Averaging::None,
+            partition: None,
             graph: None,
         }
     }
 
-    /// Becomes a rank of `group`, which has the same weights on all ranks, and keeps of model and
-    /// optimizer what `config` says. Its layers draw random bits of its own.
+    /// Becomes a rank of `groups`, whose ranks have the same weights or parts of them, and keeps of
+    /// model and optimizer what `config` says. `names` are those of the parameters in the model of
+    /// one rank.
     ///
     /// # Errors
-    /// When there are more ranks than random streams for them, or the optimizer's state does not
-    /// fit.
-    pub fn join(&mut self, group: &ProcessGroup, config: &RunConfig) -> Result<()> {
-        if group.size() == 1 {
-            return Ok(());
-        }
-        set_rank(self.model(), group.rank())?;
-        let state = self.optimizer.to_bytes()?;
-        if config.fsdp {
-            let model = self.model.take().expect(KEPT);
-            let model = fully_shard(model, group);
-            let shards = Shards::of(&model, group);
+    /// When the optimizer's state does not fit.
+    pub fn join(
+        &mut self,
+        groups: &ParallelGroups,
+        config: &RunConfig,
+        names: BTreeMap<u64, String>,
+    ) -> Result<()> {
+        let batch = groups.batch();
+        if config.fsdp && batch.size() > 1 {
+            let state = self.optimizer.to_bytes()?;
+            let model = fully_shard(self.model.take().expect(KEPT), batch);
+            let shards = Shards::of(&model, batch);
             self.model = Some(model);
-            let mut optimizer = self.optimizer.fresh();
-            optimizer.load(parts::slice(state, &shards)?, &self.device)?;
-            optimizer.set_shards(shards.clone())?;
-            self.optimizer = optimizer;
+            self.shard_optimizer(state, Partition::of_shards(shards.clone(), true))?;
             self.averaging = Averaging::Sharded(shards);
-        } else if config.zero1 {
-            let shards = Shards::shardable(self.model(), group);
-            let mut optimizer = self.optimizer.sharded(group)?;
-            optimizer.load(parts::slice(state, &shards)?, &self.device)?;
+        } else if config.zero1 && batch.size() > 1 {
+            let shards = Shards::shardable(self.model(), batch);
+            let partition = Partition::of_shards(shards, false);
+            let mut optimizer = self.optimizer.sharded(batch)?;
+            let state = self.optimizer.to_bytes()?;
+            optimizer.load(parts::slice(state, &partition)?, &self.device)?;
             self.optimizer = optimizer;
+            self.partition = Some(partition);
         } else {
-            let model = self.model.take().expect(KEPT);
-            self.model = Some(average_in_backward(model, group, SMALLEST_ALONE));
-            self.averaging = Averaging::Ranks(group.clone());
+            if let Some(of) = self.model().partition(groups) {
+                let state = self.optimizer.to_bytes()?;
+                let model = true;
+                self.shard_optimizer(state, Partition { of, model, names })?;
+            }
+            self.average(groups);
         }
         Ok(())
     }
 
-    /// The parameters of which other ranks have parts, and whether those are parts of the model or
-    /// of the optimizer's state alone.
-    pub fn shards(&self) -> Option<(Shards, bool)> {
-        match (&self.averaging, self.optimizer.sharded_over()) {
-            (Averaging::Sharded(shards), _) => Some((shards.clone(), true)),
-            (_, Some(group)) => Some((Shards::shardable(self.model(), group), false)),
-            (_, None) => None,
+    /// The optimizer keeps this rank's parts of its `state`.
+    fn shard_optimizer(&mut self, state: Bytes, partition: Partition) -> Result<()> {
+        let mut optimizer = self.optimizer.fresh();
+        optimizer.load(parts::slice(state, &partition)?, &self.device)?;
+        optimizer.set_shards(partition.of.shards.clone())?;
+        self.optimizer = optimizer;
+        self.partition = Some(partition);
+        Ok(())
+    }
+
+    /// Has gradients averaged over the ranks with other parts of the batch.
+    fn average(&mut self, groups: &ParallelGroups) {
+        let batch = groups.batch();
+        if batch.size() == 1 {
+            return;
         }
+        let model = self.model.take().expect(KEPT);
+        let (model, averaging) = match &self.partition {
+            Some(partition) if groups.expert().size() > 1 => {
+                let ids = partition.of.shards.ids.iter();
+                let experts: Vec<ParamId> = ids.map(|id| ParamId::from(*id)).collect();
+                let data = groups.data();
+                let of = ExpertGroups {
+                    batch,
+                    experts: &experts,
+                    data,
+                };
+                let model = average_replicated_in_backward(model, of, SMALLEST_ALONE);
+                let averaging = Averaging::Experts {
+                    batch: batch.clone(),
+                    data: data.clone(),
+                    experts,
+                };
+                (model, averaging)
+            }
+            _ => {
+                let model = average_in_backward(model, batch, SMALLEST_ALONE);
+                (model, Averaging::Ranks(batch.clone()))
+            }
+        };
+        self.model = Some(model);
+        self.averaging = averaging;
+    }
+
+    /// What other ranks have the other parts of.
+    pub fn partition(&self) -> Option<&Partition> {
+        self.partition.as_ref()
     }
 
     /// The model of the last step.
     pub fn model(&self) -> &M {
         self.model.as_ref().expect(KEPT)
-    }
-
-    /// Take over the weights of `record`.
-    ///
-    /// # Errors
-    /// When they are not those of this model; it is gone then.
-    pub fn load(&mut self, record: ModuleRecord) -> Result<()> {
-        let model = self.model.take().expect(KEPT);
-        self.model = Some(model.try_load_record(record)?);
-        Ok(())
     }
 
     /// From here on, each step is one launch of a graph of this model and optimizer, after three
@@ -229,6 +272,18 @@ impl<M: LanguageModel> Rank<M> {
             Averaging::None => {}
             Averaging::Devices(group) => group.average(model, &mut gradients, &self.device),
             Averaging::Ranks(group) => average_gradients(model, &mut gradients, group),
+            Averaging::Experts {
+                batch,
+                experts,
+                data,
+            } => {
+                let groups = ExpertGroups {
+                    batch,
+                    experts,
+                    data,
+                };
+                average_expert_gradients(model, &mut gradients, groups);
+            }
             Averaging::Sharded(shards) => reduce_gradients(model, &mut gradients, shards),
         }
         (kept, gradients)

@@ -15,6 +15,7 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 
 use crate::config::{Decoration, ModelConfig, RecipeName, RunConfig, VOCABULARY};
+use crate::groups::ParallelGroups;
 use crate::model::{LanguageModel, cast, check_dtype, embed, initialise};
 
 /// A language model of Burn's own layers.
@@ -84,6 +85,8 @@ impl EncoderModel {
 }
 
 impl LanguageModel for EncoderModel {
+    type Whole = Self;
+
     fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let dtype = config.activation_of(recipe).into();
         let model = Self::new(&config.model, dtype, config.seed, device)?;
@@ -93,6 +96,11 @@ impl LanguageModel for EncoderModel {
             }
             _ => Ok(model),
         }
+    }
+
+    fn part_of(whole: Self, _config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {
+        groups.number_draws(&whole)?;
+        Ok(whole)
     }
 
     fn context(&self) -> usize {

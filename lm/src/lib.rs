@@ -8,6 +8,7 @@
 //! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
 //! - [`ranks`]: what the processes of a run agree on.
+//! - [`groups`]: their groups, by kind of parallelism.
 //! - [`checkpoint`]: a run on disk.
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
@@ -38,6 +39,7 @@ pub mod eval;
 pub mod finetune;
 #[doc(hidden)]
 pub mod fuzz;
+pub mod groups;
 pub mod hf;
 pub mod interchange;
 pub mod memory;

@@ -51,7 +51,7 @@ impl MemoryNeed {
         // One-hot bytes, as input and as target, and their probabilities in f32.
         let ends = VOCABULARY * (element + 4 + 4);
         let tokens = config.batch / config.devices_together() * model.context;
-        let parameters = config.parameters() as u64;
+        let parameters = config.parameters_of_rank() as u64;
         let ranks = config.dp.unwrap_or(1) as u64;
         let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
             .map(|is_sharded| parameters / if is_sharded { ranks } else { 1 });
@@ -60,7 +60,8 @@ impl MemoryNeed {
             frozen: 0,
             gradients: of_model * parameter as u64,
             optimizer: of_state * (8 + f32_copy),
-            activations: tokens as u64 * (blocks + ends) as u64,
+            // A tensor group shares heads, hidden features, or tokens of all of them.
+            activations: (tokens * (blocks + ends) / config.tp) as u64,
         }
     }
 
@@ -474,6 +475,17 @@ mod tests {
         config.devices = ["cuda:0", "cuda:1"].map(String::from).into();
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
+        // A tensor group shares all of it, and experts are on some ranks of the batch.
+        (config.devices, config.tp) = (Vec::new(), 2);
+        let half = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(2 * half.activations, wide.activations);
+        assert_eq!(half.weights, 4 * parameters / 2);
+        (config.tp, config.model.experts) = (1, Some(4));
+        let experts = config.model.expert_parameters() as u64;
+        let all = MemoryNeed::of(&config, &config.recipe);
+        config.ep = 2;
+        let own = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(all.weights - own.weights, 4 * experts / 2);
     }
 
     #[test]

@@ -6,19 +6,28 @@
 //! master weights; what flows between the layers has the type [`Activation`], except that norms,
 //! rotations, softmax, routers and loss are computed in f32.
 
-use anyhow::{Result, ensure};
+mod parallel;
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::loss::{CrossEntropy, cross_entropy, linear_cross_entropy};
+use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
 use burn_nvfp4::nn::{
     BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
-    RopeCache, RopeCacheConfig,
+    RopeCache, RopeCacheConfig, expert_parameters,
 };
-use burn_nvfp4::state::assign_layer_ids;
+use burn_nvfp4::parallel::Shards;
+use burn_nvfp4::state::{assign_layer_ids, set_rank};
 
 use crate::config::{Activation, BALANCE_SHARE, ModelConfig, RecipeName, RunConfig, VOCABULARY};
+use crate::groups::ParallelGroups;
 use crate::random::{hash, normal};
-use burn_nvfp4::Nvfp4Recipe;
+
+pub use parallel::ParallelTransformer;
 
 /// Standard deviation of the initial embedding.
 const EMBEDDING_DEVIATION: f64 = 0.1;
@@ -29,12 +38,27 @@ const Z_SHARE: f64 = 0.001;
 
 /// A model that predicts the next byte, as [`Run`](crate::train::Run) trains it.
 pub trait LanguageModel: Module + 'static {
+    /// The model of one rank, whose parameters a checkpoint holds.
+    type Whole: Module;
+
     /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on
     /// the run's seed and sizes alone: not on the device, nor on the recipe.
     ///
     /// # Errors
     /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
-    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self>;
+    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self::Whole>;
+
+    /// This rank's part of `whole`, of which all ranks have the same. Parameters keep their ids.
+    ///
+    /// # Errors
+    /// When the parts of the ranks do not fit the model or its recipe.
+    fn part_of(whole: Self::Whole, config: &RunConfig, groups: &ParallelGroups) -> Result<Self>;
+
+    /// The parameters of which each rank has a part, if there are any.
+    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
+        let _ = groups;
+        None
+    }
 
     /// Longest sequence that the model takes.
     fn context(&self) -> usize;
@@ -82,6 +106,17 @@ pub trait LanguageModel: Module + 'static {
     fn report(&self) -> Result<Option<String>> {
         Ok(None)
     }
+}
+
+/// Parameters of which each rank has a part.
+#[derive(Debug, Clone)]
+pub struct ModelPartition {
+    /// Their ids, and the ranks with the other parts.
+    pub shards: Shards,
+    /// The parts of those that are not sharded along their first axis, as one segment.
+    pub parameters: BTreeMap<u64, ShardedParameter>,
+    /// This rank among those with the same parts.
+    pub replica: usize,
 }
 
 /// Fail unless `device` computes in `dtype`.
@@ -190,6 +225,8 @@ impl Transformer {
 }
 
 impl LanguageModel for Transformer {
+    type Whole = Self;
+
     fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let model = Self::new(
             &config.model,
@@ -201,6 +238,38 @@ impl LanguageModel for Transformer {
         Ok(Self {
             balance_share: config.balance_loss.unwrap_or(BALANCE_SHARE),
             ..model.with_recompute(config.recompute)
+        })
+    }
+
+    /// With the experts of this rank.
+    fn part_of(mut whole: Self, config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {
+        groups.number_draws(&whole)?;
+        if groups.expert().size() == 1 {
+            return Ok(whole);
+        }
+        let blocks = whole.blocks.into_iter().map(|block| {
+            let block = block.into_expert_parallel(groups.expert(), groups.batch())?;
+            if let Some(moe) = &block.expert_parallel {
+                // Ranks that share the experts of a mixture draw as one.
+                set_rank(&moe.gate_up, groups.data().rank())?;
+                set_rank(&moe.down, groups.data().rank())?;
+            }
+            Ok(block)
+        });
+        let blocks = blocks.collect::<Result<_>>();
+        whole.blocks = blocks.with_context(|| format!("ep is {}", config.ep))?;
+        Ok(whole)
+    }
+
+    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
+        let experts = expert_parameters(self);
+        (!experts.is_empty()).then(|| ModelPartition {
+            shards: Shards {
+                group: groups.expert().clone(),
+                ids: experts.iter().map(|id| id.val()).collect(),
+            },
+            parameters: BTreeMap::new(),
+            replica: groups.data().rank(),
         })
     }
 

@@ -136,14 +136,6 @@ impl Optimizer {
         }
     }
 
-    /// The ranks over which its state is sharded, of a model that all of them have whole.
-    pub(crate) fn sharded_over(&self) -> Option<&ProcessGroup> {
-        match self {
-            Self::Zero(zero) => Some(zero.group()),
-            _ => None,
-        }
-    }
-
     /// From here on the parameters in `shards` are parts.
     ///
     /// # Errors

@@ -1,12 +1,14 @@
 //! Text from a trained model.
 
 use anyhow::{Result, ensure};
+use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::RngExt;
 
 use crate::checkpoint::Checkpoint;
 use crate::data::END_OF_FILE;
+use crate::groups::ParallelGroups;
 use crate::model::LanguageModel;
 use crate::random::stream;
 
@@ -25,7 +27,7 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     let model = M::build(&state.config, &state.recipe, &device)?;
     let model = model.try_load_record(ModuleRecord::from_bytes(parameters)?)?;
     state.nvfp4.apply(&model)?;
-    Ok(model)
+    M::part_of(model, &state.config, &ParallelGroups::single())
 }
 
 /// Continue `prompt` by at most `tokens` bytes, and pass each one to `emit`. Ends early where the

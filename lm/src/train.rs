@@ -1,21 +1,27 @@
 //! One training run: step, evaluate, record, save, resume.
 
+#[cfg(all(test, feature = "flex"))]
+mod parallel_tests;
+
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
-use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
+use crate::checkpoint::parts::parameter_names;
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
 use crate::data_parallel::{Others, Rank, Watched};
+use crate::groups::ParallelGroups;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due, read_lossy, whole_lines};
 use crate::model::LanguageModel;
@@ -64,7 +70,7 @@ pub struct Run<'a, M> {
     /// Those on the other devices, while steps are taken.
     others: Option<Others>,
     /// The processes of the run, of which this is one.
-    group: ProcessGroup,
+    groups: ParallelGroups,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
@@ -90,19 +96,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         devices: &[Device],
         folder: &Path,
     ) -> Result<Self> {
-        Self::open_rank(
-            config,
-            recipe,
-            corpus,
-            devices,
-            folder,
-            ProcessGroup::single(),
-        )
+        let groups = ParallelGroups::single();
+        Self::open_rank(config, recipe, corpus, devices, folder, groups)
     }
 
-    /// As [`open`](Self::open), as a rank of `group`: all of its ranks, a process with a device
-    /// each, make the same calls. They take equal parts of each batch, and see the same `folder`,
-    /// into which rank 0 writes.
+    /// As [`open`](Self::open), as a rank of `groups`: all ranks, a process with a device each, make
+    /// the same calls. Those of the batch take equal parts of it. All see the same `folder`, into
+    /// which rank 0 writes.
     ///
     /// # Errors
     /// As there, and when the configuration does not fit the number of ranks, or another rank
@@ -113,12 +113,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         corpus: &'a Corpus,
         devices: &[Device],
         folder: &Path,
-        group: ProcessGroup,
+        groups: ParallelGroups,
     ) -> Result<Self> {
-        let made = Self::try_open(config, recipe, corpus, devices, folder, group.clone());
-        let mut run = agree(&group, made)?;
-        let joined = run.rank.join(&group, config);
-        agree(&group, joined)?;
+        let world = groups.world().clone();
+        let made = Self::try_open(config, recipe, corpus, devices, folder, groups);
+        let (mut run, names) = agree(&world, made)?;
+        let joined = run.rank.join(&run.groups, config, names);
+        agree(&world, joined)?;
         // No rank writes before all have read.
         if run.saved.is_none() {
             run.metrics.write()?;
@@ -126,22 +127,20 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok(run)
     }
 
+    /// The run with what a checkpoint has of it, and the names of the parameters there.
     fn try_open(
         config: &'a RunConfig,
         recipe: RecipeName,
         corpus: &'a Corpus,
         devices: &[Device],
         folder: &Path,
-        group: ProcessGroup,
-    ) -> Result<Self> {
+        groups: ParallelGroups,
+    ) -> Result<(Self, BTreeMap<u64, String>)> {
         config.check()?;
-        config.check_ranks(group.size())?;
-        ensure!(
-            !config.graph || group.size() == 1 || group.is_connected(),
-            "graph is true and the launch has {} ranks whose tensors travel through the memory of \
-             the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
-            group.size()
-        );
+        config.check_ranks(groups.world().size())?;
+        if config.graph {
+            groups.check_graph()?;
+        }
         ensure!(!devices.is_empty(), "devices is empty, but a run has one");
         check_share(config.batch, devices.len())?;
         corpus.check(config.model.context)?;
@@ -149,66 +148,59 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         devices.iter().try_for_each(|device| budget.check(device))?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
-        let model = M::build(config, &recipe, &devices[0])?;
-        let optimizer = Optimizer::new(config)?;
+        let device = devices[0].clone();
+        let mut model = M::build(config, &recipe, &device)?;
+        let mut optimizer = Optimizer::new(config)?;
+        let mut resumed = None;
+        if let Some(path) = checkpoint::latest(folder)? {
+            let context = || format!("cannot resume from {}", path.display());
+            let checkpoint = Checkpoint::load(&path)?;
+            check_resumed(&checkpoint.state, config, &recipe, corpus).with_context(context)?;
+            let Checkpoint {
+                state,
+                timing,
+                model: record,
+                optimizer: moments,
+            } = checkpoint;
+            let restore = || -> Result<M::Whole> {
+                let model = model.try_load_record(ModuleRecord::from_bytes(record)?)?;
+                state.nvfp4.apply(&model)?;
+                optimizer.load(moments, &device)?;
+                Ok(model)
+            };
+            model = restore().with_context(context)?;
+            resumed = Some((state, timing));
+        }
+        let names = parameter_names(&model);
+        let model = M::part_of(model, config, &groups)?;
         let mut run = Self {
             config,
             recipe,
             corpus,
-            rank: Rank::new(devices[0].clone(), model, optimizer),
+            rank: Rank::new(device, model, optimizer),
             others: None,
             devices,
             folder: folder.into(),
             step: 0,
             losses: Vec::new(),
-            metrics: match group.rank() {
+            metrics: match groups.world().rank() {
                 0 => MetricsLog::new(folder),
                 _ => MetricsLog::silent(folder),
             },
-            group,
+            groups,
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
         };
-        if let Some(path) = checkpoint::latest(folder)? {
-            let checkpoint = Checkpoint::load(&path)?;
-            run.restore(checkpoint)
-                .with_context(|| format!("cannot resume from {}", path.display()))?;
+        if let Some((state, timing)) = resumed {
+            run.resume(state, timing)
+                .with_context(|| format!("cannot resume the run in {}", folder.display()))?;
         }
-        Ok(run)
+        Ok((run, names))
     }
 
-    fn restore(&mut self, checkpoint: Checkpoint) -> Result<()> {
-        let Checkpoint {
-            state,
-            timing,
-            model,
-            optimizer,
-        } = checkpoint;
-        // The run may be resumed on another device, by other launches, and on other ranks.
-        let config = RunConfig {
-            device: self.config.device.clone(),
-            graph: self.config.graph,
-            dp: self.config.dp,
-            fsdp: self.config.fsdp,
-            zero1: self.config.zero1,
-            ..state.config
-        };
-        ensure!(
-            config == *self.config && state.recipe == self.recipe,
-            "it belongs to a run with another configuration"
-        );
-        ensure!(
-            state.corpus == *self.corpus.fingerprint(),
-            "the text has changed since: it was {:?} and is {:?}",
-            state.corpus,
-            self.corpus.fingerprint()
-        );
-        let record = ModuleRecord::from_bytes(model)?;
-        let rank = &mut self.rank;
-        rank.load(record)?;
-        state.nvfp4.apply(rank.model())?;
-        rank.optimizer.load(optimizer, &rank.device)?;
+    /// Goes on from `state`, whose parameters the model has.
+    fn resume(&mut self, state: State, timing: Timing) -> Result<()> {
         let config = self.config;
         self.metrics
             .resume(state.step, |step| has_row(config, step))?;
@@ -223,7 +215,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
     fn trim_telemetry(&self, step: u64) -> Result<()> {
         let path = self.folder.join(TELEMETRY);
-        if !path.exists() || self.group.rank() > 0 {
+        if !path.exists() || !self.is_first() {
             return Ok(());
         }
         let text = read_lossy(&path)?;
@@ -352,9 +344,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 clock = Clock::start();
             }
             interrupted = observer.interrupted();
-            if self.group.size() > 1 {
+            if self.groups.world().size() > 1 {
                 // All ranks stop after the same step.
-                interrupted = ranks::any(&self.group, interrupted)?;
+                interrupted = ranks::any(self.groups.world(), interrupted)?;
             }
             if saves && !interrupted {
                 self.read_losses()?;
@@ -374,6 +366,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         })
     }
 
+    /// Whether this rank writes what ranks share.
+    fn is_first(&self) -> bool {
+        self.groups.world().rank() == 0
+    }
+
     fn tokens_per_step(&self) -> u64 {
         (self.config.batch * self.config.model.context) as u64
     }
@@ -388,10 +385,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let batch = self
             .corpus
             .train_batch(seed, self.step, batch, model.context);
+        let group = self.groups.batch();
         let batch = batch
-            .split(self.group.size())
+            .split(group.size())
             .into_iter()
-            .nth(self.group.rank())
+            .nth(group.rank())
             .expect("a part for each rank");
         let mut parts = batch.split(self.devices.len()).into_iter();
         let own = parts.next().expect("a run has a device");
@@ -410,7 +408,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let telemetry = Telemetry::start(self.rank.model());
         self.train_step(lr, Watched::Yes)?;
         let samples = telemetry.finish();
-        if self.group.rank() > 0 {
+        if !self.is_first() {
             return Ok(());
         }
         let path = self.folder.join(TELEMETRY);
@@ -439,9 +437,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             Some(others) if !losses.is_empty() => others.mean_losses(losses),
             _ => losses,
         };
-        let losses = match self.group.size() {
+        let group = self.groups.batch();
+        let losses = match group.size() {
             1 => losses,
-            _ => ranks::means(&self.group, losses)?,
+            _ => ranks::means(group, losses)?,
         };
         let first = self.step + 1 - losses.len() as u64;
         for (step, loss) in (first..).zip(losses) {
@@ -469,9 +468,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         } = self.config;
         let model = self.rank.model().valid();
         let device = self.rank.device.clone().without_autodiff();
-        // The ranks take turns. All have as many forwards, which sharded models need; the last ones
+        // The ranks of the batch take turns. All have as many forwards, which sharded models need; the last ones
         // are not counted where there are fewer batches.
-        let (rank, size) = (self.group.rank(), self.group.size());
+        let group = self.groups.batch();
+        let (rank, size) = (group.rank(), group.size());
         let losses = (0..eval_batches.div_ceil(size))
             .map(|round| {
                 let index = (round * size + rank).min(eval_batches - 1);
@@ -482,7 +482,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             .collect();
         let losses = Tensor::cat(losses, 0).into_data();
         let losses: Vec<f32> = losses.iter::<f32>().collect();
-        let losses = ranks::in_turns(&self.group, &losses, eval_batches)?;
+        let losses = ranks::in_turns(group, &losses, eval_batches)?;
         let sum: f64 = losses.into_iter().map(f64::from).sum();
         let loss = sum / eval_batches as f64;
         ensure!(
@@ -517,7 +517,14 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         if let Some(others) = &self.others {
             others.check(&self.rank, self.step)?;
         }
-        let model: Bytes = self.rank.model().valid().into_record().into_bytes()?;
+        let model = self.rank.model();
+        let partition = self.rank.partition();
+        let mut record: Bytes = model.valid().into_record().into_bytes()?;
+        let mut nvfp4 = Nvfp4State::collect(model);
+        if let Some(partition) = partition {
+            record = partition.renamed(record)?;
+            nvfp4 = partition.renamed_state(nvfp4, model);
+        }
         let checkpoint = Checkpoint {
             state: State::new(
                 self.config.clone(),
@@ -525,19 +532,20 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.corpus.fingerprint().clone(),
                 self.step,
                 self.losses.clone(),
-                Nvfp4State::collect(self.rank.model()),
+                nvfp4,
             ),
             timing: Timing {
                 seconds: self.seconds(),
             },
-            model,
+            model: record,
             optimizer: self.rank.optimizer.to_bytes()?,
         };
-        let path = match self.rank.shards() {
-            Some((shards, model)) => checkpoint.save_parts(&self.folder, &shards, model)?,
+        let world = self.groups.world();
+        let path = match partition {
+            Some(partition) => checkpoint.save_parts(&self.folder, world, partition)?,
             None => agree(
-                &self.group,
-                match self.group.rank() {
+                world,
+                match world.rank() {
                     0 => checkpoint.save(&self.folder),
                     _ => Ok(self.folder.clone()),
                 },
@@ -547,6 +555,37 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         observer.checkpoint(&path);
         Ok(())
     }
+}
+
+/// Fail unless the checkpoint with `state` is of this run.
+fn check_resumed(
+    state: &State,
+    config: &RunConfig,
+    recipe: &RecipeName,
+    corpus: &Corpus,
+) -> Result<()> {
+    // The run may be resumed on another device, by other launches, and on other ranks.
+    let resumed = RunConfig {
+        device: config.device.clone(),
+        graph: config.graph,
+        dp: config.dp,
+        tp: config.tp,
+        ep: config.ep,
+        fsdp: config.fsdp,
+        zero1: config.zero1,
+        ..state.config.clone()
+    };
+    ensure!(
+        resumed == *config && state.recipe == *recipe,
+        "it belongs to a run with another configuration"
+    );
+    ensure!(
+        state.corpus == *corpus.fingerprint(),
+        "the text has changed since: it was {:?} and is {:?}",
+        state.corpus,
+        corpus.fingerprint()
+    );
+    Ok(())
 }
 
 /// Whether `metrics.csv` has a row of step `step`.

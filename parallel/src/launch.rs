@@ -161,6 +161,7 @@ impl Launch {
                 interrupted = true;
                 ranks.iter_mut().for_each(|rank| rank.signal(signal));
             }
+            let mut ended = Vec::new();
             for (number, rank) in ranks.iter_mut().enumerate() {
                 if rank.status.is_none()
                     && let Ok(Some(status)) = rank.child.try_wait()
@@ -169,10 +170,14 @@ impl Launch {
                     // What it has started itself and left behind.
                     rank.signal_group(Signal::Kill);
                     if !status.success() {
-                        failed.get_or_insert((number, status, Instant::now()));
+                        ended.push((number, status));
                     }
                 }
             }
+            // Of those that failed within a tick, one that was killed was the first: others end by
+            // themselves when it is gone.
+            let first = (ended.into_iter()).min_by_key(|(_, status)| status.code().is_some());
+            failed = failed.or(first.map(|(number, status)| (number, status, Instant::now())));
             if ranks.iter().all(|rank| rank.status.is_some()) {
                 break;
             }

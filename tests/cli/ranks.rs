@@ -11,25 +11,36 @@ use crate::support::*;
 /// bit.
 const RECIPE: &str = "--recipe f32 --no-compare";
 
+/// The command of `ranks` ranks, or of one process.
+fn command(ranks: usize) -> String {
+    match ranks {
+        1 => "train".into(),
+        _ => format!("launch --gpus {ranks} -- train"),
+    }
+}
+
 fn launch(ranks: usize, out: &Path, more: &str) -> Output {
+    launch_sized(ranks, SMALL, out, more)
+}
+
+fn launch_sized(ranks: usize, sizes: &str, out: &Path, more: &str) -> Output {
     let out = out.to_str().unwrap();
     let more: Vec<&str> = more.split_whitespace().collect();
-    let command = format!("launch --gpus {ranks} -- train {SMALL} {RUN}");
     nvfp4(
-        &command,
+        &format!("{} {sizes} {RUN}", command(ranks)),
         &[&["--data", text(), "--out", out], &more[..]].concat(),
     )
 }
 
 fn resume(ranks: usize, out: &Path) -> Output {
-    let path = out.to_str().unwrap();
-    match ranks {
-        1 => nvfp4("train", &["--resume", path]),
-        _ => nvfp4(
-            &format!("launch --gpus {ranks} -- train"),
-            &["--resume", path],
-        ),
-    }
+    resume_on(ranks, out, "")
+}
+
+/// On another layout.
+fn resume_on(ranks: usize, out: &Path, layout: &str) -> Output {
+    let layout: Vec<&str> = layout.split_whitespace().collect();
+    let resumed = ["--resume", out.to_str().unwrap()];
+    nvfp4(&command(ranks), &[&resumed, &layout[..]].concat())
 }
 
 /// Validation losses of a run with one recipe.
@@ -121,6 +132,51 @@ fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     }
 }
 
+/// Ranks with parts of the matrices, or with other experts, train as one process does, and their
+/// checkpoints are read on other layouts.
+#[test]
+fn parts_of_a_model_train_as_the_whole_and_resume_on_other_layouts() {
+    let sizes = SMALL.replace("--hidden 48", "--hidden 64");
+    for (flag, model) in [("tp", ""), ("ep", "--experts 4")] {
+        let [one, out] = ["one", "two"].map(|name| folder(&format!("ranks-{flag}-{name}")));
+        let more = format!("{RECIPE} {model}");
+        succeeds(launch_sized(1, &sizes, &one, &more));
+        let expected = valid_losses(&one, "f32");
+        let split = format!("{more} --{flag} 2 --stop-at 6");
+        let said = succeeds(launch_sized(2, &sizes, &out, &split));
+        assert!(said.contains("launch --gpus 2 -- train --resume"), "{said}");
+        let files = checkpoint(&out.join("f32"));
+        for name in ["model-0", "model-1", "optimizer-0", "optimizer-1"] {
+            assert!(files.join(format!("{name}.bpk")).exists(), "{name}");
+        }
+        let layout = json(&out.join("config.json"));
+        let data_ranks = if flag == "tp" { 1 } else { 2 };
+        assert_eq!(
+            (&layout[flag], &layout["dp"]),
+            (&2.into(), &data_ranks.into())
+        );
+        let is_two = format!("{flag} is 2");
+        fails(resume_on(1, &out, ""), &[&is_two]);
+        let whole = format!("--{flag} 1");
+        for (ranks, layout) in [(1, &whole[..]), (2, ""), (4, "")] {
+            let copy = folder(&format!("ranks-{flag}-{ranks}{layout}"));
+            copy_folder(&out, &copy);
+            succeeds(resume_on(ranks, &copy, layout));
+            assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
+        }
+        // A run of one process goes on as parts.
+        let copy = folder(&format!("ranks-{flag}-of-one"));
+        succeeds(launch_sized(
+            1,
+            &sizes,
+            &copy,
+            &format!("{more} --stop-at 6"),
+        ));
+        succeeds(resume_on(2, &copy, &format!("--{flag} 2")));
+        assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
+    }
+}
+
 fn copy_folder(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
@@ -136,12 +192,19 @@ fn copy_folder(from: &Path, to: &Path) {
 /// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
 #[test]
 fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
-    for flag in ["", "--fsdp", "--zero1"] {
+    let sizes = SMALL.replace("--hidden 48", "--hidden 64");
+    let flags = ["", "--fsdp", "--zero1", "--tp 2", "--ep 2 --experts 4"];
+    for flag in flags {
         let more = format!("--no-compare {flag}");
         let [whole, stopped] =
             ["whole", "stopped"].map(|name| folder(&format!("ranks-bytes{flag}-{name}")));
-        succeeds(launch(2, &whole, &more));
-        succeeds(launch(2, &stopped, &format!("{more} --stop-at 5")));
+        succeeds(launch_sized(2, &sizes, &whole, &more));
+        succeeds(launch_sized(
+            2,
+            &sizes,
+            &stopped,
+            &format!("{more} --stop-at 5"),
+        ));
         succeeds(resume(2, &stopped));
         assert_same_files(&whole, &stopped, "nvfp4");
     }
@@ -204,6 +267,10 @@ fn what_ranks_cannot_do_is_said() {
     refused(3, "", &["batch is 4", "number of ranks (3)"]);
     refused(2, "--dp 4", &["dp is 4", "2 ranks"]);
     refused(2, "--fsdp --optimizer muon", &["fsdp", "adamw"]);
+    refused(3, "--tp 2", &["tp is 2", "3 ranks"]);
+    refused(2, "--tp 2 --fsdp", &["tp is 2", "fsdp is true"]);
+    refused(2, "--tp 2", &["tp is 2", "hidden is 48", "multiple of 32"]);
+    refused(2, "--ep 2", &["ep is 2", "no experts"]);
     fails(
         nvfp4("launch --gpus 2 -- study --out nowhere study.json", &[]),
         &["study", "one process"],
@@ -222,4 +289,8 @@ fn what_ranks_cannot_do_is_said() {
         &["NVFP4_COLLECTIVES", "carrier", "host"],
     );
     fails(train(&out, "--dp 2"), &["dp is 2", "1 ranks"]);
+    fails(
+        train(&out, "--ep 2 --experts 4"),
+        &["ep is 2", "1 data-parallel ranks"],
+    );
 }

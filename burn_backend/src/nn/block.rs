@@ -9,10 +9,11 @@ use burn_nn::Initializer;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::{
-    MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig, Nvfp4SwiGlu,
-    Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
+    ExpertParallelMoe, MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig,
+    Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
 };
 use crate::functions::or_panic;
+use crate::parallel::ProcessGroup;
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of an [`Nvfp4TransformerBlock`].
@@ -81,6 +82,7 @@ impl Nvfp4TransformerBlockConfig {
             feed_forward_norm: RmsNorm::new(self.d_model, device),
             feed_forward,
             moe,
+            expert_parallel: None,
         })
     }
 
@@ -93,7 +95,7 @@ impl Nvfp4TransformerBlockConfig {
 /// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind
 /// a norm and added to the residual stream.
 ///
-/// It has either `feed_forward` or `moe`.
+/// It has one of `feed_forward`, `moe` and `expert_parallel`.
 #[derive(Module, Debug)]
 pub struct Nvfp4TransformerBlock {
     /// Before the attention.
@@ -106,6 +108,8 @@ pub struct Nvfp4TransformerBlock {
     pub feed_forward: Option<Nvfp4SwiGlu>,
     /// Mixes features, in a block of experts.
     pub moe: Option<Nvfp4Moe>,
+    /// Mixes features, in a block of experts that are on several ranks.
+    pub expert_parallel: Option<ExpertParallelMoe>,
 }
 
 /// What a block gives.
@@ -125,7 +129,26 @@ impl Nvfp4TransformerBlock {
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.feed_forward = (self.feed_forward).map(|layer| layer.with_recompute(recompute));
         self.moe = self.moe.map(|moe| moe.with_recompute(recompute));
+        self.expert_parallel = (self.expert_parallel).map(|moe| moe.with_recompute(recompute));
         self
+    }
+
+    /// This rank's part of the block, of which all ranks of `experts` have the same: its experts are
+    /// on these ranks, and `batch` are the ranks with a part of the batch, all of `experts` among
+    /// them. A block without experts stays as it is.
+    ///
+    /// # Errors
+    /// As [`ExpertParallelMoe::try_from_moe`].
+    pub fn into_expert_parallel(
+        mut self,
+        experts: &ProcessGroup,
+        batch: &ProcessGroup,
+    ) -> Result<Self, Nvfp4Error> {
+        if let Some(moe) = self.moe.take() {
+            let moe = ExpertParallelMoe::try_from_moe(moe, experts)?;
+            self.expert_parallel = Some(moe.with_batch(batch));
+        }
+        Ok(self)
     }
 
     /// Apply the block to the residual stream `x`.
@@ -180,27 +203,28 @@ impl Nvfp4TransformerBlock {
             sum,
             pending: Some(pending),
         };
-        match (&self.feed_forward, &self.moe) {
-            (Some(feed_forward), None) => Ok(BlockOutput {
-                output: output(feed_forward.try_forward(normed)?),
-                balance_loss: None,
-                z_loss: None,
-            }),
-            (None, Some(moe)) => {
-                let MoeOutput {
-                    output: mixed,
-                    balance_loss,
-                    z_loss,
-                    ..
-                } = moe.try_forward(normed)?;
-                Ok(BlockOutput {
-                    output: output(mixed),
-                    balance_loss: Some(balance_loss),
-                    z_loss: Some(z_loss),
-                })
+        let MoeOutput {
+            output: mixed,
+            balance_loss,
+            z_loss,
+            ..
+        } = match (&self.feed_forward, &self.moe, &self.expert_parallel) {
+            (Some(feed_forward), None, None) => {
+                return Ok(BlockOutput {
+                    output: output(feed_forward.try_forward(normed)?),
+                    balance_loss: None,
+                    z_loss: None,
+                });
             }
+            (None, Some(moe), None) => moe.try_forward(normed)?,
+            (None, None, Some(moe)) => moe.try_forward(normed)?,
             _ => unreachable!("checked"),
-        }
+        };
+        Ok(BlockOutput {
+            output: output(mixed),
+            balance_loss: Some(balance_loss),
+            z_loss: Some(z_loss),
+        })
     }
 
     /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
@@ -211,14 +235,20 @@ impl Nvfp4TransformerBlock {
         padding: Option<&Tensor<2, Bool>>,
     ) -> Result<(), Nvfp4Error> {
         self.attention.check(x, positions, padding)?;
-        match (&self.feed_forward, &self.moe) {
-            (Some(feed_forward), None) => feed_forward.check(x)?,
-            (None, Some(moe)) => moe.check(x)?,
-            (dense, experts) => {
+        match (&self.feed_forward, &self.moe, &self.expert_parallel) {
+            (Some(feed_forward), None, None) => feed_forward.check(x)?,
+            (None, Some(moe), None) => moe.check(x)?,
+            (None, None, Some(moe)) => moe.check(x)?,
+            (dense, experts, parallel) => {
                 return Err(Nvfp4Error::value(
                     "feed_forward",
-                    format!("dense: {}, experts: {}", dense.is_some(), experts.is_some()),
-                    "exactly one of the two",
+                    format!(
+                        "dense: {}, experts: {}, experts on several ranks: {}",
+                        dense.is_some(),
+                        experts.is_some(),
+                        parallel.is_some()
+                    ),
+                    "exactly one of the three",
                 ));
             }
         }

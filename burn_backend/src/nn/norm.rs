@@ -103,11 +103,19 @@ impl RmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+        self.try_forward_stream_with(self.gain.val(), stream)
+    }
+
+    /// [`try_forward_stream`](Self::try_forward_stream) with another gain.
+    pub(super) fn try_forward_stream_with(
+        &self,
+        gain: Tensor<1>,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let ResidualStream { sum, pending } = stream;
-        let (gain, epsilon) = (self.gain.val(), self.epsilon);
         match pending {
-            None => try_norm_of_stream(sum, gain, epsilon),
-            Some(pending) => try_add_rms_norm(pending, sum, gain, epsilon),
+            None => try_norm_of_stream(sum, gain, self.epsilon),
+            Some(pending) => try_add_rms_norm(pending, sum, gain, self.epsilon),
         }
     }
 

@@ -105,7 +105,9 @@ pub struct ExpertGroups<'a> {
 ///
 /// The gradient of a parameter that all ranks have is the mean over them. That of an expert is of
 /// the tokens of all ranks that the experts are on already: it is summed over
-/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`.
+/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`. Of a model of
+/// [`average_replicated_in_backward`](super::average_replicated_in_backward) the backward has begun
+/// most of it.
 ///
 /// # Panics
 /// When a group fails.
@@ -116,8 +118,18 @@ pub fn average_expert_gradients<M: Module>(
 ) {
     let is_expert = |id: ParamId| groups.experts.contains(&id);
     average(model, gradients, groups.batch, |id| !is_expert(id));
+    join(model, gradients, groups.batch);
     let ranks = groups.batch.size() as f64;
     if ranks == 1.0 {
+        return;
+    }
+    if groups.data.size() == 1 {
+        let experts = groups.experts;
+        model.visit(&mut Divide {
+            gradients,
+            experts,
+            ranks,
+        });
         return;
     }
     Buckets::new(BUCKET, is_expert).exchange(model, gradients, |flat| {
@@ -126,6 +138,24 @@ pub fn average_expert_gradients<M: Module>(
             .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
         sums.map(|sum| sum.div_scalar(ranks)).collect()
     });
+}
+
+/// Divides the gradients of experts, where no other rank has the same.
+struct Divide<'a> {
+    gradients: &'a mut GradientsParams,
+    experts: &'a [ParamId],
+    ranks: f64,
+}
+
+impl ModuleVisitor for Divide<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.experts.contains(&param.id)
+            && let Some(gradient) = self.gradients.remove::<D>(param.id)
+        {
+            let mean = gradient.div_scalar(self.ranks);
+            self.gradients.register(param.id, mean);
+        }
+    }
 }
 
 fn average<M: Module>(

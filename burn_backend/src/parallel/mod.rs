@@ -4,7 +4,8 @@
 //! - [`functions`] are collectives that autodiff differentiates, of which parallel layers are made.
 //! - [`average_gradients`] is data parallelism: all ranks have the model, and a part of the batch.
 //!   [`average_in_backward`] has most of it happen while the backward goes on.
-//!   [`average_expert_gradients`] is the same for models with experts on several ranks.
+//!   [`average_expert_gradients`] and [`average_replicated_in_backward`] are the same for models with
+//!   experts on several ranks.
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
 //!   optimizer which ones.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
@@ -26,7 +27,9 @@ pub use gradients::{
     ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
 };
 pub use group::ProcessGroup;
-pub use overlapped::{Averaged, SMALLEST_ALONE, average_in_backward};
+pub use overlapped::{
+    Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
+};
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, Shards, fully_shard, gather};
 pub(crate) use sharded::{is_shardable, part, whole_dims};

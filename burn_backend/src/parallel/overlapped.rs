@@ -1,10 +1,10 @@
 //! Gradients that are averaged from within the backward.
 
-use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
+use burn_core::module::{Content, Module, Param, ParamId, Reparameterization, Reparameterizer};
 use burn_core::tensor::Tensor;
 
-use super::ProcessGroup;
 use super::functions::copy_mean_beside;
+use super::{ExpertGroups, ProcessGroup};
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Elements from which on a gradient travels by itself between GPUs of a machine: a collective of
@@ -50,16 +50,42 @@ impl Reparameterization for Averaged {
 ///
 /// Modules need not know of it. All ranks call `module` at the same points of their program.
 pub fn average_in_backward<M: Module>(module: M, group: &ProcessGroup, smallest: usize) -> M {
+    average_some_in_backward(module, group, smallest, &[])
+}
+
+/// [`average_in_backward`] of a model with experts on several ranks, over
+/// [`batch`](ExpertGroups::batch): of the parameters that all of its ranks have.
+/// [`average_expert_gradients`](super::average_expert_gradients) has to follow each backward.
+pub fn average_replicated_in_backward<M: Module>(
+    module: M,
+    groups: ExpertGroups<'_>,
+    smallest: usize,
+) -> M {
+    average_some_in_backward(module, groups.batch, smallest, groups.experts)
+}
+
+/// [`average_in_backward`] of all parameters but those of `except`.
+fn average_some_in_backward<M: Module>(
+    module: M,
+    group: &ProcessGroup,
+    smallest: usize,
+    except: &[ParamId],
+) -> M {
     if group.size() == 1 {
         return module;
     }
-    module.apply_reparameterization(Average { group, smallest })
+    module.apply_reparameterization(Average {
+        group,
+        smallest,
+        except,
+    })
 }
 
 /// Marks the parameters that are large enough.
 struct Average<'a> {
     group: &'a ProcessGroup,
     smallest: usize,
+    except: &'a [ParamId],
 }
 
 impl Reparameterizer for Average<'_> {
@@ -70,7 +96,8 @@ impl Reparameterizer for Average<'_> {
         _path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Averaged>) {
-        if param.lazy_shape().num_elements() < self.smallest {
+        let is_small = param.lazy_shape().num_elements() < self.smallest;
+        if is_small || self.except.contains(&param.id) {
             return (param, None);
         }
         let (group, id) = (self.group.clone(), param.id.val());

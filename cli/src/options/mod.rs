@@ -29,6 +29,14 @@ type Fields = Map<String, Value>;
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
+/// Where and on which ranks a resumed run goes on, where that is another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Resumed {
+    pub(crate) device: Option<DeviceName>,
+    pub(crate) tp: Option<usize>,
+    pub(crate) ep: Option<usize>,
+}
+
 impl From<Fields> for Options {
     /// A key that is `null` is not given.
     fn from(mut fields: Fields) -> Self {
@@ -126,16 +134,22 @@ impl Options {
         !self.has("recipe") && !self.has("compare")
     }
 
-    /// Only `device` is set, if anything.
-    pub(crate) fn only_device(mut self) -> Result<Option<DeviceName>> {
-        let device = self.0.remove("device");
+    /// What may be another for the rest of a run that is resumed. Nothing else is set.
+    pub(crate) fn of_resumed(mut self) -> Result<Resumed> {
+        let mut take = |key: &str| self.0.remove(key);
+        let [device, tp, ep] = [take("device"), take("tp"), take("ep")];
         ensure!(
             self.is_empty(),
-            "--resume continues the run as it was configured: leave out all options but --device \
-             and --stop-at"
+            "--resume continues the run as it was configured: leave out all options but --device, \
+             --tp, --ep and --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
-        device.map(parse_device).transpose()
+        let ranks = |given: Option<Value>| given.map(serde_json::from_value).transpose();
+        Ok(Resumed {
+            device: device.map(parse_device).transpose()?,
+            tp: ranks(tp)?,
+            ep: ranks(ep)?,
+        })
     }
 
     /// These options with `recipe` alone, `seed`, and `device` if one is given.

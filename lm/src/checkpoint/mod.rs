@@ -10,7 +10,8 @@
 //!
 //! Where ranks have parts of the parameters or of the optimizer's state, each writes its own,
 //! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of. Such a
-//! checkpoint is read as any other, on another number of ranks too.
+//! checkpoint is read as any other, on another number of ranks too, and has the parameters and the
+//! paths of the model of one rank.
 //!
 //! It is written under another name, synced to the disk, and renamed. Only then are older ones
 //! removed, so that the checkpoint with the highest step is complete.
@@ -23,13 +24,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
-use burn_nvfp4::parallel::Shards;
+use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
+use burn_nvfp4::parallel::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Fingerprint;
 use crate::random::hash;
 use crate::ranks::{agree, gathered_bytes};
+use parts::{Cuts, Partition};
 
 pub(crate) mod parts;
 
@@ -146,11 +149,22 @@ struct Layout {
     ranks: usize,
     /// Whether they have parts of the model, too, and not only of the optimizer's state.
     model: bool,
-    /// Ids of the parameters that are parts, along their first axis.
+    /// Ids of the parameters that are parts.
     sharded: BTreeSet<u64>,
+    /// The parts of those that are not cut along their first axis, as one segment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    parameters: BTreeMap<u64, ShardedParameter>,
 }
 
 impl Layout {
+    fn cuts(&self) -> Cuts {
+        Cuts {
+            ranks: self.ranks,
+            sharded: self.sharded.clone(),
+            parameters: self.parameters.clone(),
+        }
+    }
+
     /// The files of `rank`: of the model, if it writes it, and of the optimizer's state.
     fn names(&self, rank: usize) -> [Option<String>; 2] {
         let model = match (self.model, rank) {
@@ -185,31 +199,47 @@ impl<S: RunState> Saved<S> {
         self.finish(unfinished, manifest.into(), None)
     }
 
-    /// Write the checkpoint of ranks that have parts of the optimizer's state, and of the model if
-    /// `model` says so, into `folder`, which all of them see. All ranks call it, each with its own
-    /// parts; the other files are those of rank 0. Returns the path.
+    /// Write the checkpoint of ranks that have parts of what `partition` says into `folder`, which
+    /// all of them see. All ranks of `world` call it, each with its own parts; the other files are
+    /// those of rank 0. Returns the path.
     ///
     /// # Errors
     /// When something cannot be written on one of the ranks; the older ones are still there then.
-    pub fn save_parts(&self, folder: &Path, shards: &Shards, model: bool) -> Result<PathBuf> {
-        let (rank, group) = (shards.group.rank(), &shards.group);
+    pub(crate) fn save_parts(
+        &self,
+        folder: &Path,
+        world: &ProcessGroup,
+        partition: &Partition,
+    ) -> Result<PathBuf> {
+        let group = &partition.of.shards.group;
+        let Cuts {
+            ranks,
+            sharded,
+            parameters,
+        } = partition.cuts();
         let layout = Layout {
-            ranks: group.size(),
-            model,
-            sharded: shards.ids.clone(),
+            ranks,
+            model: partition.model,
+            sharded,
+            parameters,
         };
-        let begun = match rank {
+        let begun = match world.rank() {
             0 => Unfinished::begin(folder, self.state.step()),
             _ => Ok(Unfinished::at(folder, self.state.step())),
         };
-        let unfinished = agree(group, begun)?;
+        let unfinished = agree(world, begun)?;
         let contents = [&self.model, &self.optimizer];
-        let files = layout.names(rank).into_iter().zip(contents);
+        let names = match partition.of.replica {
+            0 => layout.names(group.rank()),
+            // Another rank writes the same.
+            _ => [None, None],
+        };
+        let files = names.into_iter().zip(contents);
         let write = |(name, content): (Option<String>, &Bytes)| match name {
             Some(name) => unfinished.write(&name, content).map(drop),
             None => Ok(()),
         };
-        agree(group, files.into_iter().try_for_each(write))?;
+        agree(world, files.into_iter().try_for_each(write))?;
         // Length and check sum of both files.
         let mut numbers = [0; 32];
         for (place, content) in contents.into_iter().enumerate() {
@@ -229,11 +259,11 @@ impl<S: RunState> Saved<S> {
             }
         }
         let path = unfinished.path.clone();
-        let finished = match rank {
+        let finished = match world.rank() {
             0 => self.finish(unfinished, manifest, Some(&layout)),
             _ => Ok(path),
         };
-        agree(group, finished)
+        agree(world, finished)
     }
 
     /// Write the files that one rank writes, name the checkpoint and remove the older ones.
@@ -305,13 +335,14 @@ impl<S: RunState> Saved<S> {
                 let layout: Layout =
                     serde_json::from_slice(&verified(LAYOUT)?).context("layout.json")?;
                 ensure!(layout.ranks > 0, "layout.json is of no ranks");
+                let cuts = layout.cuts();
                 let whole = |kind: usize| {
                     let names = (0..layout.ranks).filter_map(|rank| {
                         let [model, optimizer] = layout.names(rank);
                         [model, optimizer].into_iter().nth(kind).flatten()
                     });
                     let parts = names.map(|name| verified(&name));
-                    parts::join(parts.collect::<Result<_>>()?, &layout.sharded)
+                    parts::join(parts.collect::<Result<_>>()?, &cuts)
                 };
                 let model = if layout.model {
                     whole(0)?

@@ -1,94 +1,345 @@
-//! Containers of tensors of which each rank has a part, along the first axis.
+//! Containers of tensors of which each rank has a part.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::tensor::{Bytes, Shape};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Bytes, Shape, Tensor as BurnTensor};
+use burn_nvfp4::Nvfp4State;
+use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
 use burn_nvfp4::parallel::Shards;
 use burn_pack::{Reader, Tensor, Writer};
 
-/// This rank's part of a container of whole tensors: of those that belong to parameters in
-/// `shards`, part `rank` of their first axis.
+use crate::model::ModelPartition;
+
+/// The end of the path of a layer's weight.
+const WEIGHT: &str = ".weight";
+
+/// What of a checkpoint is a part, and which of the ranks writes it.
+#[derive(Debug, Clone)]
+pub(crate) struct Partition {
+    /// The parameters, and the ranks with the other parts.
+    pub of: ModelPartition,
+    /// Whether ranks have parts of the model, too, and not only of the optimizer's state.
+    pub model: bool,
+    /// Names of the parameters in the model of one rank, by id, where they may differ.
+    pub names: BTreeMap<u64, String>,
+}
+
+impl Partition {
+    /// Of parameters that are parts along their first axis; no other rank has the same parts.
+    pub fn of_shards(shards: Shards, model: bool) -> Self {
+        let of = ModelPartition {
+            shards,
+            parameters: BTreeMap::new(),
+            replica: 0,
+        };
+        Self {
+            of,
+            model,
+            names: BTreeMap::new(),
+        }
+    }
+
+    /// How the parameters are cut.
+    pub fn cuts(&self) -> Cuts {
+        Cuts {
+            ranks: self.of.shards.group.size(),
+            sharded: self.of.shards.ids.clone(),
+            parameters: self.of.parameters.clone(),
+        }
+    }
+
+    /// `container`, of parameters, with the names that they have in the model of one rank.
+    ///
+    /// # Errors
+    /// When it is no such container.
+    pub fn renamed(&self, container: Bytes) -> Result<Bytes> {
+        if self.names.is_empty() {
+            return Ok(container);
+        }
+        let reader = Reader::from_bytes(container)?;
+        let metadata = reader.metadata().clone();
+        let tensors = reader.into_tensors()?.into_iter().map(|tensor| {
+            let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
+            let own = id.and_then(|id| self.names.get(&id)).cloned();
+            Ok(Tensor::new(own.unwrap_or(name), dtype, shape, id, bytes))
+        });
+        pack(tensors.collect::<Result<_>>()?, metadata)
+    }
+
+    /// `state`, of the layers of `model`, with the paths that they have in the model of one rank.
+    pub fn renamed_state<M: Module>(&self, state: Nvfp4State, model: &M) -> Nvfp4State {
+        if self.names.is_empty() {
+            return state;
+        }
+        // A layer is known by its weight.
+        let own = parameter_names(model);
+        let layers = own.iter().filter_map(|(id, own)| {
+            let whole = self.names.get(id)?;
+            Some((own.strip_suffix(WEIGHT)?, whole.strip_suffix(WEIGHT)?))
+        });
+        let paths: BTreeMap<&str, &str> = layers.collect();
+        let renamed = |path: String| match paths.get(&path[..]) {
+            Some(whole) => (*whole).into(),
+            None => path,
+        };
+        let (layers, modes) = (state.layers.into_iter(), state.modes.into_iter());
+        Nvfp4State {
+            layers: layers.map(|(path, rng)| (renamed(path), rng)).collect(),
+            modes: modes.map(|(path, mode)| (renamed(path), mode)).collect(),
+        }
+    }
+}
+
+/// The path of each parameter of `model`, by its id.
+pub(crate) fn parameter_names<M: Module>(model: &M) -> BTreeMap<u64, String> {
+    let mut names = Names::default();
+    model.visit(&mut names);
+    names.found
+}
+
+#[derive(Default)]
+struct Names {
+    path: Vec<String>,
+    found: BTreeMap<u64, String>,
+}
+
+impl ModuleVisitor for Names {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<BurnTensor<D>>) {
+        self.found.insert(param.id.val(), self.path.join("."));
+    }
+}
+
+/// How tensors are cut into the parts of ranks.
+#[derive(Debug, Clone)]
+pub(crate) struct Cuts {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// Parameters whose tensors are parts.
+    pub sharded: BTreeSet<u64>,
+    /// The parts of those that are not cut along the first axis of each of their tensors.
+    pub parameters: BTreeMap<u64, ShardedParameter>,
+}
+
+/// A tensor that is cut.
+struct Cut {
+    /// Of the whole.
+    shape: Vec<usize>,
+    /// Of a part.
+    part: Vec<usize>,
+    /// The tensor is so many rows.
+    rows: usize,
+    /// Each row has these runs of elements, one behind another, of each of which each rank has an
+    /// equal part.
+    runs: Vec<usize>,
+}
+
+impl Cuts {
+    /// The cut of the tensor `name` of the parameter `id`, if that is cut; its shape is that of a part
+    /// where `is_part`, else of the whole. A tensor may be flat.
+    fn of(
+        &self,
+        name: &str,
+        id: Option<u64>,
+        dims: &[usize],
+        is_part: bool,
+    ) -> Result<Option<Cut>> {
+        let Some(id) = id.filter(|id| self.sharded.contains(id)) else {
+            return Ok(None);
+        };
+        let ranks = self.ranks;
+        let times = if is_part { ranks } else { 1 };
+        let of_dims = |axis: usize| {
+            let mut shape = dims.to_vec();
+            if let Some(len) = shape.get_mut(axis) {
+                *len *= times;
+            }
+            shape
+        };
+        let first = |shape: &[usize]| ShardedParameter {
+            shape: shape.to_vec(),
+            axis: 0,
+            segments: shape[..1.min(shape.len())].to_vec(),
+        };
+        let found = self.parameters.get(&id).cloned();
+        let found = found.unwrap_or_else(|| first(&of_dims(0)));
+        let ShardedParameter {
+            shape,
+            axis,
+            segments,
+        } = found;
+        let elements = product(&shape).unwrap_or_default();
+        // Flat tensors have the elements of the parameter in its order.
+        let (whole, cut_axis) = match dims.len() == 1 && shape.len() != 1 {
+            true => (vec![elements], 0),
+            false => (shape.clone(), axis),
+        };
+        ensure!(
+            whole == of_dims(cut_axis),
+            "{name} is of shape {dims:?}, but the parameter is of shape {shape:?} on one rank"
+        );
+        let sum = segments
+            .iter()
+            .try_fold(0usize, |sum, len| sum.checked_add(*len));
+        ensure!(
+            sum.is_some() && sum.as_ref() == shape.get(axis),
+            "{name} has segments {segments:?} of axis {axis}, but the parameter is of shape \
+             {shape:?} on one rank"
+        );
+        ensure!(
+            segments.iter().all(|len| len.is_multiple_of(ranks)),
+            "{name} is of shape {dims:?}, which {ranks} ranks do not share equally"
+        );
+        let inner: usize = shape[axis + 1..].iter().product();
+        let mut part = whole.clone();
+        part[cut_axis] /= ranks;
+        Ok(Some(Cut {
+            shape: whole,
+            part,
+            rows: shape[..axis].iter().product(),
+            runs: segments.iter().map(|len| len * inner).collect(),
+        }))
+    }
+}
+
+/// None where it has no number.
+fn product(dims: &[usize]) -> Option<usize> {
+    dims.iter()
+        .try_fold(1usize, |product, len| product.checked_mul(*len))
+}
+
+impl Cut {
+    /// Bytes of an element, of a tensor of `bytes`.
+    fn element(&self, bytes: usize, shape: &[usize]) -> usize {
+        bytes / shape.iter().product::<usize>().max(1)
+    }
+
+    /// The part of `rank` of `ranks`.
+    fn slice(&self, whole: &[u8], rank: usize, ranks: usize) -> Vec<u8> {
+        let element = self.element(whole.len(), &self.shape);
+        let mut own = Vec::with_capacity(whole.len() / ranks);
+        let mut at = 0;
+        for _ in 0..self.rows {
+            for run in &self.runs {
+                let part = run / ranks * element;
+                own.extend_from_slice(&whole[at + rank * part..][..part]);
+                at += run * element;
+            }
+        }
+        own
+    }
+
+    /// The whole of the parts of all ranks.
+    fn join(&self, parts: &[Bytes]) -> Vec<u8> {
+        let ranks = parts.len();
+        let element = self.element(parts[0].len(), &self.part);
+        let mut whole = Vec::with_capacity(parts[0].len() * ranks);
+        let mut at = 0;
+        for _ in 0..self.rows {
+            for run in &self.runs {
+                let part = run / ranks * element;
+                for bytes in parts {
+                    whole.extend_from_slice(&bytes[at..][..part]);
+                }
+                at += part;
+            }
+        }
+        whole
+    }
+}
+
+/// This rank's part of a container of whole tensors, of those that are cut.
 ///
 /// # Errors
-/// When it is no such container, or an axis has no equal parts.
-pub(crate) fn slice(whole: Bytes, shards: &Shards) -> Result<Bytes> {
-    let (rank, size) = (shards.group.rank(), shards.group.size());
+/// When it is no such container, or a tensor has no equal parts.
+pub(crate) fn slice(whole: Bytes, partition: &Partition) -> Result<Bytes> {
+    let (group, cuts) = (&partition.of.shards.group, partition.cuts());
     let reader = Reader::from_bytes(whole)?;
     let metadata = reader.metadata().clone();
     let tensors = reader.into_tensors()?.into_iter().map(|tensor| {
         let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
-        if !id.is_some_and(|id| shards.ids.contains(&id)) {
-            return Ok(Tensor::new(name, dtype, shape, id, bytes));
-        }
-        let mut dims = shape.to_vec();
-        ensure!(
-            dims.first().is_some_and(|rows| rows.is_multiple_of(size)),
-            "{name} is of shape {dims:?}, which {size} ranks do not share equally"
-        );
-        dims[0] /= size;
-        let part = bytes.len() / size;
-        let own = bytes[rank * part..(rank + 1) * part].to_vec();
-        let own = Bytes::from_bytes_vec(own);
-        Ok(Tensor::new(name, dtype, Shape::from(dims), id, own))
+        Ok(match cuts.of(&name, id, &shape.to_vec(), false)? {
+            None => Tensor::new(name, dtype, shape, id, bytes),
+            Some(cut) => {
+                let own = cut.slice(&bytes, group.rank(), group.size());
+                let own = Bytes::from_bytes_vec(own);
+                Tensor::new(name, dtype, Shape::from(cut.part), id, own)
+            }
+        })
     });
     pack(tensors.collect::<Result<_>>()?, metadata)
 }
 
-/// The container of whole tensors of which `parts` are those of all ranks, in their order.
-/// `sharded` are the parameters whose tensors are parts; all others are those of the first.
+/// The container of whole tensors of which `parts` are those of all ranks, in their order. Tensors
+/// that are not cut are those of the first.
 ///
 /// # Errors
 /// When the containers do not fit each other.
-pub(crate) fn join(parts: Vec<Bytes>, sharded: &BTreeSet<u64>) -> Result<Bytes> {
-    let mut parts = parts.into_iter();
-    let first = parts.next().context("a checkpoint has a part")?;
-    let reader = Reader::from_bytes(first)?;
-    let metadata = reader.metadata().clone();
-    let mut whole = Vec::new();
-    for tensor in reader.into_tensors()? {
-        let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
-        whole.push((name, dtype, shape.to_vec(), id, bytes.to_vec()));
-    }
-    for part in parts {
-        let tensors = Reader::from_bytes(part)?.into_tensors()?;
-        ensure!(
-            tensors.len() == whole.len(),
-            "a part has {} tensors, but the first one has {}",
-            tensors.len(),
-            whole.len()
-        );
-        for (tensor, whole) in tensors.into_iter().zip(&mut whole) {
-            let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
-            let alike = (&name, dtype, id) == (&whole.0, whole.1, whole.3);
-            if !alike || shape.num_dims() != whole.2.len() {
-                bail!(
-                    "a part has tensor {name} where the first one has {}",
-                    whole.0
-                );
-            }
-            if id.is_some_and(|id| sharded.contains(&id)) {
-                ensure!(
-                    shape.to_vec()[1..] == whole.2[1..],
-                    "{name} is of shape {shape} in one part and of {:?} in others",
-                    whole.2
-                );
-                whole.2[0] += shape.to_vec()[0];
-                whole.4.extend_from_slice(&bytes);
-            }
+pub(crate) fn join(parts: Vec<Bytes>, cuts: &Cuts) -> Result<Bytes> {
+    ensure!(
+        parts.len() == cuts.ranks && !parts.is_empty(),
+        "a checkpoint of {} ranks has {} parts",
+        cuts.ranks,
+        parts.len()
+    );
+    let mut metadata = BTreeMap::new();
+    let mut tensors = Vec::with_capacity(parts.len());
+    for (rank, part) in parts.into_iter().enumerate() {
+        let reader = Reader::from_bytes(part)?;
+        if rank == 0 {
+            metadata = reader.metadata().clone();
         }
+        let own = reader.into_tensors()?.into_iter().map(Tensor::into_parts);
+        tensors.push(own.collect::<Result<Vec<_>, _>>()?);
     }
-    let tensors = whole.into_iter().map(|(name, dtype, dims, id, bytes)| {
-        let bytes = Bytes::from_bytes_vec(bytes);
-        Tensor::new(name, dtype, Shape::from(dims), id, bytes)
-    });
-    pack(tensors.collect(), metadata)
+    let mut others = tensors.split_off(1);
+    let first = tensors.remove(0);
+    for part in &others {
+        ensure!(
+            part.len() == first.len(),
+            "a part has {} tensors, but the first one has {}",
+            part.len(),
+            first.len()
+        );
+    }
+    // One after another, so that no tensor is held twice.
+    others.iter_mut().for_each(|part| part.reverse());
+    let mut whole = Vec::with_capacity(first.len());
+    for (name, dtype, shape, id, bytes) in first {
+        let mut all = vec![bytes];
+        for part in &mut others {
+            let (other, type_of_other, dims, id_of_other, bytes) =
+                part.pop().context("as many as the first one has")?;
+            if (&other, type_of_other, id_of_other) != (&name, dtype, id) {
+                bail!("a part has tensor {other} where the first one has {name}");
+            }
+            ensure!(
+                dims == shape || !id.is_some_and(|id| cuts.sharded.contains(&id)),
+                "{name} is of shape {dims} in one part and of {shape} in another"
+            );
+            all.push(bytes);
+        }
+        whole.push(match cuts.of(&name, id, &shape.to_vec(), true)? {
+            None => Tensor::new(name, dtype, shape, id, all.swap_remove(0)),
+            Some(cut) => {
+                let bytes = Bytes::from_bytes_vec(cut.join(&all));
+                Tensor::new(name, dtype, Shape::from(cut.shape), id, bytes)
+            }
+        });
+    }
+    pack(whole, metadata)
 }
 
-fn pack(
-    tensors: Vec<Tensor>,
-    metadata: std::collections::BTreeMap<String, String>,
-) -> Result<Bytes> {
+fn pack(tensors: Vec<Tensor>, metadata: BTreeMap<String, String>) -> Result<Bytes> {
     let mut writer = Writer::new(tensors);
     for (key, value) in metadata {
         writer = writer.with_metadata(&key, &value);
@@ -97,104 +348,4 @@ fn pack(
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use burn::tensor::DType;
-    use burn_nvfp4::parallel::ProcessGroup;
-
-    use super::*;
-
-    fn tensor(name: &str, dims: &[usize], id: Option<u64>, first: f32) -> Tensor {
-        let count: usize = dims.iter().product();
-        let values = (0..count).flat_map(|i| (first + i as f32).to_le_bytes());
-        let bytes = Bytes::from_bytes_vec(values.collect());
-        let shape = Shape::from(dims.to_vec());
-        Tensor::new(name.into(), DType::F32, shape, id, bytes)
-    }
-
-    /// Name, shape, parameter and bytes.
-    type Content = (String, Vec<usize>, Option<u64>, Vec<u8>);
-
-    /// What a container has, in its order.
-    fn content(container: &Bytes) -> Vec<Content> {
-        let container = Bytes::from_bytes_vec(container.to_vec());
-        let tensors = Reader::from_bytes(container).unwrap().into_tensors();
-        let parts = tensors.unwrap().into_iter().map(|tensor| {
-            let (name, _, shape, id, bytes) = tensor.into_parts().unwrap();
-            (name, shape.to_vec(), id, bytes.to_vec())
-        });
-        parts.collect()
-    }
-
-    fn whole() -> Bytes {
-        let tensors = vec![
-            tensor("a.weight", &[4, 3], Some(1), 10.0),
-            tensor("b.weight", &[3], Some(2), 50.0),
-            tensor("z.first", &[8], Some(1), 70.0),
-        ];
-        let writer = Writer::new(tensors).with_metadata("time", "7");
-        writer.into_bytes().unwrap()
-    }
-
-    fn parts(size: usize) -> (Vec<Bytes>, BTreeSet<u64>) {
-        let groups = ProcessGroup::loopback(size, Duration::ZERO);
-        let ids = BTreeSet::from([1]);
-        let parts = groups.into_iter().map(|group| {
-            let ids = ids.clone();
-            slice(whole(), &Shards { group, ids }).unwrap()
-        });
-        (parts.collect(), ids)
-    }
-
-    #[test]
-    fn parts_make_the_whole() {
-        for size in [1, 2, 4] {
-            let (parts, ids) = parts(size);
-            let last = content(&parts[size - 1]);
-            assert_eq!(last[0].1, [4 / size, 3]);
-            let row = 10.0f32 + (3 * (4 - 4 / size)) as f32;
-            assert_eq!(last[0].3[..4], row.to_le_bytes());
-            assert_eq!(last[1], content(&whole())[1]);
-            assert_eq!(last[2].1, [8 / size]);
-            let joined = join(parts, &ids).unwrap();
-            assert_eq!(content(&joined), content(&whole()));
-            let reader = Reader::from_bytes(joined).unwrap();
-            assert_eq!(reader.metadata().get("time").unwrap(), "7");
-        }
-    }
-
-    #[test]
-    fn what_does_not_fit_is_named() {
-        let group = ProcessGroup::loopback(3, Duration::ZERO).remove(0);
-        let ids = BTreeSet::from([1]);
-        let error = slice(whole(), &Shards { group, ids })
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("a.weight") && error.contains("3 ranks"),
-            "{error}"
-        );
-
-        let (mut parts, ids) = parts(2);
-        let other = vec![
-            tensor("a.weight", &[2, 3], Some(1), 0.0),
-            tensor("c.weight", &[3], Some(2), 0.0),
-            tensor("z.first", &[4], Some(1), 0.0),
-        ];
-        parts[1] = Writer::new(other).into_bytes().unwrap();
-        let error = join(parts, &ids).unwrap_err().to_string();
-        assert!(
-            error.contains("c.weight") && error.contains("b.weight"),
-            "{error}"
-        );
-        let short = vec![tensor("a.weight", &[2, 3], Some(1), 0.0)];
-        let short = Writer::new(short).into_bytes().unwrap();
-        let error = join(vec![whole(), short], &ids).unwrap_err().to_string();
-        assert!(
-            error.contains("1 tensors") && error.contains('3'),
-            "{error}"
-        );
-        assert!(join(Vec::new(), &ids).is_err());
-    }
-}
+mod tests;

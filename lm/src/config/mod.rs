@@ -5,6 +5,7 @@
 
 mod choices;
 mod model;
+mod parallel;
 mod presets;
 mod run;
 mod schedule;

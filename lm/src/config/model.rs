@@ -119,6 +119,11 @@ impl ModelConfig {
         layers * (attention + feed_forward + 2 * norm) + norm + (2 * VOCABULARY + context) * width
     }
 
+    /// Number of trained parameters of all experts, without their routers.
+    pub fn expert_parameters(&self) -> usize {
+        self.layers * self.experts.unwrap_or_default() * 3 * self.width * self.hidden
+    }
+
     /// Number of trained parameters.
     pub fn parameters(&self) -> usize {
         let Self {

@@ -60,6 +60,8 @@ impl RunConfig {
             recompute: 0,
             graph: false,
             dp: None,
+            tp: 1,
+            ep: 1,
             fsdp: false,
             zero1: false,
             rht: true,

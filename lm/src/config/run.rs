@@ -17,6 +17,10 @@ use super::schedule::{Schedule, check_counts};
 /// Share of a block's load-balancing loss in the training loss.
 pub const BALANCE_SHARE: f64 = 0.01;
 
+fn one() -> usize {
+    1
+}
+
 fn finite(text: &str) -> std::result::Result<f64, String> {
     let number: f64 = text.parse().map_err(|error| format!("{error}"))?;
     match number.is_finite() {
@@ -130,14 +134,25 @@ pub struct RunConfig {
     #[serde(default)]
     pub recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
-    /// host's time for each launch; with --optimizer adamw, on one GPU
+    /// host's time for each launch; with --optimizer adamw, on one GPU, or one for each rank
     #[arg(long)]
     #[serde(default)]
     pub graph: bool,
-    /// Expect this many data-parallel ranks [default: the ranks of the launch]
+    /// Expect this many data-parallel ranks, which take equal parts of each batch [default: the
+    /// ranks of the launch, divided by --tp]
     #[arg(long, value_name = "RANKS")]
     #[serde(default)]
     pub dp: Option<usize>,
+    /// Split each matrix over this many ranks (tensor parallelism), and activations between them by
+    /// tokens (sequence parallelism) [default: 1]
+    #[arg(long, value_name = "RANKS")]
+    #[serde(default = "one")]
+    pub tp: usize,
+    /// Split the experts of each block over this many of the data-parallel ranks (expert
+    /// parallelism) [default: 1]
+    #[arg(long, value_name = "RANKS")]
+    #[serde(default = "one")]
+    pub ep: usize,
     /// Shard parameters, gradients and optimizer state over the ranks, instead of keeping all of
     /// them on each (FSDP)
     #[arg(long)]
@@ -168,11 +183,6 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
-    /// Devices that share a batch.
-    pub(crate) fn devices_together(&self) -> usize {
-        self.devices.len().max(1) * self.dp.unwrap_or(1).max(1)
-    }
-
     /// Number of trained parameters.
     pub fn parameters(&self) -> usize {
         match self.decorate {
@@ -239,8 +249,7 @@ impl RunConfig {
                 self.device
             );
         }
-        self.check_devices()?;
-        self.check_sharding()?;
+        self.check_parallel()?;
         self.check_switches()?;
         self.check_graph()?;
         let all: Vec<&RecipeName> = self.all_recipes().collect();
@@ -315,108 +324,6 @@ impl RunConfig {
             self.decorate.is_none(),
             "graph is true and decorate is given, but steps of decorated models are not captured: \
              leave out one of them"
-        );
-        Ok(())
-    }
-
-    /// What cannot be sharded over ranks.
-    fn check_sharding(&self) -> Result<()> {
-        let Some(flag) = [("fsdp", self.fsdp), ("zero1", self.zero1)]
-            .into_iter()
-            .find_map(|(flag, on)| on.then_some(flag))
-        else {
-            return Ok(());
-        };
-        ensure!(
-            !(self.fsdp && self.zero1),
-            "fsdp and zero1 are true, but FSDP shards the optimizer's state too: leave out zero1"
-        );
-        ensure!(
-            self.optimizer == OptimizerName::AdamW,
-            "{flag} is true and optimizer is {:?}, but it must be adamw: Muon orthogonalises whole \
-             matrices",
-            self.optimizer
-        );
-        ensure!(
-            self.decorate.is_none(),
-            "{flag} is true and decorate is given, but decorated layers hold their weights \
-             themselves: leave out one of them"
-        );
-        ensure!(
-            !(self.zero1 && self.graph),
-            "zero1 and graph are true, but ZeRO-1 gathers the weights into new memory in each step: \
-             leave out one of them, or use fsdp"
-        );
-        ensure!(
-            self.devices.is_empty(),
-            "{flag} is true and devices is {}, but ranks that shard are processes: use nvfp4 launch",
-            self.devices.join(",")
-        );
-        Ok(())
-    }
-
-    /// Fail unless `ranks` data-parallel ranks can train so, a process each.
-    ///
-    /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
-    pub fn check_ranks(&self, ranks: usize) -> Result<()> {
-        if let Some(dp) = self.dp {
-            ensure!(
-                dp == ranks && dp > 0,
-                "dp is {dp}, but the launch has {ranks} ranks: leave it out, or start as many \
-                 processes"
-            );
-        }
-        if ranks == 1 {
-            return Ok(());
-        }
-        ensure!(
-            self.batch.is_multiple_of(ranks),
-            "batch is {}, but it must be a multiple of the number of ranks ({ranks}), which take \
-             equal parts of it",
-            self.batch
-        );
-        ensure!(
-            self.devices.is_empty(),
-            "devices is {} and the launch has {ranks} ranks, but each rank has one device: leave \
-             out devices",
-            self.devices.join(",")
-        );
-        ensure!(
-            self.decorate.is_none(),
-            "decorate is given and the launch has {ranks} ranks, but decorated models are trained \
-             by one: leave out one of them"
-        );
-        Ok(())
-    }
-
-    fn check_devices(&self) -> Result<()> {
-        let Some(first) = self.devices.first() else {
-            return Ok(());
-        };
-        let count = self.devices.len();
-        let mut distinct: Vec<&String> = self.devices.iter().collect();
-        distinct.sort_unstable();
-        distinct.dedup();
-        ensure!(
-            count > 1
-                && distinct.len() == count
-                && distinct.iter().all(|device| device.starts_with("cuda:")),
-            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
-             gradients over GPUs alone",
-            self.devices.join(",")
-        );
-        ensure!(
-            *first == self.device,
-            "device is {}, but it must be the first of devices ({}), or be left out",
-            self.device,
-            self.devices.join(",")
-        );
-        ensure!(
-            self.batch.is_multiple_of(count),
-            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
-             equal parts of it",
-            self.batch
         );
         Ok(())
     }

@@ -155,3 +155,84 @@ fn graphs_are_refused_where_they_cannot_be() {
         assert!(error.contains(expected), "{error}");
     }
 }
+
+/// What is split over ranks is refused by the name of what it does not go with.
+#[test]
+fn what_ranks_cannot_split_is_said() {
+    type Spoil = fn(&mut RunConfig);
+    let cases: [(&[&str], Spoil); 16] = [
+        (&["tp is 0"], |c| c.tp = 0),
+        (&["ep is 0"], |c| c.ep = 0),
+        (&["tp is 2", "fsdp"], |c| c.fsdp = true),
+        (&["tp is 2", "zero1"], |c| c.zero1 = true),
+        (&["tp is 2", "Muon"], |c| c.optimizer = OptimizerName::Muon),
+        (&["tp is 2", "telemetry-every is 5"], |c| {
+            c.telemetry_every = 5;
+        }),
+        (&["tp is 2", "experts is 4", "--ep"], |c| {
+            c.model.experts = Some(4);
+        }),
+        (&["tp is 2", "heads is 3", "multiple of 2"], |c| {
+            (c.model.width, c.model.heads) = (96, 3);
+        }),
+        (&["tp is 2", "512 wide", "256"], |c| {
+            (c.model.width, c.model.heads) = (1024, 2);
+        }),
+        (&["tp is 4", "width is 96", "64"], |c| {
+            (c.tp, c.model.width, c.model.heads) = (4, 96, 4);
+        }),
+        (&["tp is 2", "hidden is 48", "32"], |c| c.model.hidden = 48),
+        (&["tp is 3", "vocabulary"], |c| {
+            (c.tp, c.model.width, c.model.heads, c.model.hidden) = (3, 96, 3, 96);
+        }),
+        (&["ep is 2", "no experts", "moe"], |c| (c.tp, c.ep) = (1, 2)),
+        (&["ep is 2", "experts is 3"], |c| {
+            (c.tp, c.ep, c.model.experts) = (1, 2, Some(3));
+        }),
+        (&["ep is 2", "graph"], |c| {
+            (c.tp, c.ep, c.model.experts) = (1, 2, Some(4));
+            (c.graph, c.device) = (true, "cuda:0".into());
+        }),
+        (&["ep is 2", "fsdp"], |c| {
+            (c.tp, c.ep, c.model.experts, c.fsdp) = (1, 2, Some(4), true);
+        }),
+    ];
+    for (names, spoil) in cases {
+        let mut config = RunConfig::preset(Preset::Tiny, "flex");
+        config.tp = 2;
+        config.check().unwrap();
+        spoil(&mut config);
+        let error = config.check().unwrap_err().to_string();
+        for name in names {
+            assert!(error.contains(name), "no {name}: {error}");
+        }
+    }
+}
+
+/// Data-parallel ranks are what tensor groups leave, and experts are on some of them.
+#[test]
+fn ranks_fit_the_groups() {
+    let mut config = RunConfig::preset(Preset::Tiny, "flex");
+    config.batch = 12;
+    let refused = |config: &RunConfig, ranks: usize, names: &[&str]| {
+        let error = config.check_ranks(ranks).unwrap_err().to_string();
+        for name in names {
+            assert!(error.contains(name), "no {name}: {error}");
+        }
+    };
+    config.tp = 2;
+    config.check_ranks(2).unwrap();
+    config.check_ranks(4).unwrap();
+    assert_eq!((config.data_ranks(2), config.data_ranks(4)), (1, 2));
+    refused(&config, 1, &["tp is 2", "1 ranks"]);
+    refused(&config, 3, &["tp is 2", "3 ranks"]);
+    refused(&config, 10, &["batch is 12", "(5)"]);
+    config.dp = Some(4);
+    refused(&config, 4, &["dp is 4", "4 ranks", "tensor groups of 2"]);
+    config.dp = None;
+    config.model.context = 20;
+    refused(&config, 24, &["tp is 2", "20 tokens", "32"]);
+    (config.tp, config.ep) = (1, 2);
+    config.check_ranks(4).unwrap();
+    refused(&config, 3, &["ep is 2", "3 data-parallel ranks"]);
+}

@@ -190,7 +190,8 @@ impl ExpertParallelMoe {
     /// [`group`](Self::group) and of further groups with the same experts, which data parallelism
     /// adds. The losses are of the tokens of all of them.
     pub fn with_batch(mut self, batch: &ProcessGroup) -> Self {
-        self.batch = Some(batch.clone());
+        // Ranks of `group` alone have exchanged what the losses need.
+        self.batch = (batch.size() > self.group.size()).then(|| batch.clone());
         self
     }
 
@@ -231,10 +232,9 @@ impl ExpertParallelMoe {
     /// # Panics
     /// When the group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
+        self.check(&x)?;
         let parts = self.parts();
         let experts = parts.experts();
-        check_parts(experts, &self.group)?;
-        parts.check(&x, experts / self.group.size())?;
         let (x, dims) = rows(x);
         let logits = parts.logits(x.clone());
         let MoeRoute {
@@ -270,6 +270,14 @@ impl ExpertParallelMoe {
             z_loss,
             counts,
         })
+    }
+
+    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    pub(in crate::nn) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        let parts = self.parts();
+        let experts = parts.experts();
+        check_parts(experts, &self.group)?;
+        parts.check(x, experts / self.group.size())
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -2,12 +2,12 @@
 
 use burn_core as burn;
 
-use burn_core::module::{Module, Param};
+use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, FloatDType, Int, IntDType, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use super::super::Embedding;
-use super::{TensorParallel, replaced};
+use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::or_panic;
 use crate::loss::try_embedding;
 use crate::parallel::functions;
@@ -52,6 +52,13 @@ impl VocabParallelEmbedding {
     pub fn into_embedding(self) -> Embedding {
         let group = &self.parallel.group;
         Embedding::new(replaced(&self.weight, |weight| group.all_gather(weight, 0)))
+    }
+
+    /// The parameter, of which each rank has a part.
+    pub fn sharded_parameter(&self) -> (ParamId, ShardedParameter) {
+        let ranks = self.parallel.group.size();
+        let sharded = ShardedParameter::of_one(&self.weight, 0, ranks);
+        (self.weight.id, sharded)
     }
 
     /// The rows `ids` (`[tokens]`, the same on all ranks) in type `dtype`: `[tokens, d_model]`, or

@@ -2,14 +2,14 @@
 
 use burn_core as burn;
 
-use burn_core::module::{Module, Param};
+use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{FloatDType, Int, Tensor};
 use nvfp4_kernels::{CrossEntropy, Nvfp4Error};
 use nvfp4_parallel::Reduction;
 
 use super::super::{LmHead, cast};
 use super::embedding::{OwnNumbers, own_numbers};
-use super::{TensorParallel, replaced};
+use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::or_panic;
 use crate::parallel::{ProcessGroup, functions};
 use crate::validate;
@@ -57,6 +57,13 @@ impl VocabParallelHead {
         let group = &self.parallel.group;
         let weight = replaced(&self.weight, |weight| group.all_gather(weight, 1));
         LmHead::new(weight).with_params(self.params)
+    }
+
+    /// The parameter, of which each rank has a part.
+    pub fn sharded_parameter(&self) -> (ParamId, ShardedParameter) {
+        let ranks = self.parallel.group.size();
+        let sharded = ShardedParameter::of_one(&self.weight, 1, ranks);
+        (self.weight.id, sharded)
     }
 
     /// The rank's logits of `x`, `[tokens, vocab / ranks]` in its type; `x` is `[tokens, d_model]`,

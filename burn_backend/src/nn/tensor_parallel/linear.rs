@@ -2,13 +2,13 @@
 
 use burn_core as burn;
 
-use burn_core::module::Module;
+use burn_core::module::{Module, ParamId};
 use burn_core::tensor::Tensor;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::super::parts::LinearPart;
 use super::super::{Nvfp4Linear, rows};
-use super::{ShardAmax, TensorParallel, replaced};
+use super::{ShardAmax, ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::sharding::{LinearSharding, ShardedDim};
 use crate::parallel::{ProcessGroup, functions};
@@ -109,6 +109,17 @@ impl ColumnParallelLinear {
         self.shard.gathered(self.linear)
     }
 
+    /// Fail unless the recipe's blocks end where the parts of ranks do: of features, and, where
+    /// they are sharded, of `tokens` of a rank.
+    pub(super) fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
+        self.shard.check(&self.linear, 2, tokens)
+    }
+
+    /// The parameters of which each rank has a part.
+    pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
+        self.shard.parameters(&self.linear)
+    }
+
     /// Apply the layer; see the [type](Self) for shapes.
     ///
     /// # Errors
@@ -181,6 +192,17 @@ impl RowParallelLinear {
     /// When the group fails.
     pub fn into_linear(self) -> Nvfp4Linear {
         self.shard.gathered(self.linear)
+    }
+
+    /// Fail unless the recipe's blocks end where the parts of ranks do: of features, and, where
+    /// they are sharded, of `tokens` of a rank.
+    pub(super) fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
+        self.shard.check(&self.linear, 2, tokens)
+    }
+
+    /// The parameters of which each rank has a part.
+    pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
+        self.shard.parameters(&self.linear)
     }
 
     /// Apply the layer; see the [type](Self) for shapes.
@@ -295,6 +317,25 @@ impl Shard {
         Ok((linear.with_parameters(weight, bias), shard))
     }
 
+    /// The axis of the weight that is sharded.
+    fn axis(&self) -> usize {
+        match self.dim {
+            ShardedDim::Input => 0,
+            ShardedDim::Output => 1,
+        }
+    }
+
+    /// The parameters of which each rank has a part: not the bias of a row-parallel layer.
+    fn parameters(&self, linear: &Nvfp4Linear) -> Vec<(ParamId, ShardedParameter)> {
+        let (lens, ranks) = (&self.segments, self.parallel.group.size());
+        let weight = ShardedParameter::of(&linear.weight, self.axis(), lens, ranks);
+        let mut found = vec![(linear.weight.id, weight)];
+        if let (ShardedDim::Output, Some(bias)) = (self.dim, &linear.bias) {
+            found.push((bias.id, ShardedParameter::of(bias, 0, lens, ranks)));
+        }
+        found
+    }
+
     /// The rank's part of each segment along `axis`.
     fn own<const D: usize>(&self, x: Tensor<D>, axis: usize, widths: &[usize]) -> Tensor<D> {
         let rank = self.parallel.group.rank();
@@ -320,11 +361,7 @@ impl Shard {
 
     /// The layer of one device.
     fn gathered(&self, linear: Nvfp4Linear) -> Nvfp4Linear {
-        let axis = match self.dim {
-            ShardedDim::Input => 0,
-            ShardedDim::Output => 1,
-        };
-        let weight = replaced(&linear.weight, |weight| self.all(weight, axis));
+        let weight = replaced(&linear.weight, |weight| self.all(weight, self.axis()));
         let bias = linear.bias.as_ref().map(|bias| match self.dim {
             ShardedDim::Input => bias.clone(),
             ShardedDim::Output => replaced(bias, |bias| self.all(bias, 0)),

@@ -6,9 +6,9 @@
 //! second. With sequence parallelism the activations before and behind that pair, on which norms
 //! and residuals work, are sharded by tokens.
 //!
-//! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs,
-//! [`VocabParallelEmbedding`] and [`VocabParallelHead`] the ends of a language model, and
-//! [`SequenceParallelRmsNorm`] stands between them.
+//! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs, and
+//! [`TensorParallelBlock`] has one of each. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are
+//! the ends of a language model, and [`SequenceParallelRmsNorm`] stands between them.
 //!
 //! Every rank makes its layers itself, of the same layers of one device ([`Nvfp4Linear`] and
 //! others): clones of a module of another rank would share its state, and its nodes in autodiff.
@@ -26,6 +26,7 @@
 //! [`Nvfp4Linear`]: crate::Nvfp4Linear
 
 mod attention;
+mod block;
 mod embedding;
 mod feed_forward;
 mod head;
@@ -34,10 +35,12 @@ mod norm;
 
 use burn_core::module::Param;
 use burn_core::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 use crate::parallel::ProcessGroup;
 
 pub use attention::TensorParallelAttention;
+pub use block::TensorParallelBlock;
 pub use embedding::VocabParallelEmbedding;
 pub use feed_forward::TensorParallelSwiGlu;
 pub use head::VocabParallelHead;
@@ -112,6 +115,43 @@ impl TensorParallel {
     /// Whether activations outside of the sharded layers are sharded by tokens.
     pub fn is_sequence_parallel(&self) -> bool {
         self.sequence_parallel
+    }
+}
+
+/// The part of a parameter that each rank has: an equal part of each segment of one axis. The parts
+/// of all segments follow each other.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardedParameter {
+    /// The shape on one device.
+    pub shape: Vec<usize>,
+    /// The axis that is sharded.
+    pub axis: usize,
+    /// The lengths of its segments on one device.
+    pub segments: Vec<usize>,
+}
+
+impl ShardedParameter {
+    /// Of `param`, of which each of `ranks` ranks has a part: of each of its segments of these
+    /// lengths.
+    fn of<const D: usize>(
+        param: &Param<Tensor<D>>,
+        axis: usize,
+        segments: &[usize],
+        ranks: usize,
+    ) -> Self {
+        let mut shape = param.lazy_shape().to_vec();
+        shape[axis] *= ranks;
+        Self {
+            shape,
+            axis,
+            segments: segments.iter().map(|len| len * ranks).collect(),
+        }
+    }
+
+    /// Of `param`, which is one segment along `axis`.
+    fn of_one<const D: usize>(param: &Param<Tensor<D>>, axis: usize, ranks: usize) -> Self {
+        let len = param.lazy_shape()[axis];
+        Self::of(param, axis, &[len], ranks)
     }
 }
 

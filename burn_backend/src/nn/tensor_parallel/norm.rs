@@ -5,8 +5,11 @@ use burn_core as burn;
 use burn_core::module::Module;
 use burn_core::tensor::{FloatDType, Tensor};
 
-use super::super::RmsNorm;
+use nvfp4_kernels::Nvfp4Error;
+
+use super::super::{ResidualStream, RmsNorm};
 use super::TensorParallel;
+use crate::functions::or_panic;
 use crate::parallel::functions;
 
 /// [`RmsNorm`] between layers that are sharded: each rank normalises its tokens, and the gradient
@@ -35,11 +38,35 @@ impl SequenceParallelRmsNorm {
     /// # Panics
     /// As [`RmsNorm::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
+        self.norm.forward_with(self.gain(), x, dtype)
+    }
+
+    /// What is still to be added to the residual stream of the rank's tokens is added, in the pass
+    /// that normalises the sum; see [`RmsNorm::try_forward_stream`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn try_forward_stream(
+        &self,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+        self.norm.try_forward_stream_with(self.gain(), stream)
+    }
+
+    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
+        or_panic(
+            "SequenceParallelRmsNorm::forward_stream",
+            self.try_forward_stream(stream),
+        )
+    }
+
+    /// The gain, whose gradient is that of all ranks' tokens.
+    fn gain(&self) -> Tensor<1> {
         let gain = self.norm.gain.val();
-        let gain = match self.parallel.sequence_parallel {
+        match self.parallel.sequence_parallel {
             true => functions::copy(gain, &self.parallel.group),
             false => gain,
-        };
-        self.norm.forward_with(gain, x, dtype)
+        }
     }
 }

@@ -5,7 +5,9 @@ use burn_core as burn;
 use burn_core::module::{Module, ModuleDisplay, ParamId};
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::nn::{ExpertParallelMoe, MoeOutput, expert_parameters};
-use burn_nvfp4::parallel::{ExpertGroups, ProcessGroup, average_expert_gradients};
+use burn_nvfp4::parallel::{
+    ExpertGroups, ProcessGroup, average_expert_gradients, average_replicated_in_backward,
+};
 use burn_nvfp4::{Nvfp4Moe, Nvfp4Recipe};
 use burn_optim::{GradientsParams, SgdConfig};
 use nvfp4_parallel::Reduction;
@@ -83,11 +85,17 @@ struct Run {
 struct Groups<'a> {
     batch: &'a ProcessGroup,
     data: &'a ProcessGroup,
+    /// Whether gradients are averaged from within the backward.
+    in_backward: bool,
 }
 
 /// Trains on the tokens of `case` that this rank of the batch has.
 fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) -> Run {
-    let Groups { batch, data } = groups;
+    let Groups {
+        batch,
+        data,
+        in_backward,
+    } = groups;
     let device = device().autodiff();
     let linear = || burn_nn::LinearConfig::new(WIDTH, WIDTH).init(&device);
     let (first, last) = (linear().map(&mut Fixed(500)), linear().map(&mut Fixed(510)));
@@ -96,6 +104,14 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
         let nudged = |weight: Tensor<2>| weight.mul_scalar(1.0 + 2f32.powi(-22)).detach();
         let weight = model.first.weight;
         model.first.weight = weight.map(|weight| nudged(weight).require_grad());
+    }
+    if in_backward {
+        let groups = ExpertGroups {
+            batch,
+            experts: &expert_parameters(&model),
+            data,
+        };
+        model = average_replicated_in_backward(model, groups, 1);
     }
     let tokens: usize = case.tokens.iter().sum();
     let share = tokens / batch.size();
@@ -139,6 +155,7 @@ fn on_one(case: &Case, trained: Trained) -> Run {
     let groups = Groups {
         batch: &single,
         data: &single,
+        in_backward: false,
     };
     train(case, trained, case.moe(&device().autodiff()), groups)
 }
@@ -155,6 +172,7 @@ fn on_several(case: &Case, trained: Trained, size: usize, experts: usize) -> Vec
         let groups = Groups {
             batch: &batch,
             data: &same,
+            in_backward: trained == Trained::All,
         };
         train(case, trained, moe, groups)
     })

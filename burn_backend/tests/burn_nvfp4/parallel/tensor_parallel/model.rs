@@ -3,10 +3,13 @@
 use burn_core::module::Param;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::nn::tensor_parallel::{
-    SequenceParallelRmsNorm, TensorParallel, TensorParallelAttention, TensorParallelSwiGlu,
-    VocabParallelEmbedding, VocabParallelHead,
+    SequenceParallelRmsNorm, TensorParallel, TensorParallelAttention, TensorParallelBlock,
+    TensorParallelSwiGlu, VocabParallelEmbedding, VocabParallelHead,
 };
-use burn_nvfp4::nn::{Embedding, LmHead, RmsNorm, RopeCacheConfig};
+use burn_nvfp4::nn::{
+    Embedding, LmHead, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
+    RopeCacheConfig,
+};
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{
     Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Linear, Nvfp4Recipe, Nvfp4SwiGlu, Nvfp4SwiGluConfig,
@@ -165,6 +168,81 @@ fn attention_by_heads() {
             assert_eq!(bits(found), bits(queries), "queries, {what}");
         });
     }
+}
+
+fn block() -> Nvfp4TransformerBlock {
+    let recipe = Nvfp4Recipe::preset("nvidia").unwrap();
+    let mut block = Nvfp4TransformerBlockConfig::new(D_MODEL, HEADS, 128)
+        .with_kv_heads(Some(KV_HEADS))
+        .with_recipe(recipe)
+        .init(&device().autodiff());
+    fixed(&mut block.attention.qkv, 5);
+    fixed(&mut block.attention.out, 6);
+    let feed_forward = block.feed_forward.as_mut().unwrap();
+    fixed(&mut feed_forward.gate_up, 7);
+    fixed(&mut feed_forward.down, 8);
+    block
+}
+
+/// A block has the bits of one device. The gradient of a gain is a sum over the ranks' tokens where
+/// those are sharded.
+#[test]
+fn whole_block() {
+    let (batch, time) = (2, 32);
+    for &(size, by_tokens) in runs() {
+        on_ranks(size, |group| {
+            let (rank, parallel) = (group.rank(), parallel(group, by_tokens));
+            let cache = RopeCacheConfig::new(time, D_MODEL / HEADS);
+            let positions = cache.init(&device().autodiff());
+            let x = matrix(batch * time, D_MODEL, activation(), 16);
+            let dy = matrix(batch * time, D_MODEL, activation(), 17);
+            let whole = block();
+            let input = x.clone().detach().require_grad();
+            let stream = ResidualStream::from(input.clone().reshape([batch, time, D_MODEL]));
+            let y = whole.forward_stream(stream, &positions).output.into_sum();
+            let y = y.reshape([batch * time, D_MODEL]);
+            let gradients = (y.clone() * dy.clone()).sum().backward();
+            let layer = TensorParallelBlock::from_block(block(), &parallel).unwrap();
+            let own_input = tokens(x, &parallel).detach().require_grad();
+            let stream = ResidualStream::from(own_input.clone().unsqueeze::<3>());
+            let own_y = layer.forward_stream(stream, batch, &positions).into_sum();
+            let own_y = own_y.reshape(own_input.dims());
+            let own_gradients = (own_y.clone() * tokens(dy, &parallel)).sum().backward();
+            let what = format!("rank {rank} of {size}, by tokens: {by_tokens}");
+            assert_eq!(bits(own_y), bits(tokens(y, &parallel)), "y, {what}");
+            let dx = tokens(input.grad(&gradients).unwrap(), &parallel);
+            let own_dx = own_input.grad(&own_gradients).unwrap();
+            assert_eq!(bits(own_dx), bits(dx), "dx, {what}");
+            for (found, expected) in [
+                (&layer.attention_norm, &whole.attention_norm),
+                (&layer.feed_forward_norm, &whole.feed_forward_norm),
+            ] {
+                let found: Tensor<1> = found.norm.gain.grad(&own_gradients).unwrap();
+                let expected: Tensor<1> = expected.gain.grad(&gradients).unwrap();
+                match by_tokens {
+                    true => assert!(distance(found, expected) < 2e-6, "gain, {what}"),
+                    false => assert_eq!(bits(found), bits(expected), "gain, {what}"),
+                }
+            }
+            let sharded = layer.sharded_parameters();
+            let shapes: Vec<_> = sharded.iter().map(|(_, part)| &part.shape[..]).collect();
+            let qkv = D_MODEL * (HEADS + 2 * KV_HEADS) / HEADS;
+            let expected = [[D_MODEL, qkv], [D_MODEL; 2], [D_MODEL, 256], [128, D_MODEL]];
+            assert_eq!(shapes, expected);
+            assert_eq!(sharded[2].1.segments, [128, 128]);
+            assert_eq!(layer.check_parts(8).is_err(), by_tokens);
+        });
+    }
+}
+
+#[test]
+fn blocks_of_experts_are_refused() {
+    let config = Nvfp4TransformerBlockConfig::new(D_MODEL, HEADS, 128).with_experts(Some(4));
+    let groups = burn_nvfp4::parallel::ProcessGroup::loopback(2, std::time::Duration::ZERO);
+    let parallel = TensorParallel::new(groups[0].clone());
+    let block = config.init(&device().autodiff());
+    let error = TensorParallelBlock::from_block(block, &parallel).unwrap_err();
+    assert!(error.to_string().contains("experts"), "{error}");
 }
 
 #[test]

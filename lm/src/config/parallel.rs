@@ -1,0 +1,260 @@
+//! How a run is spread over devices and ranks, and the checks of that.
+
+use anyhow::{Result, bail, ensure};
+use burn_nvfp4::attention::MAX_HEAD;
+
+use super::choices::OptimizerName;
+use super::model::VOCABULARY;
+use super::run::RunConfig;
+
+impl RunConfig {
+    /// Devices that share a batch.
+    pub(crate) fn devices_together(&self) -> usize {
+        self.devices.len().max(1) * self.dp.unwrap_or(1).max(1)
+    }
+
+    /// Parameters of each rank, where it has parts of matrices or of the experts.
+    pub(crate) fn parameters_of_rank(&self) -> usize {
+        let all = self.parameters() / self.tp;
+        let experts = self.model.expert_parameters() / self.tp;
+        all - experts + experts / self.ep
+    }
+
+    /// The data-parallel ranks among `ranks`: those that take other parts of each batch.
+    pub fn data_ranks(&self, ranks: usize) -> usize {
+        ranks / self.tp.max(1)
+    }
+
+    /// Every check that does not need the number of ranks.
+    pub(super) fn check_parallel(&self) -> Result<()> {
+        for (flag, ranks) in [("tp", self.tp), ("ep", self.ep)] {
+            ensure!(ranks > 0, "{flag} is 0, but it must be at least 1");
+            if ranks > 1 {
+                self.check_partition(flag, ranks)?;
+            }
+        }
+        self.check_devices()?;
+        self.check_sharding()?;
+        self.check_tensor_parallel()?;
+        self.check_expert_parallel()
+    }
+
+    /// What is not combined with parts of the model on each of `ranks` ranks.
+    fn check_partition(&self, flag: &str, ranks: usize) -> Result<()> {
+        for (other, on) in [("fsdp", self.fsdp), ("zero1", self.zero1)] {
+            ensure!(
+                !on,
+                "{flag} is {ranks} and {other} is true, but they are not combined yet: leave out \
+                 one of them"
+            );
+        }
+        ensure!(
+            self.optimizer == OptimizerName::AdamW,
+            "{flag} is {ranks} and optimizer is {:?}, but it must be adamw: Muon orthogonalises \
+             whole matrices",
+            self.optimizer
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "{flag} is {ranks} and decorate is given, but decorated layers are Burn's, which are \
+             not split: leave out one of them"
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "{flag} is {ranks} and devices is {}, but its ranks are processes: use nvfp4 launch",
+            self.devices.join(",")
+        );
+        Ok(())
+    }
+
+    fn check_tensor_parallel(&self) -> Result<()> {
+        let tp = self.tp;
+        if tp == 1 {
+            return Ok(());
+        }
+        ensure!(
+            self.model.experts.is_none(),
+            "tp is {tp} and experts is {}, but experts are not split over a tensor group yet: use \
+             --ep, or leave out tp",
+            self.model.experts.unwrap_or_default()
+        );
+        ensure!(
+            self.telemetry_every == 0,
+            "tp is {tp} and telemetry-every is {}, but operands of which each rank has a part are \
+             not sampled: leave out one of them",
+            self.telemetry_every
+        );
+        let heads = self.model.heads;
+        ensure!(
+            heads.is_multiple_of(tp),
+            "tp is {tp} and heads is {heads}, but each rank has as many heads: heads must be a \
+             multiple of {tp}"
+        );
+        let head = self.model.width / heads;
+        ensure!(
+            head <= MAX_HEAD,
+            "tp is {tp} and heads are {head} wide, but they must be at most {MAX_HEAD}: give more \
+             heads"
+        );
+        let unit = 16 * tp;
+        for (name, len) in [("width", self.model.width), ("hidden", self.model.hidden)] {
+            ensure!(
+                len.is_multiple_of(unit),
+                "tp is {tp} and {name} is {len}, but it must be a multiple of {unit}: blocks of 16 \
+                 elements on each rank"
+            );
+        }
+        ensure!(
+            VOCABULARY.is_multiple_of(tp),
+            "tp is {tp}, but it must divide the vocabulary ({VOCABULARY})"
+        );
+        Ok(())
+    }
+
+    fn check_expert_parallel(&self) -> Result<()> {
+        let ep = self.ep;
+        if ep == 1 {
+            return Ok(());
+        }
+        let Some(experts) = self.model.experts else {
+            bail!("ep is {ep}, but the model has no experts: leave it out, or give --model moe");
+        };
+        ensure!(
+            experts.is_multiple_of(ep),
+            "ep is {ep} and experts is {experts}, but each rank has as many experts: experts must \
+             be a multiple of {ep}"
+        );
+        ensure!(
+            !self.graph,
+            "ep is {ep} and graph is true, but the host counts the tokens of each expert in each \
+             step, which a graph cannot have: leave out one of them"
+        );
+        Ok(())
+    }
+
+    /// What cannot be sharded over ranks.
+    fn check_sharding(&self) -> Result<()> {
+        let Some(flag) = [("fsdp", self.fsdp), ("zero1", self.zero1)]
+            .into_iter()
+            .find_map(|(flag, on)| on.then_some(flag))
+        else {
+            return Ok(());
+        };
+        ensure!(
+            !(self.fsdp && self.zero1),
+            "fsdp and zero1 are true, but FSDP shards the optimizer's state too: leave out zero1"
+        );
+        ensure!(
+            self.optimizer == OptimizerName::AdamW,
+            "{flag} is true and optimizer is {:?}, but it must be adamw: Muon orthogonalises whole \
+             matrices",
+            self.optimizer
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "{flag} is true and decorate is given, but decorated layers hold their weights \
+             themselves: leave out one of them"
+        );
+        ensure!(
+            !(self.zero1 && self.graph),
+            "zero1 and graph are true, but ZeRO-1 gathers the weights into new memory in each step: \
+             leave out one of them, or use fsdp"
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "{flag} is true and devices is {}, but ranks that shard are processes: use nvfp4 launch",
+            self.devices.join(",")
+        );
+        Ok(())
+    }
+
+    /// Fail unless `ranks` ranks can train so, a process each.
+    ///
+    /// # Errors
+    /// Names the value that is wrong, what it is, and what it may be.
+    pub fn check_ranks(&self, ranks: usize) -> Result<()> {
+        ensure!(
+            self.tp > 0 && ranks.is_multiple_of(self.tp),
+            "tp is {}, but the launch has {ranks} ranks: their number must be a multiple of tp",
+            self.tp
+        );
+        let data = self.data_ranks(ranks);
+        if let Some(dp) = self.dp {
+            ensure!(
+                dp == data && dp > 0,
+                "dp is {dp}, but the launch has {ranks} ranks{}: leave it out, or start as many \
+                 processes",
+                match self.tp {
+                    1 => String::new(),
+                    tp => format!(" in tensor groups of {tp}"),
+                }
+            );
+        }
+        ensure!(
+            self.ep > 0 && data.is_multiple_of(self.ep),
+            "ep is {}, but the launch has {data} data-parallel ranks: their number must be a \
+             multiple of ep",
+            self.ep
+        );
+        if ranks == 1 {
+            return Ok(());
+        }
+        ensure!(
+            self.batch.is_multiple_of(data),
+            "batch is {}, but it must be a multiple of the number of ranks ({data}), which take \
+             equal parts of it",
+            self.batch
+        );
+        let tokens = self.batch / data * self.model.context;
+        ensure!(
+            self.tp == 1 || tokens.is_multiple_of(16 * self.tp),
+            "tp is {} and a tensor group has {tokens} tokens of each batch, but they must be a \
+             multiple of {}, blocks of 16 on each rank: change batch or context",
+            self.tp,
+            16 * self.tp
+        );
+        ensure!(
+            self.devices.is_empty(),
+            "devices is {} and the launch has {ranks} ranks, but each rank has one device: leave \
+             out devices",
+            self.devices.join(",")
+        );
+        ensure!(
+            self.decorate.is_none(),
+            "decorate is given and the launch has {ranks} ranks, but decorated models are trained \
+             by one: leave out one of them"
+        );
+        Ok(())
+    }
+
+    fn check_devices(&self) -> Result<()> {
+        let Some(first) = self.devices.first() else {
+            return Ok(());
+        };
+        let count = self.devices.len();
+        let mut distinct: Vec<&String> = self.devices.iter().collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        ensure!(
+            count > 1
+                && distinct.len() == count
+                && distinct.iter().all(|device| device.starts_with("cuda:")),
+            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
+             gradients over GPUs alone",
+            self.devices.join(",")
+        );
+        ensure!(
+            *first == self.device,
+            "device is {}, but it must be the first of devices ({}), or be left out",
+            self.device,
+            self.devices.join(",")
+        );
+        ensure!(
+            self.batch.is_multiple_of(count),
+            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
+             equal parts of it",
+            self.batch
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,182 @@
+//! The process groups of a run, by kind of parallelism.
+
+use anyhow::{Result, ensure};
+use burn::module::Module;
+use burn::tensor::Device;
+use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::state::set_rank;
+use nvfp4_parallel::{Axis, Layout};
+
+use crate::config::RunConfig;
+
+/// The groups of ranks that this rank is in.
+///
+/// Ranks of a tensor group are neighbours: rank `b · tp + t` has part `t` of each matrix and part
+/// `b` of the batch. Among the ranks of the batch, `ep` neighbours have the experts of one mixture.
+#[derive(Debug, Clone)]
+pub struct ParallelGroups {
+    world: ProcessGroup,
+    tensor: ProcessGroup,
+    expert: ProcessGroup,
+    batch: ProcessGroup,
+    data: ProcessGroup,
+}
+
+impl ParallelGroups {
+    /// Those of a run of one rank.
+    pub fn single() -> Self {
+        let single = ProcessGroup::single();
+        Self {
+            world: single.clone(),
+            tensor: single.clone(),
+            expert: single.clone(),
+            batch: single.clone(),
+            data: single,
+        }
+    }
+
+    /// Those of the run `config` on the ranks of `world`. All of them call it.
+    ///
+    /// # Errors
+    /// As [`RunConfig::check_ranks`].
+    pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
+        config.check_ranks(world.size())?;
+        let layout = Layout::new(world.size(), config.tp, config.ep, 1)?;
+        let along = |axes: &[Axis]| -> Result<ProcessGroup> {
+            let members = layout.group(world.rank(), axes)?;
+            Ok(match members.len() == world.size() {
+                true => world.clone(),
+                false => world.subgroup(&members)?,
+            })
+        };
+        Ok(Self {
+            world: world.clone(),
+            tensor: along(&[Axis::Tensor])?,
+            expert: along(&[Axis::Expert])?,
+            batch: along(&[Axis::Expert, Axis::Data])?,
+            data: along(&[Axis::Data])?,
+        })
+    }
+
+    /// Has tensors travel from device to device; see [`ProcessGroup::connect`]. All ranks call it,
+    /// each with its device.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn connect(self, device: &Device, overlaps: bool) -> Result<Self> {
+        let size = self.world.size();
+        let mut world = self.world;
+        let mut others = [self.tensor, self.expert, self.batch, self.data];
+        if size > 1 && others.iter().any(|group| group.size() == size) {
+            world = world.connect(device, overlaps)?;
+        }
+        // In the same order on all ranks, of which each is in one group of a kind.
+        for group in &mut others {
+            *group = match group.size() {
+                1 => continue,
+                members if members == size => world.clone(),
+                _ => group.clone().connect(device, overlaps)?,
+            };
+        }
+        let [tensor, expert, batch, data] = others;
+        Ok(Self {
+            world,
+            tensor,
+            expert,
+            batch,
+            data,
+        })
+    }
+
+    /// All ranks.
+    pub fn world(&self) -> &ProcessGroup {
+        &self.world
+    }
+
+    /// The ranks with other parts of the same matrices, and the same part of the batch.
+    pub fn tensor(&self) -> &ProcessGroup {
+        &self.tensor
+    }
+
+    /// The ranks with the other experts of the same mixtures.
+    pub fn expert(&self) -> &ProcessGroup {
+        &self.expert
+    }
+
+    /// The ranks with other parts of the batch.
+    pub fn batch(&self) -> &ProcessGroup {
+        &self.batch
+    }
+
+    /// The ranks of [`batch`](Self::batch) with the same experts.
+    pub fn data(&self) -> &ProcessGroup {
+        &self.data
+    }
+
+    /// Fail unless what the ranks exchange can be in a graph.
+    ///
+    /// # Errors
+    /// When it travels through the memory of the host.
+    pub(crate) fn check_graph(&self) -> Result<()> {
+        let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
+        ensure!(
+            (groups.iter()).all(|group| group.size() == 1 || group.is_connected()),
+            "graph is true and the launch has {} ranks whose tensors travel through the memory of \
+             the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
+            self.world.size()
+        );
+        Ok(())
+    }
+
+    /// Has the layers of `model` draw the random bits of this rank's part of the batch.
+    ///
+    /// # Errors
+    /// When there are more ranks than random streams for them.
+    pub(crate) fn number_draws<M: Module>(&self, model: &M) -> Result<()> {
+        if self.world.size() > 1 {
+            set_rank(model, self.batch.rank())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::config::Preset;
+
+    /// Ranks, sizes and places of the groups of each rank of four.
+    fn places(tp: usize, ep: usize) -> Vec<[(usize, usize); 4]> {
+        let mut config = RunConfig::preset(Preset::Tiny, "flex");
+        (config.tp, config.ep) = (tp, ep);
+        config.model.experts = (ep > 1).then_some(4);
+        let worlds = ProcessGroup::loopback(4, Duration::ZERO);
+        let groups = worlds.iter().map(|world| {
+            let groups = ParallelGroups::new(world, &config).unwrap();
+            let kinds = [&groups.tensor, &groups.expert, &groups.batch, &groups.data];
+            kinds.map(|group| (group.rank(), group.size()))
+        });
+        groups.collect()
+    }
+
+    #[test]
+    fn neighbours_share_matrices_and_mixtures() {
+        let of = |groups: &[[(usize, usize); 4]], kind: usize| -> Vec<(usize, usize)> {
+            groups.iter().map(|kinds| kinds[kind]).collect()
+        };
+        let pairs = vec![(0, 2), (1, 2), (0, 2), (1, 2)];
+        let distant = vec![(0, 2), (0, 2), (1, 2), (1, 2)];
+        let all: Vec<_> = (0..4).map(|rank| (rank, 4)).collect();
+        let tensor = places(2, 1);
+        assert_eq!(
+            (of(&tensor, 0), of(&tensor, 2)),
+            (pairs.clone(), distant.clone())
+        );
+        let expert = places(1, 2);
+        assert_eq!(of(&expert, 1), pairs);
+        assert_eq!((of(&expert, 2), of(&expert, 3)), (all.clone(), distant));
+        assert_eq!(of(&places(1, 1), 2), all);
+    }
+}

@@ -1,0 +1,136 @@
+//! The language model of a rank that has a part of each matrix.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use burn::module::{Module, ParamId};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn_nvfp4::nn::tensor_parallel::{
+    SequenceParallelRmsNorm, ShardedParameter, TensorParallel, TensorParallelBlock,
+    VocabParallelEmbedding, VocabParallelHead,
+};
+use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RopeCache};
+use burn_nvfp4::parallel::{Shards, functions};
+
+use super::{LanguageModel, ModelPartition, Transformer, cast, flat};
+use crate::config::{Activation, RecipeName, RunConfig};
+use crate::groups::ParallelGroups;
+
+/// A dense [`Transformer`] with a part of each matrix on each rank of the tensor group, and a part
+/// of the tokens between them (sequence parallelism).
+///
+/// All ranks of the group have the same batch. Losses are those of all its tokens, on each rank.
+#[derive(Module, Debug)]
+pub struct ParallelTransformer {
+    /// The rank's rows.
+    pub embedding: VocabParallelEmbedding,
+    /// The layers, in order.
+    pub blocks: Vec<TensorParallelBlock>,
+    /// Before the head.
+    pub norm: SequenceParallelRmsNorm,
+    /// The rank's columns, with the loss.
+    pub head: VocabParallelHead,
+    positions: RopeCache,
+    #[module(skip)]
+    activation: Activation,
+    #[module(skip)]
+    parallel: TensorParallel,
+}
+
+impl ParallelTransformer {
+    /// This rank's part of `whole`, of which all ranks have the same, state included.
+    ///
+    /// # Errors
+    /// When the parts do not fit the model.
+    pub fn from_transformer(whole: Transformer, parallel: &TensorParallel) -> Result<Self> {
+        let blocks = whole.blocks.into_iter();
+        let blocks = blocks.map(|block| TensorParallelBlock::from_block(block, parallel));
+        let embedding = Embedding::new(whole.embedding);
+        let head = LmHead::new(whole.head);
+        Ok(Self {
+            embedding: VocabParallelEmbedding::from_embedding(embedding, parallel)?,
+            blocks: blocks.collect::<Result<_, _>>()?,
+            norm: SequenceParallelRmsNorm::new(whole.norm, parallel),
+            head: VocabParallelHead::from_head(head, parallel)?,
+            positions: whole.positions,
+            activation: whole.activation,
+            parallel: parallel.clone(),
+        })
+    }
+
+    /// What the head reads of the rank's tokens, in the type of the activations.
+    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [batch, _] = tokens.dims();
+        let x = self.embedding.forward(flat(tokens), self.activation.into());
+        let mut stream = ResidualStream::from(x.unsqueeze::<3>());
+        for block in &self.blocks {
+            stream = block.forward_stream(stream, batch, &self.positions);
+        }
+        let (_, x) = self.norm.forward_stream(stream);
+        let [_, rows, width] = x.dims();
+        x.reshape([rows, width])
+    }
+}
+
+impl LanguageModel for ParallelTransformer {
+    type Whole = Transformer;
+
+    fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Transformer> {
+        Transformer::build(config, recipe, device)
+    }
+
+    fn part_of(whole: Transformer, config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {
+        groups.number_draws(&whole)?;
+        let (tp, batch) = (groups.tensor().size(), groups.batch().size());
+        let context = || format!("tp is {tp}");
+        let parallel = TensorParallel::new(groups.tensor().clone()).with_sequence_parallel(true);
+        let part = Self::from_transformer(whole, &parallel).with_context(context)?;
+        let tokens = config.batch / batch * config.model.context / tp;
+        for block in &part.blocks {
+            block.check_parts(tokens).with_context(context)?;
+        }
+        Ok(part)
+    }
+
+    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
+        let ends = [
+            self.embedding.sharded_parameter(),
+            self.head.sharded_parameter(),
+        ];
+        let blocks = self.blocks.iter();
+        let blocks = blocks.flat_map(TensorParallelBlock::sharded_parameters);
+        let all = ends.into_iter().chain(blocks);
+        let by_number = |(id, part): (ParamId, ShardedParameter)| (id.val(), part);
+        let parameters: BTreeMap<_, _> = all.map(by_number).collect();
+        Some(ModelPartition {
+            shards: Shards {
+                group: groups.tensor().clone(),
+                ids: parameters.keys().copied().collect(),
+            },
+            parameters,
+            replica: groups.batch().rank(),
+        })
+    }
+
+    fn context(&self) -> usize {
+        self.positions.context()
+    }
+
+    /// The logits of all tokens and bytes, on each rank.
+    fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
+        let logits = self.head.try_logits(self.features(tokens));
+        let logits = logits.unwrap_or_else(|error| panic!("{error}"));
+        let logits = functions::gather(logits, 1, self.parallel.group());
+        (cast(logits, FloatDType::F32), None)
+    }
+
+    /// With the loss of the parts of the logits, which no rank has all of.
+    fn losses(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> (Tensor<1>, Option<Tensor<1>>) {
+        let x = self.features(tokens);
+        (self.head.loss(x, flat(targets)), None)
+    }
+}

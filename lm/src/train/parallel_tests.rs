@@ -1,0 +1,405 @@
+//! Runs of several ranks, as threads over loopback, against a run of one rank.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::Tolerance;
+use burn_nvfp4::parallel::ProcessGroup;
+use burn_pack::Reader;
+
+use super::*;
+use crate::config::{Activation, Preset};
+use crate::data::Batch;
+use crate::model::{ParallelTransformer, Transformer};
+
+/// A folder of one test, which goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("nvfp4-parallel-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    /// Another one with the checkpoint, without the rows.
+    fn copy(&self) -> Self {
+        let copy = Self::new();
+        let latest = checkpoint::latest(&self.0).unwrap().unwrap();
+        let target = copy.0.join(latest.file_name().unwrap());
+        fs::create_dir(&target).unwrap();
+        for file in fs::read_dir(&latest).unwrap() {
+            let file = file.unwrap();
+            fs::copy(file.path(), target.join(file.file_name())).unwrap();
+        }
+        fs::copy(self.0.join("metrics.csv"), copy.0.join("metrics.csv")).unwrap();
+        copy
+    }
+
+    fn checkpoint(&self) -> Checkpoint {
+        Checkpoint::load(&checkpoint::latest(&self.0).unwrap().unwrap()).unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Forty files of words that follow a pattern.
+fn corpus() -> Corpus {
+    let folder = Folder::new();
+    for file in 0..40usize {
+        let words = (0..80)
+            .map(|i| ["let", "x", "=", "fn", "y", ";"][(file + i * i) % 6].repeat(1 + i % 2));
+        let text = words.collect::<Vec<_>>().join(" ");
+        fs::write(folder.0.join(format!("file-{file}.txt")), text).unwrap();
+    }
+    Corpus::load(std::slice::from_ref(&folder.0), 0).unwrap()
+}
+
+fn config(steps: u64) -> RunConfig {
+    let mut config = RunConfig::preset(Preset::Tiny, "flex");
+    config.model = ModelConfig {
+        width: 64,
+        layers: 2,
+        heads: 4,
+        hidden: 128,
+        context: 32,
+        experts: None,
+        top_k: 2,
+    };
+    config.compare = Vec::new();
+    config.recipe = RecipeName::f32();
+    config.activation = Activation::F32;
+    (config.batch, config.steps, config.warmup) = (8, steps, steps / 2 % 3);
+    (config.eval_every, config.eval_batches) = (steps, 3);
+    (config.log_every, config.checkpoint_every) = (1, steps);
+    config.lr = 4e-3;
+    config
+}
+
+/// Of `tp` ranks in a tensor group.
+fn tensor_parallel(steps: u64, tp: usize) -> RunConfig {
+    RunConfig {
+        tp,
+        ..config(steps)
+    }
+}
+
+/// A mixture of four experts, on `ep` ranks.
+fn experts(steps: u64, ep: usize) -> RunConfig {
+    let mut config = config(steps);
+    config.model.experts = Some(4);
+    RunConfig { ep, ..config }
+}
+
+fn nvfp4(config: RunConfig) -> RunConfig {
+    RunConfig {
+        recipe: RecipeName::nvfp4(),
+        ..config
+    }
+}
+
+/// What rank 0 does with its run on `ranks` ranks, as all others do.
+fn on_ranks<T: Send>(
+    config: &RunConfig,
+    corpus: &Corpus,
+    folder: &Folder,
+    ranks: usize,
+    body: impl Fn(&mut dyn OnRank) -> T + Sync,
+) -> T {
+    let body = &body;
+    let worlds = ProcessGroup::loopback(ranks, Duration::from_secs(120));
+    thread::scope(|scope| {
+        let threads = worlds.into_iter().map(|world| {
+            scope.spawn(move || match config.tp {
+                1 => body(&mut open::<Transformer>(config, corpus, folder, &world)),
+                _ => body(&mut open::<ParallelTransformer>(
+                    config, corpus, folder, &world,
+                )),
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        let results = threads.into_iter().map(|thread| {
+            let result = thread.join();
+            result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        let mut results: Vec<T> = results.collect();
+        results.swap_remove(0)
+    })
+}
+
+fn open<'a, M: LanguageModel>(
+    config: &'a RunConfig,
+    corpus: &'a Corpus,
+    folder: &Folder,
+    world: &ProcessGroup,
+) -> Run<'a, M> {
+    let groups = ParallelGroups::new(world, config).unwrap();
+    let (recipe, devices) = (config.recipe.clone(), [Device::flex()]);
+    Run::open_rank(config, recipe, corpus, &devices, &folder.0, groups).unwrap()
+}
+
+/// A run, of whichever model.
+trait OnRank {
+    fn train_to(&mut self, stop_at: Option<u64>);
+    fn save_again(&mut self);
+    fn losses(&self) -> Vec<f64>;
+}
+
+impl<M: LanguageModel> OnRank for Run<'_, M> {
+    fn train_to(&mut self, stop_at: Option<u64>) {
+        self.train(stop_at, &mut ()).unwrap();
+    }
+
+    fn save_again(&mut self) {
+        self.save(&mut ()).unwrap();
+    }
+
+    /// The training losses, and the validation losses behind them.
+    fn losses(&self) -> Vec<f64> {
+        let rows = self.rows().iter();
+        let losses = rows.clone().filter_map(|row| row.train_loss);
+        losses
+            .chain(rows.filter_map(|row| row.valid_loss))
+            .collect()
+    }
+}
+
+/// The losses of a run.
+fn losses(config: &RunConfig, corpus: &Corpus, folder: &Folder, ranks: usize) -> Vec<f64> {
+    on_ranks(config, corpus, folder, ranks, |run| {
+        run.train_to(None);
+        run.losses()
+    })
+}
+
+fn largest_difference(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let errors = found.iter().zip(expected).map(|(a, b)| (a / b - 1.0).abs());
+    errors.fold(0.0, f64::max)
+}
+
+/// Name, parameter, shape and values of each tensor.
+type Content = Vec<(String, Option<u64>, Vec<usize>, Vec<f32>)>;
+
+fn content(container: &Bytes) -> Content {
+    let reader = Reader::from_bytes(Bytes::from_bytes_vec(container.to_vec())).unwrap();
+    let tensors = reader.into_tensors().unwrap().into_iter().map(|tensor| {
+        let (name, _, shape, id, bytes) = tensor.into_parts().unwrap();
+        let values = bytes.chunks_exact(4);
+        let values = values.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+        (name, id, shape.to_vec(), values.collect())
+    });
+    tensors.collect()
+}
+
+/// The bytes of a checkpoint, but for the time.
+fn assert_same(found: &Checkpoint, expected: &Checkpoint) {
+    assert_eq!(content(&found.model), content(&expected.model));
+    assert_eq!(content(&found.optimizer), content(&expected.optimizer));
+    assert_eq!(found.state.nvfp4, expected.state.nvfp4);
+    assert_eq!(found.state.step, expected.state.step);
+}
+
+/// The largest difference of a tensor, relative to its largest magnitude.
+fn distance(found: &Bytes, expected: &Bytes) -> f32 {
+    let (found, expected) = (content(found), content(expected));
+    let pairs = found.iter().zip(&expected).map(|(found, expected)| {
+        assert_eq!(
+            (&found.0, found.1, &found.2),
+            (&expected.0, expected.1, &expected.2)
+        );
+        let scale = expected.3.iter().fold(1e-12f32, |max, x| max.max(x.abs()));
+        let errors = found.3.iter().zip(&expected.3).map(|(a, b)| (a - b).abs());
+        errors.fold(0f32, f32::max) / scale
+    });
+    assert_eq!(found.len(), expected.len());
+    pairs.fold(0f32, f32::max)
+}
+
+/// In high precision the ranks of a tensor group compute what one rank does, to the order of sums,
+/// with data parallelism too.
+#[test]
+fn tensor_parallel_ranks_train_as_one() {
+    let corpus = corpus();
+    let expected = losses(&config(20), &corpus, &Folder::new(), 1);
+    assert!(expected[19] < 0.7 * expected[0], "{expected:?}");
+    for (tp, ranks) in [(2, 2), (4, 4), (2, 4)] {
+        let found = losses(&tensor_parallel(20, tp), &corpus, &Folder::new(), ranks);
+        let error = largest_difference(&found, &expected);
+        eprintln!("{ranks} ranks, tp {tp}: {error:e}");
+        assert!(error < 1e-6, "{ranks} ranks, tp {tp}: {error:e}");
+    }
+}
+
+/// Each rank of a tensor group gives the logits of all tokens and bytes.
+#[test]
+fn logits_are_those_of_one_rank() {
+    let config = tensor_parallel(1, 2);
+    let device = Device::flex();
+    let build = || Transformer::build(&config, &config.recipe, &device).unwrap();
+    let batch = || {
+        Batch::random(3, 0, 4, config.model.context)
+            .tensors(&device)
+            .0
+    };
+    let expected = build().forward(batch()).into_data();
+    thread::scope(|scope| {
+        for world in ProcessGroup::loopback(2, Duration::from_secs(120)) {
+            let (config, expected) = (&config, &expected);
+            scope.spawn(move || {
+                let groups = ParallelGroups::new(&world, config).unwrap();
+                let model = ParallelTransformer::part_of(build(), config, &groups).unwrap();
+                let found = model.forward(batch()).into_data();
+                found.assert_approx_eq::<f32>(expected, Tolerance::absolute(1e-5));
+            });
+        }
+    });
+}
+
+/// The moments are those of the mean gradient, scaled down to a norm that counts each parameter
+/// once: after one step they and the weights are those of one rank. In NVFP4, too, where ranks draw
+/// the random bits of one rank: those of a tensor group, where a sum in another order takes a few
+/// elements to another code, and those with other experts in these.
+#[test]
+fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
+    let corpus = corpus();
+    let clipped = |config: RunConfig| RunConfig {
+        grad_clip: 0.01,
+        ..config
+    };
+    // Only experts are quantized.
+    let quantized_experts = |ep: usize| RunConfig {
+        high_precision: vec!["attention".into()],
+        ..nvfp4(experts(1, ep))
+    };
+    type Layouts = [(RunConfig, usize); 3];
+    let tensor = || tensor_parallel(1, 2);
+    let cases: [(Layouts, f32); 4] = [
+        ([(config(1), 1), (tensor(), 2), (tensor(), 4)], 5e-6),
+        (
+            [(experts(1, 1), 1), (experts(1, 2), 2), (experts(1, 2), 4)],
+            5e-6,
+        ),
+        (
+            [
+                (nvfp4(config(1)), 1),
+                (nvfp4(tensor()), 2),
+                (nvfp4(tensor_parallel(1, 4)), 4),
+            ],
+            1e-2,
+        ),
+        (
+            [
+                (quantized_experts(1), 1),
+                (quantized_experts(2), 2),
+                (quantized_experts(4), 4),
+            ],
+            5e-6,
+        ),
+    ];
+    for (layouts, bound) in cases {
+        let checkpoints = layouts.map(|(config, ranks)| {
+            let folder = Folder::new();
+            losses(&clipped(config), &corpus, &folder, ranks);
+            folder.checkpoint()
+        });
+        let [one, others @ ..] = &checkpoints;
+        for other in others {
+            let found = distance(&other.optimizer, &one.optimizer);
+            assert!(found < bound, "moments differ by {found:e}");
+        }
+    }
+}
+
+/// What one rank has written, other layouts read, and write again as it was.
+#[test]
+fn checkpoints_are_those_of_one_rank() {
+    let corpus = corpus();
+    let mixture = [(experts(2, 2), 2), (experts(2, 4), 4), (experts(2, 2), 4)];
+    let dense = [
+        (tensor_parallel(2, 2), 2),
+        (tensor_parallel(2, 4), 4),
+        (tensor_parallel(2, 2), 4),
+    ];
+    for (one, layouts) in [(config(2), dense), (experts(2, 1), mixture)] {
+        let folder = Folder::new();
+        losses(&nvfp4(one.clone()), &corpus, &folder, 1);
+        let expected = folder.checkpoint();
+        for (layout, ranks) in layouts {
+            let copy = folder.copy();
+            let save = |run: &mut dyn OnRank| run.save_again();
+            on_ranks(&nvfp4(layout), &corpus, &copy, ranks, save);
+            let latest = checkpoint::latest(&copy.0).unwrap().unwrap();
+            assert!(latest.join("model-1.bpk").exists());
+            assert_same(&copy.checkpoint(), &expected);
+            on_ranks(&nvfp4(one.clone()), &corpus, &copy, 1, save);
+            assert!(!latest.join("model-1.bpk").exists());
+            assert_same(&copy.checkpoint(), &expected);
+        }
+    }
+}
+
+/// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
+#[test]
+fn a_stopped_run_reaches_the_same_bytes() {
+    let corpus = corpus();
+    for (config, ranks) in [
+        (tensor_parallel(6, 2), 2),
+        (experts(6, 2), 2),
+        (tensor_parallel(6, 2), 4),
+    ] {
+        let config = nvfp4(config);
+        let [whole, stopped] = [Folder::new(), Folder::new()];
+        losses(&config, &corpus, &whole, ranks);
+        on_ranks(&config, &corpus, &stopped, ranks, |run| {
+            run.train_to(Some(3))
+        });
+        losses(&config, &corpus, &stopped, ranks);
+        assert_same(&stopped.checkpoint(), &whole.checkpoint());
+    }
+}
+
+/// In high precision ranks with other experts train as one rank with the whole batch.
+#[test]
+fn expert_parallel_ranks_train_as_one() {
+    let corpus = corpus();
+    let steps = 50;
+    let expected = losses(&experts(steps, 1), &corpus, &Folder::new(), 1);
+    for (ep, ranks) in [(2, 2), (4, 4), (2, 4)] {
+        let found = losses(&experts(steps, ep), &corpus, &Folder::new(), ranks);
+        let error = largest_difference(&found, &expected);
+        eprintln!("{ranks} ranks, ep {ep}: {error:e}");
+        assert!(error < 1e-6, "{ranks} ranks, ep {ep}: {error:e}");
+    }
+}
+
+/// In NVFP4 rounding to 4 bits takes a difference in the last bit of an activation to another code
+/// now and then: ranks differ from one as two runs of one rank do whose learning rates differ in
+/// their last bits. The loss of the first step is that of one rank.
+#[test]
+fn in_nvfp4_tensor_parallel_ranks_train_as_one_to_rounding() {
+    let corpus = corpus();
+    let one = nvfp4(config(20));
+    let nudged = RunConfig {
+        lr: one.lr * (1.0 + 2f64.powi(-20)),
+        ..one.clone()
+    };
+    let expected = losses(&one, &corpus, &Folder::new(), 1);
+    let usual = largest_difference(&losses(&nudged, &corpus, &Folder::new(), 1), &expected);
+    let config = nvfp4(tensor_parallel(20, 2));
+    let found = losses(&config, &corpus, &Folder::new(), 2);
+    let first = largest_difference(&found[..1], &expected[..1]);
+    let error = largest_difference(&found, &expected);
+    eprintln!("first step {first:e}, all {error:e}, of two runs of one rank {usual:e}");
+    assert!(first < 1e-5, "{first:e}");
+    assert!(error < 4.0 * usual, "{error:e} of {usual:e}");
+}
