@@ -107,12 +107,15 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ..PLAIN
             };
             // As a plane loads columns.
-            let words = across && dtype.size() == 2;
-            let (width, elem) = match (across, words) {
+            let load = |words: bool| match (across, words) {
                 (true, true) => (1, u32::elem_type_native()),
                 (true, false) => (2, dtype.storage_type()),
-                (false, _) => (16 / dtype.size(), dtype.storage_type()),
+                (false, true) => (4, u32::elem_type_native()),
+                (false, false) => (16 / dtype.size(), dtype.storage_type()),
             };
+            let words = dtype.size() == 2 && across;
+            let of_amax = words || dtype.size() == 2 && source.grouping == Grouping::One;
+            let (width, elem) = load(of_amax);
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
@@ -125,10 +128,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 tiles(),
                 b(8),
                 signs(),
-                policy(across, false, words, source, form),
+                policy(across, false, of_amax, source, form),
                 dtype,
                 elem
             ));
+            let (width, elem) = load(words);
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,

@@ -546,9 +546,10 @@ impl<'a> Geometry<'a> {
             _ => tile_rows * tile_cols,
         };
         let conversion = Capabilities::of(client).conversion;
-        // Planes alone know words; along the rows an item is four of them, and elements are as good.
+        // Planes alone know words.
+        let finds_amax = quantize.is_none();
         let words = conversion.has_ptx()
-            && across
+            && (across || finds_amax && plan.grouping == Grouping::One)
             && match &source {
                 Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
                 Stored::Packed(_) => false,

@@ -7,10 +7,13 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::packed_source::{PackedRows, SourcePlan},
+    super::{
+        packed_source::{PackedRows, SourcePlan},
+        tile::Grouping,
+    },
     arguments::{EdenOut, EdenStored, EdenStoredExpand},
     packed::{decode_block, mask_block},
-    position::{EdenPolicy, Position},
+    position::{EdenPolicy, Position, TURNS},
     result::{BlockPlace, Blocks},
 };
 use crate::{
@@ -30,8 +33,6 @@ use crate::{
 pub(super) const OWN: usize = 2;
 /// Lines that a plane has at a time.
 const LINES_AT_A_TIME: usize = 8;
-/// How often it takes lines of a tile.
-pub(super) const TURNS: usize = 4;
 
 /// What a plane reads all its tiles with.
 #[derive(CubeType, Clone, Copy)]
@@ -106,21 +107,46 @@ impl Held {
 
     /// The rows of this unit in a tile of `source`, whose factor is `own`.
     fn load(&mut self, source: &PackedRows, at: &Position, own: f32, #[comptime] plan: SourcePlan) {
+        if comptime!(plan.grouping == Grouping::One) {
+            if is_whole(at) {
+                self.load_rows(source, at, own, plan, false);
+            } else {
+                self.load_rows(source, at, own, plan, true);
+            }
+        } else {
+            self.load_rows(source, at, own, plan, true);
+        }
+    }
+
+    /// The same; what is not in the source is zero, if that is `checked`.
+    fn load_rows(
+        &mut self,
+        source: &PackedRows,
+        at: &Position,
+        own: f32,
+        #[comptime] plan: SourcePlan,
+        #[comptime] checked: bool,
+    ) {
         let unit = UNIT_POS_PLANE as usize;
         let eight = unit / 8usize;
         let column = at.line0 + eight * 8usize;
         let first = at.start + unit % 8usize * 16usize;
-        // What pads the last block is no part of the matrix, and not zero where that copy was
-        // transformed.
-        let lines = min(at.lines - min(column, at.lines), 8usize);
         let mut mask = 0xFFFF_FFFFu32.runtime();
-        if lines < 8usize {
-            mask = (1u32 << (u32::cast_from(lines) * 4u32)) - 1u32;
+        if comptime!(checked) {
+            // What pads the last block is no part of the matrix, and not zero where that copy was
+            // transformed.
+            let lines = min(at.lines - min(column, at.lines), 8usize);
+            if lines < 8usize {
+                mask = (1u32 << (u32::cast_from(lines) * 4u32)) - 1u32;
+            }
         }
         #[unroll]
         for k in 0..16usize {
             let row = first + k;
-            let inside = row < at.end && column < at.lines;
+            let mut inside = true.runtime();
+            if comptime!(checked) {
+                inside = row < at.end && column < at.lines;
+            }
             let block = source.load(row, row + at.padding, column / 16usize, own, inside, plan);
             let low = block.words.extract(0usize);
             let high = block.words.extract(1usize);
@@ -247,8 +273,14 @@ fn element<F: Numeric, N: Size>(
     }
 }
 
-/// The 32 values of a part of a matrix. Across its rows, where all of the tile is in the matrix, one
-/// test serves all loads: each of its own costs more than a load of two elements.
+/// Whether all of a tile is in the source.
+#[cube]
+fn is_whole(at: &Position) -> bool {
+    at.start + 128usize <= at.end && at.line0 + LINES <= at.lines
+}
+
+/// The 32 values of a part of a matrix. Where all of the tile is in the matrix, one test serves all
+/// loads: each of its own costs more than a load of two elements.
 #[cube]
 fn matrix_part<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -258,8 +290,8 @@ fn matrix_part<F: Numeric, N: Size>(
     #[comptime] load: MatrixLoad,
 ) -> Array<f32> {
     let mut values = Array::<f32>::new(32usize);
-    if comptime!(load.across) {
-        if at.start + 128usize <= at.end && at.line0 + LINES <= at.lines {
+    if comptime!(load.across || load.words) {
+        if is_whole(at) {
             fill::<F, N>(&mut values, x, part, at, cols, load, false);
         } else {
             fill::<F, N>(&mut values, x, part, at, cols, load, true);

@@ -6,7 +6,6 @@ use super::super::{
     packed_source::SourcePlan,
     tile::{Grouping, ROWS, Shape, group_place, tile_from},
 };
-use super::plane_tile::TURNS;
 use crate::cube::{codec::Conversion, eden::LINES, philox::Numbering, scale::swizzled_at};
 
 /// The comptime choices of MS-EDEN.
@@ -16,7 +15,8 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The source is an NVFP4 tensor.
     pub packed: bool,
-    /// Elements of 16 bits of a matrix are loaded in words of two, across its rows.
+    /// Elements of 16 bits of a matrix are loaded in words of two. Along rows they are not where ptxas
+    /// would spill registers for it: in groups, and where they are quantized.
     pub words: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
@@ -56,6 +56,9 @@ impl EdenPolicy {
         if self.planes() { MOST_PLANES } else { 1 }
     }
 }
+
+/// How often a plane takes lines of a tile.
+pub(super) const TURNS: usize = 4;
 
 /// Planes of a cube at most.
 const MOST_PLANES: usize = 8;
