@@ -51,6 +51,15 @@ impl SortPlan {
     }
 }
 
+/// How one pass places tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlacePlan {
+    /// How it sorts.
+    pub sort: SortPlan,
+    /// Whether it is the first: tokens are in the order of their numbers.
+    pub first: bool,
+}
+
 /// Tokens in the order of their ids.
 pub(crate) struct Sorted {
     /// Their ids; those that are no row are `vocab`.
@@ -109,8 +118,10 @@ pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -
                 tokens,
                 vocab as u32,
                 shift,
-                pass == 0,
-                plan,
+                PlacePlan {
+                    sort: plan,
+                    first: pass == 0,
+                },
             );
         }
         if pass == 0 {
@@ -221,9 +232,9 @@ pub fn place_kernel(
     tokens: usize,
     vocab: u32,
     shift: u32,
-    #[comptime] first: bool,
-    #[comptime] plan: SortPlan,
+    #[comptime] plan: PlacePlan,
 ) {
+    let (first, plan) = comptime!((plan.first, plan.sort));
     let mut shared: Shared<[u32]> = Shared::new_slice(comptime!(plan.tile));
     let len = load_tile(&from.keys, tokens, vocab, &mut shared, plan.tile);
     let start = CUBE_POS * comptime!(plan.tile);

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    LookUpLaunch, SortPlan, SortedTokensLaunch, TokensLaunch, count_digits_kernel,
+    LookUpLaunch, PlacePlan, SortPlan, SortedTokensLaunch, TokensLaunch, count_digits_kernel,
     embedding_kernel, join_runs_kernel, place_kernel, scan_kernel, sum_runs_kernel,
 };
 use crate::{
@@ -81,8 +81,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             TOKENS,
             256,
             8,
-            first,
-            SORT
+            PlacePlan { sort: SORT, first }
         ));
     }
     for width in [1, 4] {

@@ -33,7 +33,9 @@ pub mod kernels {
     pub use super::kernel::{
         LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
     };
-    pub use crate::sort::{SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel};
+    pub use crate::sort::{
+        PlacePlan, SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel,
+    };
 }
 
 /// Row `ids[i]` (`u32`) of `table` (`[vocab, cols]`) for each of `tokens` `i`, rounded to `dtype`:
