@@ -468,8 +468,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         } = self.config;
         let model = self.rank.model().valid();
         let device = self.rank.device.clone().without_autodiff();
-        // The ranks of the batch take turns. All have as many forwards, which sharded models need; the last ones
-        // are not counted where there are fewer batches.
+        // The ranks of the batch take turns. All have as many forwards, which sharded models need;
+        // the last ones are not counted where there are fewer batches.
         let group = self.groups.batch();
         let (rank, size) = (group.rank(), group.size());
         let losses = (0..eval_batches.div_ceil(size))

@@ -361,32 +361,27 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             QuantSource::Matrix(self.w.clone()),
             self.groups.of_weights(),
         );
-        if let Some(sharding) = &self.context.sharding {
-            let row = (self.requires_grad.x && is_pair).then_some(dgrad_w);
-            let (row, col) = sharding.quantize(w, Role::Weight, row, Some(fprop_w), dtype);
-            let forward = col.expect("asked for");
-            let derived = || self.dgrad_weight(&forward, dtype);
-            let backward = row.or_else(|| self.requires_grad.x.then(derived));
-            return (forward, backward);
-        }
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
-        if let Some((forward, backward)) = self.quantize_known_weight(fprop_w, pair) {
-            let derived = || self.dgrad_weight(&forward, dtype);
-            let backward = backward.or_else(|| self.requires_grad.x.then(derived));
-            return (forward, backward);
-        }
-        if self.requires_grad.x && is_pair {
+        let (forward, backward) = if let Some(sharding) = &self.context.sharding {
+            let (row, col) = sharding.quantize(w, Role::Weight, pair, Some(fprop_w), dtype);
+            (col.expect("asked for"), row)
+        } else if let Some(known) = self.quantize_known_weight(fprop_w, pair) {
+            known
+        } else if let Some(rowwise) = pair {
             let pair = PairSpec {
-                rowwise: dgrad_w,
+                rowwise,
                 columnwise: fprop_w,
                 storages: [Storage::Packed; 2],
             };
             let (row, col) = quantize_pair::<B>(w, &groups, &pair, dtype);
-            return (col, Some(row));
-        }
-        let (usage, storage) = (Usage::Columnwise, Storage::Packed);
-        let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, storage);
-        let backward = (self.requires_grad.x).then(|| self.dgrad_weight(&forward, dtype));
+            (col, Some(row))
+        } else {
+            let (usage, storage) = (Usage::Columnwise, Storage::Packed);
+            let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, storage);
+            (forward, None)
+        };
+        let derived = || self.dgrad_weight(&forward, dtype);
+        let backward = backward.or_else(|| self.requires_grad.x.then(derived));
         (forward, backward)
     }
 

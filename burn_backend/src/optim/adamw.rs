@@ -144,22 +144,12 @@ impl Maxima {
         (own == ids).then_some(maxima)
     }
 
-    /// The entry of the parameter `id`.
-    fn entry(&self, id: u64) -> Option<(&Tensor<1>, usize)> {
-        self.batches.iter().find_map(|(ids, maxima)| {
-            let entry = ids.iter().position(|own| *own == id)?;
-            Some((maxima, entry))
-        })
-    }
-
-    /// Has layers with `weight`, the new parameter `id`, quantize it from its entry.
-    fn tell<const D: usize>(&mut self, id: u64, weight: &Tensor<D>) {
-        let node = WeightIdentity::of([weight]).and_then(|weight| weight.node());
-        let (Some(node), Some((maxima, entry))) = (node, self.entry(id)) else {
-            return;
-        };
-        Dispatch::nvfp4_remember_amax(maxima.clone().into_dispatch(), entry, node);
-        self.known.push(node);
+    /// Has layers with `weight`, a new parameter, quantize it from entry `entry` of `maxima`.
+    fn tell<const D: usize>(&mut self, (maxima, entry): (Tensor<1>, usize), weight: &Tensor<D>) {
+        if let Some(node) = WeightIdentity::of([weight]).and_then(|weight| weight.node()) {
+            Dispatch::nvfp4_remember_amax(maxima.into_dispatch(), entry, node);
+            self.known.push(node);
+        }
     }
 }
 
@@ -383,12 +373,12 @@ impl AdamW {
                 options,
             )
             .into_parts();
-            if let Some(maxima) = amax {
-                batches.push((ids, Tensor::from_dispatch(maxima)));
-            }
-            for (taken, state) in batch.iter_mut().zip(states) {
+            let maxima = amax.map(Tensor::<1>::from_dispatch);
+            for (entry, (taken, state)) in batch.iter_mut().zip(states).enumerate() {
                 taken.state = Some(state);
+                taken.amax = maxima.clone().map(|maxima| (maxima, entry));
             }
+            batches.extend(maxima.map(|maxima| (ids, maxima)));
         }
         self.maxima.batches = batches;
     }
@@ -407,6 +397,8 @@ struct Taken {
     id: ParamId,
     gradient: Option<FloatTensor<Dispatch>>,
     state: Option<ParameterState<Dispatch>>,
+    /// Where the amax of the new parameter is, once it was found.
+    amax: Option<(Tensor<1>, usize)>,
     /// What the parameter is for autodiff.
     tracked: Tracking,
     /// A `ParamMapper<Tensor<D>>`.
@@ -556,6 +548,7 @@ impl ModuleMapper for Take<'_> {
             id,
             gradient: Some(gradient.into_dispatch()),
             state: Some(state),
+            amax: None,
             tracked,
             mapper: Box::new(mapper),
         }));
@@ -576,6 +569,7 @@ impl ModuleMapper for Give<'_> {
         let Some(Taken {
             id,
             state: Some(state),
+            amax,
             tracked,
             mapper,
             ..
@@ -586,7 +580,9 @@ impl ModuleMapper for Give<'_> {
         let (weight, moments) = ParameterMoments::from_state::<D>(state);
         self.optimizer.moments.insert(id.val(), moments);
         let weight = tracked.restore(weight, id);
-        self.optimizer.maxima.tell(id.val(), &weight);
+        if let Some(amax) = amax {
+            self.optimizer.maxima.tell(amax, &weight);
+        }
         let mapper = mapper.downcast::<ParamMapper<Tensor<D>>>();
         let mapper = mapper.expect("modules are traversed in the same order");
         Param::from_mapped_value(id, weight, *mapper)
