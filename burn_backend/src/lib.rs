@@ -96,7 +96,9 @@ pub use nn::{
     Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
-pub use nvfp4_kernels::{BlockPosition, Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
+pub use nvfp4_kernels::{
+    BlockPosition, Gap, Gaps, Hadamard, Nvfp4Error, RandomStream, Rounding, Usage,
+};
 pub use parallel::DataParallel;
 pub use recipe::{LayerMode, Nvfp4Recipe};
 pub use state::{Nvfp4State, RngState, set_mode};

@@ -9,7 +9,7 @@ use nvfp4_kernels::Nvfp4Error;
 pub use nvfp4_kernels::{CrossEntropy, Reduction};
 
 use crate::functions::or_panic;
-use crate::ops::loss::LossOps;
+use crate::ops::loss::{LossOps, TablePart};
 use crate::validate;
 
 /// Bytes for the logits of a chunk of tokens, by default: at a vocabulary of 131072 in bf16 2048
@@ -116,6 +116,18 @@ pub fn try_embedding(
     ids: Tensor<1, Int>,
     dtype: FloatDType,
 ) -> Result<Tensor<2>, Nvfp4Error> {
+    let whole = TablePart::whole(table.dims()[0]);
+    try_embedding_part(table, whole, ids, dtype)
+}
+
+/// [`try_embedding`] with a `table` that is this `part` of a larger one: rows that are not in it are
+/// zeros.
+pub(crate) fn try_embedding_part(
+    table: Tensor<2>,
+    part: TablePart,
+    ids: Tensor<1, Int>,
+    dtype: FloatDType,
+) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("table", &table)?;
     validate::float("dtype", dtype.into())?;
     validate::same_device(("table", &table.device()), ("ids", &ids.device()))?;
@@ -128,7 +140,7 @@ pub fn try_embedding(
             "at least one row",
         ));
     }
-    let rows = Dispatch::embedding_rows(table.into_dispatch(), ids.into_dispatch(), dtype);
+    let rows = Dispatch::embedding_rows(table.into_dispatch(), part, ids.into_dispatch(), dtype);
     Ok(Tensor::from_dispatch(rows))
 }
 

@@ -74,7 +74,7 @@ pub use format::{
     tensor::{Amax, Origin, QuantizedTensor},
 };
 pub use policy::{
-    AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Hadamard,
-    HadamardSize, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
+    AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Gap,
+    Gaps, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
 };
 pub use reference::{CrossEntropy, Reduction};

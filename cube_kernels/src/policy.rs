@@ -87,7 +87,8 @@ pub struct RandomStream {
 ///
 /// Block `b` of stored row `r` has the index `first + r · row_blocks + b`. The default is a tensor
 /// of its own. Tensors in groups have no `row_blocks`: `first` is added to the indices that they
-/// have by themselves, where one group follows the other.
+/// have by themselves, where one group follows the other. With [`gaps`](Self::gaps) `r` or `b` is
+/// what it is with these.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BlockPosition {
     /// The index of the first block. MS-EDEN, which draws for eight blocks at once, needs a
@@ -96,9 +97,65 @@ pub struct BlockPosition {
     /// The blocks of a stored row of the logical output; `None` for as many as the tensor has. For
     /// MS-EDEN a multiple of 8.
     pub row_blocks: Option<u32>,
+    /// What lies between parts of the tensor, which needs `row_blocks`.
+    #[serde(default)]
+    pub gaps: Gaps,
+}
+
+/// What of the logical output lies between parts of a tensor that are neighbours in it: a rank's
+/// parts of queries, keys and values are neighbours, and parts of other ranks lie between them in
+/// the layer of one device. At most three parts, in ascending order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum Gaps {
+    /// Nothing.
+    #[default]
+    None,
+    /// Stored rows.
+    Rows([Gap; 2]),
+    /// Blocks of each stored row. For MS-EDEN multiples of 8.
+    Blocks([Gap; 2]),
+}
+
+/// A gap; the default is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gap {
+    /// The first stored row, or block of a row, of the tensor that is behind it.
+    pub at: u32,
+    /// How many lie in it.
+    pub len: u32,
+}
+
+impl Default for Gap {
+    fn default() -> Self {
+        Self {
+            at: u32::MAX,
+            len: 0,
+        }
+    }
+}
+
+impl Gap {
+    /// Number `index` of the tensor, in the logical output.
+    fn shifted(gaps: &[Self; 2], index: u64) -> u64 {
+        let before = gaps.iter().filter(|gap| u64::from(gap.at) <= index);
+        index + before.map(|gap| u64::from(gap.len)).sum::<u64>()
+    }
 }
 
 impl BlockPosition {
+    /// The index of block `block` of stored row `row`, of which the tensor has `blocks`.
+    #[inline(always)]
+    pub(crate) fn index(&self, row: u64, block: u64, blocks: u64) -> u64 {
+        let (row, block) = match &self.gaps {
+            Gaps::None => (row, block),
+            Gaps::Rows(gaps) => (Gap::shifted(gaps, row), block),
+            Gaps::Blocks(gaps) => (row, Gap::shifted(gaps, block)),
+        };
+        let row_blocks = self.row_blocks.map_or(blocks, u64::from);
+        let first = self.first.wrapping_add(row.wrapping_mul(row_blocks));
+        first.wrapping_add(block)
+    }
+
     /// Whether it is that of a tensor of its own.
     pub fn is_own(&self) -> bool {
         *self == Self::default()
@@ -115,6 +172,7 @@ impl RandomStream {
             position: BlockPosition {
                 first: 0,
                 row_blocks: None,
+                gaps: Gaps::None,
             },
         }
     }

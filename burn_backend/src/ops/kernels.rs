@@ -18,8 +18,8 @@ use super::meta;
 use super::rows;
 use super::spec::QuantParams;
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
-    RowGroups, UnpermuteGradients,
+    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData,
+    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
 /// NVFP4 operations on the primitives of a backend, each of which backends compute by kernels of
@@ -53,6 +53,40 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     /// `params` are of a format with a global scale.
     #[fusion(meta = meta::amax)]
     fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self>;
+
+    /// [`nvfp4_amax`](Self::nvfp4_amax) of both usages, each of which has one of the whole matrix
+    /// and none of which is made by MS-EDEN: in one read.
+    #[fusion(meta = meta::amax_pair)]
+    fn nvfp4_amax_pair(
+        x: FloatTensor<Self>,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> AmaxPair<Self> {
+        AmaxPair {
+            rowwise: Self::nvfp4_amax(x.clone(), rowwise, Usage::Rowwise),
+            columnwise: Self::nvfp4_amax(x, columnwise, Usage::Columnwise),
+        }
+    }
+
+    /// The values that [`nvfp4_quantize_activation`](Self::nvfp4_quantize_activation) quantizes of
+    /// one matrix, and their [amax values](Self::nvfp4_amax_pair), in the pass that computes them.
+    #[fusion(meta = meta::activation_amaxes)]
+    fn nvfp4_activation_amaxes(
+        x: FloatTensor<Self>,
+        #[extension_type] grad: MaybeTensor<Self>,
+        activation: Activation,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> ActivationAmaxes<Self> {
+        let values = match grad.into_option() {
+            None => Self::nvfp4_activation(x, activation),
+            Some(grad) => Self::nvfp4_activation_backward(grad, x, activation),
+        };
+        ActivationAmaxes {
+            amax: Self::nvfp4_amax_pair(values.clone(), rowwise, columnwise),
+            values,
+        }
+    }
 
     /// [`nvfp4_quantize`](Self::nvfp4_quantize) of one matrix, packed, from amax values that
     /// [`nvfp4_amax`](Self::nvfp4_amax) found of it, or of a larger one of which it is a part:
@@ -184,6 +218,29 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         Self::from_inner(B::nvfp4_amax(x.into_primitive(), params, usage))
     }
 
+    fn nvfp4_amax_pair(
+        x: FloatTensor<Self>,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> AmaxPair<Self> {
+        constant_pair(B::nvfp4_amax_pair(x.into_primitive(), rowwise, columnwise))
+    }
+
+    fn nvfp4_activation_amaxes(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        activation: Activation,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> ActivationAmaxes<Self> {
+        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
+        let made = B::nvfp4_activation_amaxes(x, grad, activation, rowwise, columnwise);
+        ActivationAmaxes {
+            values: Self::from_inner(made.values),
+            amax: constant_pair(made.amax),
+        }
+    }
+
     fn nvfp4_quantize_with_amax(
         x: FloatTensor<Self>,
         rowwise_amax: MaybeTensor<Self>,
@@ -290,6 +347,15 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let weights = weights.map(|weights| weights.into_primitive());
         Self::from_inner(B::nvfp4_sum_rows(x.into_primitive(), weights, places))
+    }
+}
+
+/// Amax values as constants of the autodiff backend.
+fn constant_pair<B: Backend, C: CheckpointStrategy>(amax: AmaxPair<B>) -> AmaxPair<Autodiff<B, C>> {
+    let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
+    AmaxPair {
+        rowwise: outer(amax.rowwise),
+        columnwise: outer(amax.columnwise),
     }
 }
 

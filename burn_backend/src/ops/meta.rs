@@ -8,8 +8,9 @@ use nvfp4_kernels::{Layout, Storage, Usage};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
-    GemmGroupsMetadata, MaybeTensorMetadata, OperandMetadata, QuantUsages, QuantizedDataMetadata,
-    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+    ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata,
+    OperandMetadata, QuantUsages, QuantizedDataMetadata, QuantizedMatrixMetadata,
+    QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
 pub(super) fn quantize(
@@ -38,6 +39,31 @@ pub(super) fn amax(x: &TensorSpec, params: &QuantParams, usage: &Usage) -> Tenso
     TensorSpec::new(Shape::new([groups.amax_len(&layout)]), DType::F32)
 }
 
+pub(super) fn amax_pair(
+    _x: &TensorSpec,
+    _rowwise: &QuantParams,
+    _columnwise: &QuantParams,
+) -> AmaxPairMetadata {
+    let one = || TensorSpec::new(Shape::new([1]), DType::F32);
+    AmaxPairMetadata {
+        rowwise: one(),
+        columnwise: one(),
+    }
+}
+
+pub(super) fn activation_amaxes(
+    x: &TensorSpec,
+    grad: &MaybeTensorMetadata,
+    activation: &Activation,
+    rowwise: &QuantParams,
+    columnwise: &QuantParams,
+) -> ActivationAmaxesMetadata {
+    ActivationAmaxesMetadata {
+        values: activated(x, grad, activation),
+        amax: amax_pair(x, rowwise, columnwise),
+    }
+}
+
 pub(super) fn quantize_with_amax(
     x: &TensorSpec,
     _rowwise_amax: &MaybeTensorMetadata,
@@ -63,12 +89,16 @@ pub(super) fn quantize_activation(
     activation: &Activation,
     usages: &QuantUsages,
 ) -> QuantizedPairMetadata {
+    quantize(&activated(x, grad, activation), groups, usages)
+}
+
+/// The values of an activation, or of its gradient.
+fn activated(x: &TensorSpec, grad: &MaybeTensorMetadata, activation: &Activation) -> TensorSpec {
     let cols = match grad {
         MaybeTensorMetadata::Absent => x.shape[1] / activation.inputs(),
         MaybeTensorMetadata::Present(_) => x.shape[1],
     };
-    let values = TensorSpec::new(Shape::new([x.shape[0], cols]), x.dtype);
-    quantize(&values, groups, usages)
+    TensorSpec::new(Shape::new([x.shape[0], cols]), x.dtype)
 }
 
 pub(super) fn requantize(

@@ -12,7 +12,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{AmaxGranularity, BlockPosition, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockPosition, Gap, Gaps, Storage, Usage};
 use nvfp4_parallel::Reduction;
 
 use super::Nvfp4KernelOps;
@@ -22,8 +22,8 @@ use super::operands::{QuantSource, is_one_kernel};
 use super::segments::{narrow, offsets, slices};
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
-    RowGroups,
+    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
+    QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 
@@ -122,9 +122,22 @@ impl LinearSharding {
         col: Option<&OperandSpec>,
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let x = x.into_values();
-        let part = self.part(role, x.shape()[0]);
-        self.quantize_part(x, &part, row, col, dtype)
+        let part = self.part(role, x.shape().0);
+        let (x, found) = match (x, [row, col].map(shared_params)) {
+            (
+                QuantSource::Activation {
+                    activation,
+                    x,
+                    grad,
+                },
+                [Some(row), Some(col)],
+            ) => {
+                let made = B::nvfp4_activation_amaxes(x, grad.into(), activation, row, col);
+                (made.values, Some(made.amax))
+            }
+            (x, _) => (x.into_values(), None),
+        };
+        self.quantize_part(x, found, &part, (row, col), dtype)
     }
 
     /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
@@ -175,21 +188,22 @@ impl LinearSharding {
             Usage::Rowwise => (Some(spec), None),
             Usage::Columnwise => (None, Some(spec)),
         };
-        let (row, col) = self.quantize_part(values, &part, row, col, dtype);
+        let (row, col) = self.quantize_part(values, None, &part, (row, col), dtype);
         row.or(col).expect("one usage was asked for")
     }
 
+    /// The operands of `x`, whose amax values were `found` where it was computed, if that is so.
     fn quantize_part<B: Nvfp4KernelOps>(
         &self,
         x: FloatTensor<B>,
+        found: Option<AmaxPair<B>>,
         part: &Part,
-        row: Option<&OperandSpec>,
-        col: Option<&OperandSpec>,
+        (row, col): (Option<&OperandSpec>, Option<&OperandSpec>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let params = |spec: Option<&OperandSpec>| spec.and_then(|spec| spec.params().copied());
         let [row_params, col_params] = [params(row), params(col)];
-        let [row_amax, col_amax] = self.amaxes::<B>(&x, part, [row_params, col_params]);
+        let [row_amax, col_amax] = self.amaxes::<B>(&x, found, part, [row_params, col_params]);
         let (row_made, col_made) = match (row_params, col_params) {
             (Some(row), Some(col)) if is_one_kernel(&RowGroups::<B>::Whole, &row, &col) => {
                 let usages = QuantUsages::both(row, col);
@@ -242,14 +256,38 @@ impl LinearSharding {
     fn amaxes<B: Nvfp4KernelOps>(
         &self,
         x: &FloatTensor<B>,
+        found: Option<AmaxPair<B>>,
         part: &Part,
         params: [Option<QuantParams>; 2],
     ) -> [MaybeTensor<B>; 2] {
         let usages = [Usage::Rowwise, Usage::Columnwise];
+        let params = params.map(|params| params.filter(|params| params.format.has_global_scale()));
+        let found = match (found, params) {
+            (Some(found), _) => [Some(found.rowwise), Some(found.columnwise)],
+            (None, [Some(row), Some(col)])
+                if [row, col].map(|it| has_one_amax(&it)) == [true; 2] =>
+            {
+                let found = B::nvfp4_amax_pair(x.clone(), row, col);
+                [Some(found.rowwise), Some(found.columnwise)]
+            }
+            _ => [0, 1].map(|i| Some(B::nvfp4_amax(x.clone(), params[i]?, usages[i]))),
+        };
+        // Without transforms both are one.
+        if let ([Some(row), Some(col)], [Some(amax), _]) = (&params, &found)
+            && row.shares_amax()
+            && col.shares_amax()
+        {
+            let amax = match self.shares_amax(part, row, Usage::Rowwise) {
+                true => self.exchange::<B>(amax.clone(), Step::AllReduce(Reduction::Max)),
+                false => amax.clone(),
+            };
+            return [amax.clone(), amax].map(MaybeTensor::Present);
+        }
+        let mut found = found.into_iter();
         let found = [0, 1].map(|i| {
-            let params = params[i].filter(|params| params.format.has_global_scale())?;
-            let amax = B::nvfp4_amax(x.clone(), params, usages[i]);
-            Some((amax, self.shares_amax(part, &params, usages[i])))
+            let amax = found.next().expect("two")?;
+            let params = params[i].as_ref().expect("it was found by them");
+            Some((amax, self.shares_amax(part, params, usages[i])))
         });
         let shared: Vec<_> = found
             .iter()
@@ -310,9 +348,12 @@ impl LinearSharding {
         }
         let [rows, cols] = [x.shape()[0], x.shape()[1]];
         let whole = self.whole_shape((rows, cols), part);
-        let at = |start: (usize, usize)| {
+        let at = |start: (usize, usize), gaps: GapsBetween| {
             let placed = |made: Option<(QuantParams, Storage)>, usage| {
-                made.map(|(params, storage)| (positioned(params, usage, start, whole), storage))
+                made.map(|(params, storage)| {
+                    let params = positioned(params, usage, (start, whole), &gaps);
+                    (params, storage)
+                })
             };
             QuantUsages {
                 rowwise: placed(usages.rowwise, Usage::Rowwise),
@@ -329,8 +370,8 @@ impl LinearSharding {
             0 => (segment.whole, 0),
             _ => (0, segment.whole),
         };
-        if let [one] = &segments[..] {
-            return quantize(x.clone(), row_amax, col_amax, at(start(one)));
+        if let Some(gaps) = GapsBetween::of(dim, &segments) {
+            return quantize(x.clone(), row_amax, col_amax, at(start(&segments[0]), gaps));
         }
         let made = segments.iter().map(|segment| {
             // Of amax values for each row or column, those of the segment.
@@ -348,7 +389,7 @@ impl LinearSharding {
                 part,
                 amax(&row_amax, 0),
                 amax(&col_amax, 1),
-                at(start(segment)),
+                at(start(segment), GapsBetween::none(dim)),
             )
         });
         let made = made.collect::<Vec<_>>();
@@ -553,6 +594,13 @@ impl LinearSharding {
             0 => all,
             _ => B::float_swap_dims(all, 0, 1),
         };
+        if lens.len() == 1 {
+            let shape = match dim {
+                0 => Shape::new([size * rows, cols]),
+                _ => Shape::new([rows, size * cols]),
+            };
+            return B::float_reshape(all, shape);
+        }
         let parts = offsets(lens).into_iter().map(|(first, len)| {
             let slices = slices(&all.shape().to_vec(), dim + 1, first, len);
             let shape = match dim {
@@ -580,6 +628,9 @@ impl LinearSharding {
         }
         let all = B::int_reshape(all, Shape::new([size, outer, width]));
         let all = B::int_swap_dims(all, 0, 1);
+        if lens.len() == 1 {
+            return B::int_reshape(all, Shape::new([outer, size * width]));
+        }
         let lens: Vec<_> = lens.iter().map(|len| len * width / inner).collect();
         let parts = offsets(&lens).into_iter().map(|(first, len)| {
             let slices = slices(&[outer, size, width], 2, first, len);
@@ -619,12 +670,73 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
     }
 }
 
-/// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`.
+/// The parameters of a quantized operand that has one amax of the whole matrix.
+fn shared_params(spec: Option<&OperandSpec>) -> Option<QuantParams> {
+    spec?.params().copied().filter(has_one_amax)
+}
+
+/// Whether there is one amax of the whole matrix.
+fn has_one_amax(params: &QuantParams) -> bool {
+    params.format.has_global_scale()
+        && params.amax == AmaxGranularity::PerTensor
+        && !params.is_made_from_codes()
+}
+
+/// What of the whole lies between a rank's segments along one dimension.
+struct GapsBetween {
+    /// 0 for segments of rows, 1 for segments of columns.
+    dim: usize,
+    /// The first row or column behind each gap, and how many are in it.
+    gaps: [(usize, usize); 2],
+}
+
+impl GapsBetween {
+    fn none(dim: usize) -> Self {
+        Self {
+            dim,
+            gaps: [(0, 0); 2],
+        }
+    }
+
+    /// Those between `segments`, unless there are more than a kernel takes.
+    fn of(dim: usize, segments: &[Segment]) -> Option<Self> {
+        let mut between = Self::none(dim);
+        if segments.len() > 1 + between.gaps.len() {
+            return None;
+        }
+        for (gap, pair) in between.gaps.iter_mut().zip(segments.windows(2)) {
+            *gap = (pair[1].own, pair[1].whole - pair[0].whole - pair[0].len);
+        }
+        Some(between)
+    }
+
+    /// The same in stored rows, or in blocks of a stored row, of the tensor along `usage`.
+    fn stored(&self, usage: Usage, block: usize) -> Gaps {
+        let of_rows = (self.dim == 0) == (usage == Usage::Rowwise);
+        let unit = if of_rows { 1 } else { block };
+        let number = |len: usize| u32::try_from(len / unit).expect("fewer than 2^32 of a tensor");
+        let gaps = self.gaps.map(|(at, len)| match len {
+            0 => Gap::default(),
+            len => Gap {
+                at: number(at),
+                len: number(len),
+            },
+        });
+        match (gaps == [Gap::default(); 2], of_rows) {
+            (true, _) => Gaps::None,
+            (false, true) => Gaps::Rows(gaps),
+            (false, false) => Gaps::Blocks(gaps),
+        }
+    }
+}
+
+/// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`, with
+/// `gaps` between its parts.
 fn positioned(
     params: QuantParams,
     usage: Usage,
-    start: (usize, usize),
-    whole: (usize, usize),
+    (start, whole): ((usize, usize), (usize, usize)),
+    gaps: &GapsBetween,
 ) -> QuantParams {
     let block = params.format.block();
     let (row, element) = usage.stored_shape(start.0, start.1);
@@ -637,6 +749,7 @@ fn positioned(
                 .try_into()
                 .expect("a row of fewer than 2^36 elements"),
         ),
+        gaps: gaps.stored(usage, block),
     })
 }
 

@@ -382,7 +382,7 @@ impl LinearSpec {
                 let first = first(params.unit()) as u64;
                 params.rounding = params.rounding.at(BlockPosition {
                     first,
-                    row_blocks: None,
+                    ..BlockPosition::default()
                 });
             }
         }

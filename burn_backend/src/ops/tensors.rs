@@ -51,6 +51,27 @@ impl<B: Backend> MaybeTensor<B> {
     }
 }
 
+/// The amax values for a rowwise and a columnwise tensor, one each: `f32[1]`.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct AmaxPair<B: Backend> {
+    /// For the rowwise tensor.
+    pub rowwise: FloatTensor<B>,
+    /// For the columnwise tensor.
+    pub columnwise: FloatTensor<B>,
+}
+
+/// The values of an activation, or of its gradient, and their amax values.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct ActivationAmaxes<B: Backend> {
+    /// `[rows, cols]`.
+    pub values: FloatTensor<B>,
+    /// Theirs.
+    #[extension_type]
+    pub amax: AmaxPair<B>,
+}
+
 /// The elements of a quantized matrix, by [`Storage`].
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]

@@ -2,6 +2,7 @@
 
 use nvfp4_kernels::{
     CrossEntropy, embedding, loss,
+    reference::TablePart,
     tensor::{FloatKind, Matrix},
 };
 
@@ -56,7 +57,14 @@ pub fn embeddings(section: &mut Section<'_>, inputs: &Inputs, vocab: usize) {
     let table = Matrix::new(table, vocab, cols, FloatKind::F32).unwrap();
     section.time("embedding, f32 to bf16", 6.0 * inputs.elements(), |_| {
         let dtype = FloatKind::Bf16;
-        embedding::embedding(&client, &table, &ids, tokens, dtype).unwrap();
+        embedding::embedding(
+            &client,
+            (&table, TablePart::whole(vocab)),
+            &ids,
+            tokens,
+            dtype,
+        )
+        .unwrap();
     });
     let bytes = 2.0 * inputs.elements() + 4.0 * table.len() as f64;
     section.time("embedding gradient", bytes, |i| {

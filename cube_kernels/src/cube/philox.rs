@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-use crate::BlockPosition;
 use crate::reference::philox::{MULTIPLIERS, ROUNDS, WEYL};
+use crate::{BlockPosition, Gap, Gaps};
 
 /// Where a kernel takes its random bits from: the key of the stream, and the offset, which is added
 /// to the one in device memory where there is one.
@@ -28,6 +28,10 @@ pub enum Numbering {
     Shifted,
     /// As they lie in a larger tensor, with a row length of its own.
     Part,
+    /// The same, with rows of the larger tensor between rows.
+    RowGaps,
+    /// The same, with blocks of the larger tensor between blocks of a row.
+    BlockGaps,
 }
 
 impl Numbering {
@@ -35,8 +39,13 @@ impl Numbering {
         match position {
             BlockPosition {
                 row_blocks: Some(_),
+                gaps,
                 ..
-            } => Self::Part,
+            } => match gaps {
+                Gaps::None => Self::Part,
+                Gaps::Rows(_) => Self::RowGaps,
+                Gaps::Blocks(_) => Self::BlockGaps,
+            },
             BlockPosition { first: 0, .. } => Self::Own,
             BlockPosition { .. } => Self::Shifted,
         }
@@ -53,12 +62,36 @@ pub struct Position {
     pub first_high: u32,
     /// Blocks of a stored row of the larger tensor.
     pub row_blocks: u32,
+    /// Where the first gap is.
+    pub first_gap: u32,
+    /// What lies in it.
+    pub first_gap_len: u32,
+    /// Where the second gap is.
+    pub second_gap: u32,
+    /// What lies in it.
+    pub second_gap_len: u32,
 }
 
 impl From<BlockPosition> for PositionLaunch {
-    fn from(BlockPosition { first, row_blocks }: BlockPosition) -> Self {
-        let row_blocks = row_blocks.unwrap_or(0);
-        Self::new(first as u32, (first >> 32) as u32, row_blocks)
+    fn from(position: BlockPosition) -> Self {
+        let BlockPosition {
+            first,
+            row_blocks,
+            gaps,
+        } = position;
+        let [one, two] = match gaps {
+            Gaps::None => [Gap::default(); 2],
+            Gaps::Rows(gaps) | Gaps::Blocks(gaps) => gaps,
+        };
+        Self::new(
+            first as u32,
+            (first >> 32) as u32,
+            row_blocks.unwrap_or(0),
+            one.at,
+            one.len,
+            two.at,
+            two.len,
+        )
     }
 }
 
@@ -71,12 +104,25 @@ impl Position {
         } else if comptime!(numbering == Numbering::Shifted) {
             self.first() + u64::cast_from(index)
         } else {
-            let row = index / row_blocks;
-            let block = index - row * row_blocks;
+            let mut row = index / row_blocks;
+            let mut block = index - row * row_blocks;
+            if comptime!(numbering == Numbering::RowGaps) {
+                row = self.behind_gaps(row);
+            }
+            if comptime!(numbering == Numbering::BlockGaps) {
+                block = self.behind_gaps(block);
+            }
             self.first()
                 + u64::cast_from(row) * u64::cast_from(self.row_blocks)
                 + u64::cast_from(block)
         }
+    }
+
+    /// Number `index` in the larger tensor.
+    fn behind_gaps(&self, index: usize) -> usize {
+        let one = select(index < self.first_gap as usize, 0u32, self.first_gap_len);
+        let two = select(index < self.second_gap as usize, 0u32, self.second_gap_len);
+        index + (one + two) as usize
     }
 
     fn first(&self) -> u64 {

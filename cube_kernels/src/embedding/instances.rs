@@ -131,7 +131,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 width,
                 to_width,
                 b(TOKENS),
-                LookUpLaunch::new(b(TOKENS), TOKENS, VOCAB, COLS),
+                LookUpLaunch::new(b(TOKENS), TOKENS, 0, VOCAB, VOCAB, COLS),
                 b(TOKENS),
                 plan,
                 to,

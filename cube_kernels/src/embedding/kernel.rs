@@ -21,7 +21,11 @@ pub struct LookUp {
     pub ids: Box<[u32]>,
     /// How many there are.
     pub tokens: usize,
-    /// Rows of the table.
+    /// The number of the first row.
+    pub first: usize,
+    /// Rows that are here.
+    pub rows: usize,
+    /// Rows of the whole table.
     pub vocab: usize,
     /// Elements of a row.
     pub cols: usize,
@@ -52,8 +56,10 @@ pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
         let token = item / blocks;
         let block = item - token * blocks;
         let id = look_up.ids[token] as usize;
-        let known = id < look_up.vocab;
-        let row = select(known, id, 0usize) * in_row;
+        let known = id >= look_up.first && id < look_up.first + look_up.rows;
+        let own = select(known, id - look_up.first, 0usize);
+        let other = select(id < look_up.vocab, 0.0f32, nan);
+        let row = own * in_row;
         let mut loaded = Array::<Vector<F, N>>::new(in_vectors);
         #[unroll]
         for v in 0..in_vectors {
@@ -63,7 +69,7 @@ pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
         let mut values = block_values::<F, N>(&loaded, 0usize, left, 0.0f32, from);
         #[unroll]
         for i in 0..ROW_BLOCK {
-            values[i] = select(known, values[i], nan);
+            values[i] = select(known, values[i], other);
         }
         #[unroll]
         for v in 0..out_vectors {

@@ -18,7 +18,7 @@ use crate::{
     loss::row_plan,
     memory::{address_type, allocate, check_memory},
     moe::groups::to_u32,
-    reference::EMBEDDING_RUN,
+    reference::{EMBEDDING_RUN, TablePart},
     sort,
     tensor::{FloatKind, Matrix},
     zeroed::zeros,
@@ -38,15 +38,16 @@ pub mod kernels {
     };
 }
 
-/// Row `ids[i]` (`u32`) of `table` (`[vocab, cols]`) for each of `tokens` `i`, rounded to `dtype`:
-/// `[tokens, cols]`. NaN where there is no such row.
+/// Row `ids[i]` (`u32`) of a table for each of `tokens` `i`, rounded to `dtype`: `[tokens, cols]`.
+/// `table` (`[rows, cols]`) is this `part` of it: rows that are not in it are zeros. NaN where there
+/// is no such row.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, a size does not fit 32 bits, or the table is empty and
-/// the ids are not.
+/// When a buffer is smaller than its shape, a size does not fit 32 bits, the part is not one of its
+/// table, or it is empty and the ids are not.
 pub fn embedding(
     client: &Client,
-    table: &Matrix,
+    (table, part): (&Matrix, TablePart),
     ids: &Handle,
     tokens: usize,
     dtype: FloatKind,
@@ -54,7 +55,15 @@ pub fn embedding(
     table.check("table")?;
     check_memory("ids", ids, tokens * 4)?;
     to_u32("ids", tokens)?;
-    to_u32("table", table.rows)?;
+    to_u32("table", part.of)?;
+    if part.first + table.rows > part.of {
+        let found = format!("rows {} to {}", part.first, part.first + table.rows);
+        return Err(Nvfp4Error::value(
+            "part",
+            found,
+            format!("below {}", part.of),
+        ));
+    }
     let out = Matrix::empty(client, tokens, table.cols, dtype);
     if out.is_empty() {
         return Ok(out);
@@ -79,7 +88,14 @@ pub fn embedding(
             from.width,
             to.width,
             from.arg(),
-            LookUpLaunch::new(buffer(ids, tokens), tokens, table.rows, table.cols),
+            LookUpLaunch::new(
+                buffer(ids, tokens),
+                tokens,
+                part.first,
+                table.rows,
+                part.of,
+                table.cols,
+            ),
             to.arg(),
             from_plan,
             to_plan,

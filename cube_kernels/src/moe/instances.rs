@@ -169,14 +169,21 @@ fn router(device: &DummyDevice) -> Vec<Instance> {
         ROWS,
         16
     )];
-    for (per_lane, normalizes) in [(1, true), (1, false), (16, true)] {
+    let plans = [
+        (1, true, false),
+        (1, false, false),
+        (16, true, false),
+        (1, false, true),
+    ];
+    for (per_lane, normalizes, losses_only) in plans {
         let plan = RouterPlan {
             per_lane,
             planes: true,
             normalizes,
+            losses_only,
             conversion: device.conversion,
         };
-        let tag = format!("{per_lane}-{normalizes}");
+        let tag = format!("{per_lane}-{normalizes}-{losses_only}");
         all.push(instance!(
             device,
             route_kernel,

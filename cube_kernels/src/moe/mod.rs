@@ -20,7 +20,10 @@ pub(crate) mod segments;
 pub use groups::GroupOffsets;
 pub use padding::{pad_groups, unpad_groups};
 pub use permute::{moe_unpermute, moe_unpermute_backward};
-pub use router::{DeviceRouted, DeviceSortedChoices, route, route_backward, sort_choices};
+pub use router::{
+    DeviceRouted, DeviceSortedChoices, route, route_backward, router_losses,
+    router_losses_backward, sort_choices,
+};
 pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 
 /// The kernels themselves, for tests that compile them without launching.

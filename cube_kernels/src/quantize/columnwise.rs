@@ -4,7 +4,6 @@ use cubecl::prelude::*;
 
 use super::{
     plan::{QuantOut, QuantPlan, QuantTarget},
-    rowwise::scale_of,
     scale_table::{BlockRule, ScaleTable, TablePlan, quantize_by_table},
     tile::{self, Shape, Tile},
     tile_memory::{SCALE_PITCH, STAGE_PITCH, TileMemory, TilePlan},
@@ -87,8 +86,8 @@ pub(super) fn quantize_columns(
                     );
                     let pairs = transform_column(&mut values, at.lane, count, plan);
                     if inside {
-                        let outer = tile.group * shape.cols + column;
-                        let global = scale_of(&group_scale, &target.amax, outer, plan);
+                        let lines = comptime!(tiled.col_lines());
+                        let global = table.of_line(&group_scale, c, lines, plan);
                         #[unroll]
                         for b in 0..comptime!(count / 16) {
                             let place = at.block + b;

@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
+    BLOCK, BlockPosition, Gaps, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
         codec::Conversion,
@@ -69,6 +69,21 @@ pub(crate) struct QuantArgs {
     signs: [u32; 4],
 }
 
+/// Fails unless a tensor in `groups` can stand at `position`.
+pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Result<(), Nvfp4Error> {
+    let expected = match (position.row_blocks, groups) {
+        (Some(_), Groups::One) => return Ok(()),
+        (Some(_), _) => "no row_blocks: each group has its own rows",
+        (None, _) if position.gaps == Gaps::None => return Ok(()),
+        (None, _) => "row_blocks, the blocks of a row with its gaps",
+    };
+    let found = match groups {
+        Groups::One => format!("{position:?}"),
+        _ => format!("{position:?} of a tensor in groups"),
+    };
+    Err(Nvfp4Error::value("position", found, expected))
+}
+
 impl QuantArgs {
     /// Checks the request for a copy of `x` along `usage` and allocates the copy.
     pub fn new(
@@ -97,13 +112,7 @@ impl QuantArgs {
             ));
         }
         let position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
-        if position.row_blocks.is_some() && !matches!(groups, Groups::One) {
-            return Err(Nvfp4Error::value(
-                "position",
-                format!("{position:?} of a tensor in groups"),
-                "no row_blocks: each group has its own rows",
-            ));
-        }
+        check_position(&position, groups)?;
         let layout = Layout {
             scale_layout: copy.layout,
             scaling: copy.scaling,

@@ -292,7 +292,7 @@ pub fn quantize_row_kernel<N: Size>(
 
 /// The scale that governs stored row `outer`: its own, where each has one, or the one for all.
 #[cube]
-pub(super) fn scale_of(
+fn scale_of(
     all: &GlobalScale,
     amax: &[f32],
     outer: usize,

@@ -12,22 +12,83 @@ use crate::{
     },
 };
 
-/// What derives from the amax of a group, once for each cube and group: the two
-/// factors of a block's scale, and the multiplier for every scale byte.
+/// What derives from amax values, once for each cube and group: the two factors of a block's scale,
+/// and the multiplier for every scale byte. Where each stored row has its own amax, the factors of
+/// every row of the tile: a block would take longer to derive them than to quantize by them.
 #[derive(CubeType)]
 pub(super) struct ScaleTable {
     /// The fields of [`GlobalScale`].
     pub scalars: Shared<[f32]>,
     /// Multipliers of the elements of a block, by its scale byte.
     pub multipliers: Shared<[f32]>,
+    /// The fields of [`GlobalScale`] for each stored row, one field of all rows after another.
+    lines: Shared<[f32]>,
+}
+
+/// The stored rows of a tile, each of which has an amax.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Lines {
+    /// The number of the first one among the amax values.
+    pub first: usize,
+    /// How many of them there are.
+    pub count: usize,
 }
 
 #[cube]
 impl ScaleTable {
-    pub fn new() -> ScaleTable {
+    /// A table for tiles of so many stored rows with an amax each, or none.
+    pub fn new(#[comptime] lines: usize) -> ScaleTable {
         ScaleTable {
             scalars: Shared::new_slice(4usize),
             multipliers: Shared::new_slice(128usize),
+            lines: Shared::new_slice(comptime!(if lines == 0 { 1 } else { 4 * lines })),
+        }
+    }
+
+    /// Filled by all units of the cube with the factors of `lines`. The caller synchronises before
+    /// and after.
+    pub fn fill_lines(
+        &mut self,
+        amax: &[f32],
+        lines: Lines,
+        #[comptime] most: usize,
+        #[comptime] policy: BlockPlan,
+    ) {
+        let mut line = UNIT_POS as usize;
+        while line < lines.count {
+            let global = GlobalScale::from_amax(amax[lines.first + line], policy.scaling);
+            self.lines[line] = global.amax;
+            self.lines[most + line] = global.encode;
+            self.lines[comptime!(2 * most) + line] = global.block;
+            self.lines[comptime!(3 * most) + line] = global.decode;
+            line += CUBE_DIM as usize;
+        }
+    }
+
+    /// The scale that governs stored row `line` of a tile of at most `most`: its own, where each has
+    /// one, or the one for `all`.
+    pub fn of_line(
+        &self,
+        all: &GlobalScale,
+        line: usize,
+        #[comptime] most: usize,
+        #[comptime] plan: QuantPlan,
+    ) -> GlobalScale {
+        if comptime!(plan.per_row) {
+            GlobalScale {
+                amax: self.lines[line],
+                encode: self.lines[most + line],
+                block: self.lines[comptime!(2 * most) + line],
+                decode: self.lines[comptime!(3 * most) + line],
+            }
+        } else {
+            GlobalScale {
+                amax: all.amax,
+                encode: all.encode,
+                block: all.block,
+                decode: all.decode,
+            }
         }
     }
 

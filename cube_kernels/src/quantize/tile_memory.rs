@@ -44,6 +44,22 @@ impl TilePlan {
         self.row.or(self.col).expect("a copy is made")
     }
 
+    /// Rows of a tile, if each has its own amax.
+    pub(super) fn row_lines(&self) -> usize {
+        match self.row {
+            Some(row) if row.per_row && !self.tiles => ROWS,
+            _ => 0,
+        }
+    }
+
+    /// Columns of a tile, if each has its own amax.
+    pub(super) fn col_lines(&self) -> usize {
+        match self.col {
+            Some(col) if col.per_row && !self.tiles => tile::cols(self.kind),
+            _ => 0,
+        }
+    }
+
     /// How tiles are loaded.
     pub(super) fn load(&self) -> LoadPlan {
         LoadPlan {

@@ -8,8 +8,8 @@ use super::{
     columnwise::{quantize_columns, write_columns},
     plan::{QuantArgs, QuantRequest, QuantTarget, check_packed_cols},
     prologue::{self, Input, Prologue, PrologueInputs, PrologueOut},
-    rowwise::{check_row_transform, row_amax_of, row_block, scale_of},
-    scale_table::{BlockRule, ScaleTable, TablePlan, quantize_by_table},
+    rowwise::{check_row_transform, row_amax_of, row_block},
+    scale_table::{BlockRule, Lines, ScaleTable, TablePlan, quantize_by_table},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile, tile_bands},
     tile_memory::{TileGrid, TileGridLaunch, TileMemory, TilePlan},
 };
@@ -153,8 +153,8 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     let grouping = comptime!(plan.grouping);
     let span = comptime!(plan.span());
     let mut memory = TileMemory::new(plan);
-    let mut row_table = ScaleTable::new();
-    let mut col_table = ScaleTable::new();
+    let mut row_table = ScaleTable::new(plan.row_lines());
+    let mut col_table = ScaleTable::new(plan.col_lines());
 
     let band = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize;
     let tile_col = CUBE_POS_X as usize / BAND;
@@ -200,6 +200,22 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 if unit < count {
                     col_table.fill(col.amax[tile.group], unit, count, policy);
                 }
+            }
+            if comptime!(plan.row_lines() > 0) {
+                let lines = Lines {
+                    first: tile.row0,
+                    count: min(tile.row_end - tile.row0, tile::ROWS),
+                };
+                let policy = comptime!(plan.row.unwrap().policy);
+                row_table.fill_lines(&row.amax, lines, comptime!(plan.row_lines()), policy);
+            }
+            if comptime!(plan.col_lines() > 0) {
+                let lines = Lines {
+                    first: tile.group * shape.cols + tile.col0,
+                    count: min(shape.cols - min(tile.col0, shape.cols), plan.col_lines()),
+                };
+                let policy = comptime!(plan.col.unwrap().policy);
+                col_table.fill_lines(&col.amax, lines, comptime!(plan.col_lines()), policy);
             }
             tile::wait_for_load(asynchronous);
 
@@ -256,7 +272,7 @@ fn quantize_rows_of_tile(
             let words = tile::load_row_block(&memory.data, r, place.block, conversion, kind);
             let block = row_block(&words, &target.draw.signs, plan, kind);
             let largest = row_amax_of(&words, &block, tiles, plan, kind);
-            let global = scale_of(&group_scale, &target.amax, row_index, plan);
+            let global = table.of_line(&group_scale, r, comptime!(tiled.row_lines()), plan);
             let of_tile = if comptime!(tiles) {
                 memory.tile_scales[(r / 16usize) * comptime!(tile::row_blocks(kind)) + place.block]
             } else {

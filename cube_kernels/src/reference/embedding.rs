@@ -8,19 +8,42 @@ use super::Element;
 /// as sorted by id.
 pub const EMBEDDING_RUN: usize = 32;
 
-/// Row `ids[i]` of `table` (`vocab` x `cols`) for each `i`, NaN where there is no such row.
+/// Which rows of a table a part of it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TablePart {
+    /// The first one.
+    pub first: usize,
+    /// Rows of the table.
+    pub of: usize,
+}
+
+impl TablePart {
+    /// All of a table of `rows` rows.
+    pub const fn whole(rows: usize) -> Self {
+        Self { first: 0, of: rows }
+    }
+}
+
+/// Row `ids[i]` of the table for each `i`: zeros for a row that is not in this `part` of it
+/// (`rows` x `cols`), NaN where there is no such row.
 ///
 /// # Panics
-/// When `table` is not whole rows of `cols`.
-pub fn embedding<T: Element>(table: &[T], ids: &[u32], cols: usize) -> Vec<T> {
-    assert!(cols == 0 || table.len().is_multiple_of(cols), "whole rows");
-    ids.iter()
-        .flat_map(|id| {
-            let start = (*id as usize).saturating_mul(cols);
-            let row = table.get(start..start.saturating_add(cols));
-            (0..cols).map(move |c| row.map_or_else(|| T::from_f32(f32::NAN), |row| row[c]))
-        })
-        .collect()
+/// When `rows` is not whole rows of `cols`.
+pub fn embedding<T: Element>(rows: &[T], part: TablePart, ids: &[u32], cols: usize) -> Vec<T> {
+    assert!(cols == 0 || rows.len().is_multiple_of(cols), "whole rows");
+    let value = |id: u32, column: usize| {
+        let own = (id as usize).wrapping_sub(part.first);
+        match rows.get(own.saturating_mul(cols).saturating_add(column)) {
+            Some(value) => *value,
+            None if (id as usize) < part.of => T::from_f32(0.0),
+            None => T::from_f32(f32::NAN),
+        }
+    };
+    let row = |id: &u32| {
+        let id = *id;
+        (0..cols).map(move |column| value(id, column))
+    };
+    ids.iter().flat_map(row).collect()
 }
 
 /// The gradient of a table of `vocab` rows, given that of the rows that were looked up, `grad`
@@ -94,7 +117,7 @@ mod tests {
         }
         // Integers: no sum is rounded.
         assert_eq!(found, expected);
-        let rows = embedding(&found, &[3, 10], cols);
+        let rows = embedding(&found, TablePart::whole(10), &[3, 10], cols);
         assert_eq!(rows[..3], expected[9..12]);
         assert!(rows[3..].iter().all(|value| value.is_nan()));
     }

@@ -45,7 +45,7 @@ pub use activation::{
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
-pub use embedding::{EMBEDDING_RUN, embedding, embedding_gradient};
+pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};
 #[cfg(feature = "cube")]
 pub(crate) use exponential::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
 pub use exponential::{exp_of_negative, sigmoid};
@@ -85,9 +85,10 @@ pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};
+pub use router::{
+    BatchPart, Routed, Router, RouterGradients, SortedChoices, route, route_backward,
+    router_losses, router_losses_backward, sort_choices,
+};
 #[cfg(feature = "cube")]
 pub(crate) use router::{ROUTER_CHUNK, ROUTER_PLANES, ROUTER_SEGMENTS};
-pub use router::{
-    Routed, Router, RouterGradients, SortedChoices, route, route_backward, sort_choices,
-};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};

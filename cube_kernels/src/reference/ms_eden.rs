@@ -39,7 +39,7 @@ use super::{
     Element, GlobalScale, encode_multiplier, philox, quantize::check_matrix, round_nearest,
 };
 use crate::{
-    Amax, BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin,
+    Amax, BLOCK, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin,
     QuantizedTensor, RandomStream, Rounding, Usage,
     format::{e2m1, e4m3},
 };
@@ -188,8 +188,6 @@ pub fn ms_eden_at<T: Element>(
     let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
     let position = eden_position(&stream.position)?;
-    let row_groups = position.row_blocks.map_or(groups as u64, u64::from);
-    let first_group = first_group.wrapping_add(position.first);
     let amax = eden_amax(amax, *target);
     let global = GlobalScale::from_amax(amax);
     let block_factor = global.encode * target.block_factor();
@@ -202,7 +200,7 @@ pub fn ms_eden_at<T: Element>(
         .for_each(|(index, (codes, scales))| {
             let at = (index / groups, index % groups);
             let values = load_group(x, cols, at, inner, usage, hadamard);
-            let index = at.0 as u64 * row_groups + at.1 as u64;
+            let index = position.index(at.0 as u64, at.1 as u64, groups as u64);
             let random = philox::block_bytes(stream, first_group.wrapping_add(index));
             quantize_group(&values, &global, block_factor, random, codes, scales);
         });
@@ -223,24 +221,40 @@ pub fn ms_eden_at<T: Element>(
 /// # Errors
 /// When it lies within a rotation group.
 pub(crate) fn eden_position(position: &BlockPosition) -> Result<BlockPosition, Nvfp4Error> {
-    let BlockPosition { first, row_blocks } = *position;
     let blocks = BLOCKS as u32;
-    let row_groups = row_blocks.map(|count| count.is_multiple_of(blocks).then_some(count / blocks));
-    match (first.is_multiple_of(blocks.into()), row_groups) {
-        (true, None) => Ok(BlockPosition {
-            first: first / u64::from(blocks),
-            row_blocks: None,
+    let in_groups = |count: u32| count.is_multiple_of(blocks).then_some(count / blocks);
+    let gap = |gap: Gap| match gap.len {
+        0 => Some(Gap::default()),
+        len => Some(Gap {
+            at: in_groups(gap.at)?,
+            len: in_groups(len)?,
         }),
-        (true, Some(Some(row_groups))) => Ok(BlockPosition {
-            first: first / u64::from(blocks),
-            row_blocks: Some(row_groups),
-        }),
-        _ => Err(Nvfp4Error::value(
+    };
+    let divided = || {
+        let BlockPosition {
+            first,
+            row_blocks,
+            gaps,
+        } = *position;
+        Some(BlockPosition {
+            first: (first.is_multiple_of(blocks.into())).then_some(first / u64::from(blocks))?,
+            row_blocks: match row_blocks {
+                None => None,
+                Some(count) => Some(in_groups(count)?),
+            },
+            gaps: match gaps {
+                Gaps::Blocks([one, two]) => Gaps::Blocks([gap(one)?, gap(two)?]),
+                gaps => gaps,
+            },
+        })
+    };
+    divided().ok_or_else(|| {
+        Nvfp4Error::value(
             "position",
             format!("{position:?} in MS-EDEN"),
             "multiples of 8 blocks, which draw together",
-        )),
-    }
+        )
+    })
 }
 
 /// Steps 4 to 7 of the module's documentation.

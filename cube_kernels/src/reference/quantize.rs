@@ -378,12 +378,15 @@ impl<T: Element> Source<'_, T> {
     #[inline(always)]
     fn run_indices(&self, first: usize, blocks: usize) -> Lanes<u64> {
         let position = self.position();
-        let offset = self.first_block.wrapping_add(position.first);
         match position.row_blocks {
-            None => lanes(|lane| offset.wrapping_add((first + lane) as u64)),
-            Some(row_blocks) => lanes(|lane| {
+            None => {
+                let offset = self.first_block.wrapping_add(position.first);
+                lanes(|lane| offset.wrapping_add((first + lane) as u64))
+            }
+            Some(_) => lanes(|lane| {
                 let (row, block) = ((first + lane) / blocks, (first + lane) % blocks);
-                offset.wrapping_add(row as u64 * u64::from(row_blocks) + block as u64)
+                let index = position.index(row as u64, block as u64, blocks as u64);
+                self.first_block.wrapping_add(index)
             }),
         }
     }
@@ -392,10 +395,10 @@ impl<T: Element> Source<'_, T> {
     #[inline(always)]
     fn column_indices(&self, row: usize, block: usize, blocks: usize) -> Lanes<u64> {
         let position = self.position();
-        let row_blocks = position.row_blocks.map_or(blocks as u64, u64::from);
-        let first = self.first_block.wrapping_add(position.first);
-        let first = first.wrapping_add(row as u64 * row_blocks + block as u64);
-        lanes(|lane| first.wrapping_add((lane as u64).wrapping_mul(row_blocks)))
+        lanes(|lane| {
+            let index = position.index((row + lane) as u64, block as u64, blocks as u64);
+            self.first_block.wrapping_add(index)
+        })
     }
 
     /// The rule for 16 blocks, `outer` giving the stored row of each.

@@ -80,6 +80,15 @@ pub(crate) struct RouterFactors {
     pub z: f32,
 }
 
+/// Tokens of a batch, of whose other tokens the losses are too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchPart {
+    /// Tokens with logits.
+    pub tokens: usize,
+    /// Tokens of the batch.
+    pub of: usize,
+}
+
 /// What a router gives for each token, and of all of them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Routed {
@@ -125,6 +134,10 @@ impl Softmax {
             scale: 1.0 / sum,
             log_sum: max + ln(sum),
         }
+    }
+
+    fn probability(&self, expert: usize) -> f32 {
+        self.exponentials[expert] * self.scale
     }
 }
 
@@ -196,6 +209,23 @@ fn token_sums(tokens: usize, columns: usize, add: impl Fn(usize, &mut [f32])) ->
     all
 }
 
+/// The balance loss and the mean of the squared log-sums, as far as these tokens add to them, given
+/// the choices of each expert.
+fn losses_of(softmax: &[Softmax], counts: &[u32], factors: RouterFactors) -> [f32; 2] {
+    let experts = counts.len();
+    let sums = token_sums(softmax.len(), experts + 1, |token, sums| {
+        let own = &softmax[token];
+        for (sum, x) in sums.iter_mut().zip(&own.exponentials) {
+            *sum = x.mul_add(own.scale, *sum);
+        }
+        sums[experts] = own.log_sum.mul_add(own.log_sum, sums[experts]);
+    });
+    let balance = (counts.iter().zip(&sums)).fold(0f32, |sum, (&count, &probability)| {
+        (count as f32).mul_add(probability, sum)
+    });
+    [balance * factors.balance, sums[experts] * factors.mean]
+}
+
 /// Choices, weights and losses of the logits `[tokens, experts]`.
 pub fn route(logits: &[f32], router: Router) -> Routed {
     let Router { experts, top_k, .. } = router;
@@ -215,23 +245,13 @@ pub fn route(logits: &[f32], router: Router) -> Routed {
         own.iter().for_each(|&expert| counts[expert] += 1);
         chosen.extend(own.iter().map(|&expert| expert as u32));
     }
-    let sums = token_sums(rows.len(), experts + 1, |token, sums| {
-        let own = &softmax[token];
-        for (sum, x) in sums.iter_mut().zip(&own.exponentials) {
-            *sum = x.mul_add(own.scale, *sum);
-        }
-        sums[experts] = own.log_sum.mul_add(own.log_sum, sums[experts]);
-    });
-    let factors = router.factors(rows.len());
-    let balance = (counts.iter().zip(&sums)).fold(0f32, |sum, (&count, &probability)| {
-        (count as f32).mul_add(probability, sum)
-    });
+    let [balance, z] = losses_of(&softmax, &counts, router.factors(rows.len()));
     Routed {
         chosen,
         weights,
         counts,
-        balance: balance * factors.balance,
-        z: sums[experts] * factors.mean,
+        balance,
+        z,
     }
 }
 
@@ -244,11 +264,14 @@ pub fn route_backward(
     router: Router,
 ) -> Vec<f32> {
     let Router { experts, top_k, .. } = router;
-    let factors = router.factors(logits.len() / experts);
+    let by_losses = LossGradients {
+        counts: &routed.counts,
+        by: [grads.balance, grads.z],
+        factors: router.factors(logits.len() / experts),
+    };
     let mut out = Vec::with_capacity(logits.len());
     for (token, row) in logits.chunks_exact(experts).enumerate() {
         let own = Softmax::of(row);
-        let probability = |expert: usize| own.exponentials[expert] * own.scale;
         let slots = token * top_k..(token + 1) * top_k;
         let (weights, by_weights) = (
             &routed.weights[slots.clone()],
@@ -256,20 +279,11 @@ pub fn route_backward(
         );
         // The sum of the weights' gradients, each times its weight.
         let inner = (weights.iter().zip(by_weights)).fold(0f32, |sum, (w, dw)| w.mul_add(*dw, sum));
-        // The gradient by a probability of the balance loss.
-        let balance = grads.balance * factors.balance;
-        let by_probability = |expert: usize| balance * routed.counts[expert] as f32;
-        let mean = lane_sum(experts, |expert, sum| {
-            probability(expert).mul_add(by_probability(expert), sum)
-        });
-        let by_square = grads.z * factors.z;
-        for expert in 0..experts {
-            let count = routed.counts[expert] as f32;
-            let mut factor = by_square.mul_add(own.log_sum, balance.mul_add(count, -mean));
+        for (expert, mut factor) in by_losses.of(&own).into_iter().enumerate() {
             if !router.normalizes() {
                 factor -= inner;
             }
-            let mut gradient = probability(expert) * factor;
+            let mut gradient = own.probability(expert) * factor;
             let slot = (routed.chosen[slots.clone()].iter()).position(|&it| it as usize == expert);
             if let Some(slot) = slot {
                 let by_weight = match router.normalizes() {
@@ -282,6 +296,67 @@ pub fn route_backward(
         }
     }
     out
+}
+
+/// The gradients by the two losses, and what the losses are made with.
+struct LossGradients<'a> {
+    /// Choices of each expert.
+    counts: &'a [u32],
+    /// By the balance loss, and by the mean of squares.
+    by: [f32; 2],
+    factors: RouterFactors,
+}
+
+impl LossGradients<'_> {
+    /// The gradient by each logit of a token, divided by its probability.
+    fn of(&self, own: &Softmax) -> Vec<f32> {
+        let [balance, z] = self.by;
+        // The gradient by a probability of the balance loss.
+        let balance = balance * self.factors.balance;
+        let by_probability = |expert: usize| balance * self.counts[expert] as f32;
+        let mean = lane_sum(self.counts.len(), |expert, sum| {
+            own.probability(expert).mul_add(by_probability(expert), sum)
+        });
+        let by_square = z * self.factors.z;
+        let factor =
+            |&count: &u32| by_square.mul_add(own.log_sum, balance.mul_add(count as f32, -mean));
+        self.counts.iter().map(factor).collect()
+    }
+}
+
+/// The losses of [`route`] of a batch, as far as the tokens of the logits
+/// `[part.tokens, experts]` add to them, given the choices of each expert in the batch.
+pub fn router_losses(
+    logits: &[f32],
+    counts: &[u32],
+    (part, router): (BatchPart, Router),
+) -> [f32; 2] {
+    let rows = logits.chunks_exact(router.experts);
+    let softmax: Vec<Softmax> = rows.map(Softmax::of).collect();
+    losses_of(&softmax, counts, router.factors(part.of))
+}
+
+/// The gradient by the logits of [`router_losses`], `[part.tokens, experts]`, given those by the
+/// losses. No gradient passes through the counts.
+pub fn router_losses_backward(
+    logits: &[f32],
+    counts: &[u32],
+    by: [f32; 2],
+    (part, router): (BatchPart, Router),
+) -> Vec<f32> {
+    let by_losses = LossGradients {
+        counts,
+        by,
+        factors: router.factors(part.of),
+    };
+    let gradient = |row: &[f32]| {
+        let own = Softmax::of(row);
+        let factors = by_losses.of(&own).into_iter().enumerate();
+        let gradient = factors.map(|(expert, factor)| own.probability(expert) * factor);
+        gradient.collect::<Vec<_>>()
+    };
+    let rows = logits.chunks_exact(router.experts);
+    rows.flat_map(gradient).collect()
 }
 
 /// Choices in the order of their experts, those of one expert in their own order.

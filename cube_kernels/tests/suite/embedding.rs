@@ -2,7 +2,11 @@
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{embedding, reference, tensor::FloatKind};
+use nvfp4_kernels::{
+    embedding,
+    reference::{self, TablePart},
+    tensor::FloatKind,
+};
 
 use crate::support::{
     device::{DeviceElement, assert_floats, read_f32s, read_matrix, upload, upload_bytes},
@@ -73,15 +77,24 @@ fn check_rows<T: DeviceElement>(client: &Client) {
     ] {
         let table: Vec<T> = convert(&values(Kind::Normal, vocab * cols, 1));
         let matrix = upload(client, &table, vocab, cols);
-        for kind in ["uniform", "wrong"] {
-            let ids = ids_of(kind, tokens, vocab);
+        let parts = [0, 2].map(|first| TablePart {
+            first,
+            of: vocab + 2 * first,
+        });
+        for (kind, whole) in [
+            ("uniform", parts[0]),
+            ("wrong", parts[0]),
+            ("uniform", parts[1]),
+        ] {
+            let ids = ids_of(kind, tokens, whole.of);
             let on_device = upload_bytes(client, bytemuck::cast_slice(&ids));
-            let expected: Vec<f32> = reference::embedding(&table, &ids, cols)
+            let expected: Vec<f32> = reference::embedding(&table, whole, &ids, cols)
                 .into_iter()
                 .map(|x| x.to_f32())
                 .collect();
             let look_up = |dtype| {
-                let found = embedding::embedding(client, &matrix, &on_device, tokens, dtype);
+                let found =
+                    embedding::embedding(client, (&matrix, whole), &on_device, tokens, dtype);
                 found.unwrap()
             };
             let what = format!("{kind}: {tokens} of {vocab} x {cols} {:?}", T::KIND);
@@ -105,12 +118,23 @@ fn wrong_arguments_are_refused() {
     let client = client!("embedding::wrong_arguments_are_refused");
     let ids = upload_bytes(&client, &[0; 8]);
     let table = upload(&client, &[0f32; 16], 2, 8);
-    let error = embedding::embedding(&client, &table, &ids, 3, FloatKind::F32).unwrap_err();
+    let two = TablePart::whole(2);
+    let error = embedding::embedding(&client, (&table, two), &ids, 3, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("`ids`"), "{error}");
+    let part = TablePart { first: 1, of: 2 };
+    let error = embedding::embedding(&client, (&table, part), &ids, 2, FloatKind::F32).unwrap_err();
+    assert!(error.to_string().contains("`part`"), "{error}");
     let grad = upload(&client, &[0f32; 24], 3, 8);
     let error = embedding::embedding_gradient(&client, &grad, &ids, 2).unwrap_err();
     assert!(error.to_string().contains("`ids`"), "{error}");
     let empty = upload::<f32>(&client, &[], 0, 8);
-    let error = embedding::embedding(&client, &empty, &ids, 2, FloatKind::F32).unwrap_err();
+    let error = embedding::embedding(
+        &client,
+        (&empty, TablePart::whole(0)),
+        &ids,
+        2,
+        FloatKind::F32,
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("`table`"), "{error}");
 }

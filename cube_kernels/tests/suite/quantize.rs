@@ -498,7 +498,7 @@ fn launch_geometry_does_not_matter() {
                             STREAM.offset as u32,
                             (STREAM.offset >> 32) as u32,
                         ),
-                        PositionLaunch::new(0, 0, 0),
+                        PositionLaunch::new(0, 0, 0, 0, 0, 0, 0),
                         SignsLaunch::new(0, 0, 0, 0),
                     ),
                     QuantOutArgs::Packed(PackedOutLaunch::new(

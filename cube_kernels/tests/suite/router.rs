@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 use nvfp4_kernels::{
     moe,
-    reference::{self, Router, RouterGradients},
+    reference::{self, BatchPart, Router, RouterGradients},
 };
 
 use crate::support::{
@@ -78,6 +78,85 @@ fn routes_equal_the_oracle() {
             let expected = reference::route_backward(&x, &expected, on_host, router);
             assert_floats(&made, &expected, &format!("{what}: gradient"));
         }
+    }
+}
+
+/// Of a batch of three times as many tokens, whose choices are those of the others too.
+#[test]
+fn losses_of_a_part_equal_the_oracle() {
+    let client = client!("losses_of_a_part_equal_the_oracle");
+    for (tokens, experts, top_k) in sizes(&client) {
+        let router = Router {
+            experts,
+            top_k,
+            normalize: false,
+        };
+        let part = BatchPart {
+            tokens,
+            of: 3 * tokens,
+        };
+        let what = format!("{tokens} tokens, {router:?}");
+        let x = logits("normal", tokens, experts);
+        let mut random = Generator::new(experts as u32);
+        let counts: Vec<u32> = (0..experts)
+            .map(|_| random.next_u32() % (3 * tokens as u32 + 1))
+            .collect();
+        let on_device = upload_f32(&client, &x);
+        let counted = upload_bytes(&client, bytemuck::cast_slice(&counts));
+        let place = (part, router);
+        let found = moe::router_losses(&client, &on_device, &counted, place).unwrap();
+        let expected = reference::router_losses(&x, &counts, place);
+        assert_floats(&read_f32s(&client, &found, 2), &expected, &what);
+
+        let by = [0.75, -0.5];
+        let grads = upload_f32(&client, &by);
+        let made = moe::router_losses_backward(&client, &on_device, &counted, &grads, place);
+        let made = read_f32s(&client, &made.unwrap(), tokens * experts);
+        let expected = reference::router_losses_backward(&x, &counts, by, place);
+        assert_floats(&made, &expected, &format!("{what}: gradient"));
+        // Counts are an input, and stay what they were.
+        assert_eq!(read_u32(&client, &counted, experts), counts, "{what}");
+    }
+}
+
+/// The parts of a batch add up to the losses of all of it, and their gradients are its rows.
+#[test]
+fn losses_of_parts_are_those_of_the_batch() {
+    let (tokens, experts, top_k) = (96, 8, 2);
+    let router = Router {
+        experts,
+        top_k,
+        normalize: true,
+    };
+    let x = logits("normal", tokens, experts);
+    let all = reference::route(&x, router);
+    let zeros = vec![0.0; tokens * top_k];
+    let grads = RouterGradients {
+        weights: &zeros,
+        balance: 0.75,
+        z: -0.5,
+    };
+    let gradient = reference::route_backward(&x, &all, grads, router);
+    let half = x.len() / 2;
+    let place = (
+        BatchPart {
+            tokens: tokens / 2,
+            of: tokens,
+        },
+        router,
+    );
+    let (first, second) = x.split_at(half);
+    let parts = [first, second].map(|x| reference::router_losses(x, &all.counts, place));
+    for (i, whole) in [all.balance, all.z].into_iter().enumerate() {
+        let sum = parts[0][i] + parts[1][i];
+        assert!((sum - whole).abs() <= 1e-6 * whole.abs(), "{sum} {whole}");
+    }
+    let by = [0.75, -0.5];
+    let made = [first, second]
+        .map(|x| reference::router_losses_backward(x, &all.counts, by, place))
+        .concat();
+    for (found, expected) in made.iter().zip(&gradient) {
+        assert!((found - expected).abs() <= 1e-7, "{found} {expected}");
     }
 }
 

@@ -5,7 +5,7 @@
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
-    Amax, BlockPosition, Hadamard, HadamardSize, Nvfp4Params, Origin, QuantizedTensor,
+    Amax, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin, QuantizedTensor,
     RandomStream, Rounding, Usage,
     moe::GroupOffsets,
     quantize::{self, QuantRequest},
@@ -73,6 +73,7 @@ impl Whole {
         STREAM.at(BlockPosition {
             first: (row * row_blocks + element / BLOCK) as u64,
             row_blocks: Some(row_blocks as u32),
+            gaps: Gaps::None,
         })
     }
 
@@ -255,10 +256,213 @@ fn shards_by_ms_eden() {
         }
         let within = STREAM.at(BlockPosition {
             first: 4,
-            row_blocks: None,
+            ..BlockPosition::default()
         });
         let refused = reference::ms_eden(&whole.x, rows, cols, usage, amax, &by(within));
         assert!(refused.unwrap_err().to_string().contains("multiples of 8"));
+    }
+}
+
+/// Three pieces of a matrix along one axis, side by side: a rank's part of queries, keys and values.
+struct Pieces<'a> {
+    whole: &'a Whole,
+    /// Whether they are pieces of its rows, else of its columns.
+    of_rows: bool,
+    /// The first row or column of each, and how many it has.
+    pieces: [(usize, usize); 3],
+}
+
+impl Pieces<'_> {
+    /// Each of them, and where it begins in their matrix.
+    fn shards(&self) -> Vec<(Shard, usize)> {
+        let mut own = 0;
+        let shard = |&(start, len): &(usize, usize)| {
+            let shard = match self.of_rows {
+                true => Shard {
+                    start: (start, 0),
+                    shape: (len, self.whole.cols),
+                },
+                false => Shard {
+                    start: (0, start),
+                    shape: (self.whole.rows, len),
+                },
+            };
+            own += len;
+            (shard, own - len)
+        };
+        self.pieces.iter().map(shard).collect()
+    }
+
+    /// Their matrix.
+    fn matrix(&self) -> Whole {
+        let len: usize = self.pieces.iter().map(|(_, len)| len).sum();
+        let (rows, cols) = match self.of_rows {
+            true => (len, self.whole.cols),
+            false => (self.whole.rows, len),
+        };
+        let mut x = vec![bf16::ZERO; rows * cols];
+        for (shard, own) in self.shards() {
+            let values = self.whole.values(shard);
+            for (row, values) in values.chunks_exact(shard.shape.1).enumerate() {
+                let (row, col) = match self.of_rows {
+                    true => (own + row, 0),
+                    false => (row, own),
+                };
+                x[row * cols + col..][..values.len()].copy_from_slice(values);
+            }
+        }
+        Whole { x, rows, cols }
+    }
+
+    /// The stream of their matrix.
+    fn stream(&self, usage: Usage, unit: usize) -> RandomStream {
+        let shards = self.shards();
+        let stored_rows = self.of_rows == (usage == Usage::Rowwise);
+        let size = if stored_rows { 1 } else { BLOCK };
+        let gap = |i: usize| {
+            let (start, len) = self.pieces[i - 1];
+            Gap {
+                at: (shards[i].1 / size) as u32,
+                len: ((self.pieces[i].0 - start - len) / size) as u32,
+            }
+        };
+        let gaps = [gap(1), gap(2)];
+        let mut stream = self.whole.stream(shards[0].0, usage, unit);
+        stream.position.gaps = match stored_rows {
+            true => Gaps::Rows(gaps),
+            false => Gaps::Blocks(gaps),
+        };
+        stream
+    }
+
+    /// `found`, of their matrix, has the bytes of each piece of `all`, of the whole matrix.
+    fn assert(&self, found: &QuantizedTensor, all: &QuantizedTensor, what: &str) {
+        for (shard, own) in self.shards() {
+            let usage = all.usage();
+            let own = match self.of_rows {
+                true => usage.stored_shape(own, 0),
+                false => usage.stored_shape(0, own),
+            };
+            let at = usage.stored_shape(shard.start.0, shard.start.1);
+            let (outer, inner) = usage.stored_shape(shard.shape.0, shard.shape.1);
+            for row in 0..outer {
+                let codes = |tensor: &QuantizedTensor, at: (usize, usize)| {
+                    let first = (at.0 + row) * tensor.blocks() + at.1 / BLOCK;
+                    let blocks = inner / BLOCK;
+                    (
+                        tensor.codes()[first * 8..][..blocks * 8].to_vec(),
+                        tensor.scales()[first..][..blocks].to_vec(),
+                    )
+                };
+                assert!(
+                    codes(found, own) == codes(all, at),
+                    "{what}, {shard:?}, row {row}"
+                );
+            }
+        }
+    }
+}
+
+/// Pieces that are neighbours in a rank's matrix, and not in the whole one, draw what they draw
+/// there; by the oracle, and by the kernels.
+#[test]
+fn pieces_with_gaps() {
+    let client = client!("pieces_with_gaps");
+    let whole = Whole::new(192, 160);
+    let hadamard = Some(Hadamard::default());
+    for of_rows in [false, true] {
+        let pieces = Pieces {
+            whole: &whole,
+            of_rows,
+            pieces: [(16, 32), (64, 16), (112, 48)],
+        };
+        let own = pieces.matrix();
+        let (rows, cols) = (own.rows, own.cols);
+        let x = upload(&client, &own.x, rows, cols);
+        let all = whole.shards()[0];
+        for (usage, hadamard) in [
+            (Usage::Rowwise, None),
+            (Usage::Columnwise, None),
+            (Usage::Columnwise, hadamard),
+        ] {
+            let what = format!("{usage:?} {hadamard:?}, pieces of rows: {of_rows}");
+            let scope = AmaxGranularity::PerTensor;
+            let amax = whole.amax(scope, all, usage);
+            let expected = of_oracle(&whole, all, usage, scope, &params(STREAM, hadamard));
+            let by = params(pieces.stream(usage, BLOCK), hadamard);
+            let found = reference::quantize(&own.x, rows, cols, usage, &amax, &by, 0).unwrap();
+            pieces.assert(&found, &expected, &what);
+            let amax = device_amax(&client, &[amax]);
+            let request = QuantRequest {
+                amax: &amax,
+                scope,
+                copy: by.into(),
+            };
+            let found = quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap();
+            pieces.assert(&host(&client, &found), &expected, &what);
+            let mut beside = request.clone();
+            beside.copy.hadamard = None;
+            let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
+            let (row, col) = both.unwrap();
+            let found = match usage {
+                Usage::Rowwise => row,
+                Usage::Columnwise => col,
+            };
+            pieces.assert(&host(&client, &found), &expected, &format!("{what}, both"));
+        }
+    }
+    // Rows of a length of their own have no place in rows with gaps.
+    let mut stream = STREAM;
+    stream.position.gaps = Gaps::Rows([Default::default(); 2]);
+    let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
+    let request = QuantRequest {
+        amax: &amax,
+        scope: AmaxGranularity::PerTensor,
+        copy: params(stream, None).into(),
+    };
+    let x = upload(&client, &whole.x, whole.rows, whole.cols);
+    let refused = quantize::quantize(&client, &x, &Groups::One, Usage::Rowwise, &request);
+    let error = refused.err().unwrap().to_string();
+    assert!(
+        error.contains("`position`") && error.contains("row_blocks"),
+        "{error}"
+    );
+}
+
+/// The same by MS-EDEN, whose pieces are of whole transforms along the contraction.
+#[test]
+fn pieces_with_gaps_by_ms_eden() {
+    let client = client!("pieces_with_gaps_by_ms_eden");
+    let whole = Whole::new(6 * GROUP, 6 * GROUP);
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 77);
+    for (of_rows, usage) in [
+        (false, Usage::Rowwise),
+        (false, Usage::Columnwise),
+        (true, Usage::Columnwise),
+    ] {
+        let pieces = Pieces {
+            whole: &whole,
+            of_rows,
+            pieces: [(0, GROUP), (2 * GROUP, GROUP), (5 * GROUP, GROUP)],
+        };
+        let what = format!("{usage:?}, pieces of rows: {of_rows}");
+        let by = |stream| EdenParams {
+            hadamard,
+            target: TARGET,
+            stream,
+        };
+        let (rows, cols) = (whole.rows, whole.cols);
+        let amax = reference::ms_eden_amax(&whole.x, rows, cols, usage, &hadamard).unwrap();
+        let expected = reference::ms_eden(&whole.x, rows, cols, usage, amax, &by(STREAM)).unwrap();
+        let (own, stream) = (pieces.matrix(), pieces.stream(usage, GROUP));
+        let (rows, cols) = (own.rows, own.cols);
+        let found = reference::ms_eden(&own.x, rows, cols, usage, amax, &by(stream)).unwrap();
+        pieces.assert(&found, &expected, &what);
+        let matrix = upload(&client, &own.x, rows, cols);
+        let amax = device_amax(&client, &[Amax::Tensor(amax)]);
+        let found =
+            quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, TARGET, stream).unwrap();
+        pieces.assert(&host(&client, &found), &expected, &what);
     }
 }
 
@@ -304,7 +508,7 @@ fn groups_begin_at_a_block() {
         let all = made(whole.shards()[0], &sizes, STREAM).unwrap();
         let position = BlockPosition {
             first: blocks_before as u64,
-            row_blocks: None,
+            ..BlockPosition::default()
         };
         let found = made(own, &sizes[before..], STREAM.at(position)).unwrap();
         let (all_codes, codes) = (read(&client, &all.codes), read(&client, &found.codes));

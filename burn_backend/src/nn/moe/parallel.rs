@@ -255,9 +255,9 @@ impl ExpertParallelMoe {
             None => (exchange.totals(), &self.group),
         };
         let top_k = self.settings.top_k;
-        let [balance_loss, z_loss] = batch_losses(logits, totals, top_k, batch);
         let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
         let counts = ints(&counts, &x.device());
+        let [balance_loss, z_loss] = batch_losses(logits, (totals, counts.clone()), top_k, batch);
         let results = parts.run(sorted, exchange.experts(), exchange.earlier())?;
         let results = exchange.combine(results);
         let mut output = routing.combine(results, weights);

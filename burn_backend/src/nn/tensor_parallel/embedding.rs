@@ -9,7 +9,8 @@ use nvfp4_kernels::Nvfp4Error;
 use super::super::Embedding;
 use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::or_panic;
-use crate::loss::try_embedding;
+use crate::loss::{try_embedding, try_embedding_part};
+use crate::ops::loss::TablePart;
 use crate::parallel::functions;
 
 /// [`Embedding`] with a part of the vocabulary on each rank: a table `[vocab / ranks, d_model]`.
@@ -76,17 +77,15 @@ impl VocabParallelEmbedding {
             group.check_parts("ids", tokens)?;
         }
         let table = self.weight.val();
-        let [rows, d_model] = table.dims();
+        let [rows, _] = table.dims();
         if group.size() == 1 {
             return try_embedding(table, ids, dtype);
         }
-        let place = own_numbers(ids, rows, &self.parallel)?;
-        let vectors = try_embedding(table, place.own, dtype)?;
-        let elsewhere = place
-            .elsewhere
-            .reshape([tokens, 1])
-            .expand([tokens, d_model]);
-        let vectors = vectors.mask_fill(elsewhere, 0);
+        let part = TablePart {
+            first: group.rank() * rows,
+            of: group.size() * rows,
+        };
+        let vectors = try_embedding_part(table, part, signed(ids)?, dtype)?;
         Ok(match self.parallel.sequence_parallel {
             true => functions::reduce_scatter(vectors, 0, group),
             false => functions::reduce(vectors, group),
@@ -106,10 +105,21 @@ impl VocabParallelEmbedding {
 pub(super) struct OwnNumbers {
     /// The numbers in this rank's part, -1 for all others.
     pub own: Tensor<1, Int>,
-    /// Which numbers another rank has.
-    pub elsewhere: Tensor<1, burn_core::tensor::Bool>,
     /// Which numbers no rank has.
     pub nowhere: Tensor<1, burn_core::tensor::Bool>,
+}
+
+/// `numbers` of a type in which smaller ones can be subtracted.
+fn signed(numbers: Tensor<1, Int>) -> Result<Tensor<1, Int>, Nvfp4Error> {
+    match numbers.dtype() {
+        DType::I64 | DType::I32 => Ok(numbers),
+        DType::U32 | DType::U8 => Ok(numbers.cast(IntDType::I64)),
+        other => Err(Nvfp4Error::DType {
+            argument: "ids",
+            found: format!("{other:?}"),
+            expected: "I64, I32, U32 or U8".into(),
+        }),
+    }
 }
 
 /// The numbers in this rank's part of `len`.
@@ -119,17 +129,7 @@ pub(super) fn own_numbers(
     parallel: &TensorParallel,
 ) -> Result<OwnNumbers, Nvfp4Error> {
     let (rank, size) = (parallel.group.rank(), parallel.group.size());
-    let numbers = match numbers.dtype() {
-        DType::I64 | DType::I32 => numbers,
-        DType::U32 | DType::U8 => numbers.cast(IntDType::I64),
-        other => {
-            return Err(Nvfp4Error::DType {
-                argument: "ids",
-                found: format!("{other:?}"),
-                expected: "I64, I32, U32 or U8".into(),
-            });
-        }
-    };
+    let numbers = signed(numbers)?;
     let (first, len) = ((rank * len) as i64, len as i64);
     let inside = |numbers: &Tensor<1, Int>, first: i64, len: i64| {
         let from = numbers.clone().greater_equal_elem(first);
@@ -137,10 +137,8 @@ pub(super) fn own_numbers(
     };
     let own = inside(&numbers, first, len);
     let somewhere = inside(&numbers, 0, len * size as i64);
-    let elsewhere = somewhere.clone().bool_and(own.clone().bool_not());
     Ok(OwnNumbers {
         own: (numbers - first).mask_fill(own.bool_not(), -1),
-        elsewhere,
         nowhere: somewhere.bool_not(),
     })
 }

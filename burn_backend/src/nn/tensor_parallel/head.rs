@@ -10,7 +10,8 @@ use nvfp4_parallel::Reduction;
 use super::super::{LmHead, cast};
 use super::embedding::{OwnNumbers, own_numbers};
 use super::{ShardedParameter, TensorParallel, replaced};
-use crate::functions::or_panic;
+use crate::functions::{linear_of_rows, or_panic};
+use crate::ops::{LinearContext, LinearSpec};
 use crate::parallel::{ProcessGroup, functions};
 use crate::validate;
 
@@ -78,12 +79,12 @@ impl VocabParallelHead {
         let why = || "the d_model of the head".into();
         validate::shape("x", [rows, width], [rows, d_model], why)?;
         let group = &self.parallel.group;
-        let dtype = x.dtype();
         let x = match self.parallel.sequence_parallel {
             true => functions::gather_sum(x, 0, group),
             false => functions::copy(x, group),
         };
-        Ok(x.matmul(cast(self.weight.val(), dtype.into())))
+        let (spec, context) = (LinearSpec::high_precision(), LinearContext::default());
+        Ok(linear_of_rows(x, self.weight.val(), None, spec, context))
     }
 
     /// The cross entropy, `f32[1]`, of the logits of `x` ([`try_logits`](Self::try_logits)) with

@@ -16,8 +16,8 @@ use nvfp4_kernels::Usage;
 use super::layers::Activation;
 use super::spec::QuantParams;
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
-    UnpermuteGradients,
+    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix,
+    QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 
@@ -34,6 +34,25 @@ impl Nvfp4KernelOps for CubeBackend {
 
     fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
         quantize::amax(x, &params, usage)
+    }
+
+    fn nvfp4_amax_pair(
+        x: FloatTensor<Self>,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> AmaxPair<Self> {
+        quantize::amax_pair(x, &rowwise, &columnwise)
+    }
+
+    fn nvfp4_activation_amaxes(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        activation: Activation,
+        rowwise: QuantParams,
+        columnwise: QuantParams,
+    ) -> ActivationAmaxes<Self> {
+        let of = (x, grad.into_option());
+        quantize::activation_amaxes(of, activation, &rowwise, &columnwise)
     }
 
     fn nvfp4_quantize_with_amax(

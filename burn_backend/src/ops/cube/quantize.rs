@@ -19,7 +19,9 @@ use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::tensors::{QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups};
+use super::super::tensors::{
+    ActivationAmaxes, AmaxPair, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
+};
 use super::super::{trace_op, usage_name};
 use super::tensors::{
     Source, device_groups, float_kind, launched, like_quantized, new_tensor, result, to_burn,
@@ -71,6 +73,63 @@ pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTen
     };
     let shape = Shape::new([GroupCount::Whole.amax_len(&layout)]);
     new_tensor(like, found, shape, DType::F32)
+}
+
+/// See [`nvfp4_amax_pair`](super::super::Nvfp4KernelOps::nvfp4_amax_pair).
+pub(super) fn amax_pair(
+    x: CubeTensor,
+    row: &QuantParams,
+    col: &QuantParams,
+) -> AmaxPair<CubeBackend> {
+    let x = Source::new(x);
+    let source = GroupedSource {
+        x,
+        count: GroupCount::Whole,
+        groups: Groups::One,
+        found: None,
+    };
+    let (rows, cols) = source.pair_amax(row, col);
+    pair_of(&source.x.tensor, rows, cols)
+}
+
+fn pair_of(like: &CubeTensor, rows: Handle, cols: Handle) -> AmaxPair<CubeBackend> {
+    let [rowwise, columnwise] =
+        [rows, cols].map(|amax| new_tensor(like, amax, Shape::new([1]), DType::F32));
+    AmaxPair {
+        rowwise,
+        columnwise,
+    }
+}
+
+/// See [`nvfp4_activation_amaxes`](super::super::Nvfp4KernelOps::nvfp4_activation_amaxes).
+pub(super) fn activation_amaxes(
+    (x, grad): (CubeTensor, Option<CubeTensor>),
+    kind: Activation,
+    row: &QuantParams,
+    col: &QuantParams,
+) -> ActivationAmaxes<CubeBackend> {
+    let (x, grad) = (Source::new(x), grad.map(Source::new));
+    trace_activation(&x, grad.as_ref());
+    let grad = grad.as_ref().map(|grad| &grad.matrix);
+    let (client, matrix) = (&x.tensor.client, &x.matrix);
+    let request = pair_request(row, col);
+    let made = activation_with_amaxes(client, kind, (matrix, grad), &Groups::One, &request);
+    let (made, Amaxes { rows, cols }) = launched(made);
+    let rows = rows.expect("requested");
+    // One serves both usages where there is no other.
+    let cols = cols.unwrap_or_else(|| rows.clone());
+    ActivationAmaxes {
+        values: result(&x.tensor, made),
+        amax: pair_of(&x.tensor, rows, cols),
+    }
+}
+
+fn trace_activation(x: &Source, grad: Option<&Source>) {
+    let direction = match grad {
+        None => "forward",
+        Some(_) => "backward",
+    };
+    trace_op("activation", direction, x.matrix.rows, x.matrix.cols);
 }
 
 /// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
@@ -166,11 +225,7 @@ pub(super) fn quantize_activation(
 ) -> QuantizedPair<CubeBackend> {
     let x = Source::new(x);
     let grad = grad.map(Source::new);
-    let direction = match grad {
-        None => "forward",
-        Some(_) => "backward",
-    };
-    trace_op("activation", direction, x.matrix.rows, x.matrix.cols);
+    trace_activation(&x, grad.as_ref());
     let count = groups.count();
     let groups = device_groups(groups);
     let grad = grad.as_ref().map(|grad| &grad.matrix);

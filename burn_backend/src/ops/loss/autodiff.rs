@@ -11,11 +11,11 @@ use burn_core::backend::{
     },
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::FloatDType;
+use burn_core::tensor::{FloatDType, Scalar};
 
 use super::super::dtype::cast;
 use super::super::{MaybeTensor, float_dtype};
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
+use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
 
 /// A cross entropy, whose gradient is its state: parents `[logits]`.
 #[derive(Debug)]
@@ -72,7 +72,9 @@ impl<B: LossOps> Backward<B, 2> for LinearCrossEntropyStep {
 #[derive(Clone, Debug)]
 struct SavedEmbedding<B: LossOps> {
     ids: IntTensor<B>,
-    vocab: usize,
+    /// The number of the first row.
+    first: usize,
+    rows: usize,
     dtype: FloatDType,
 }
 
@@ -90,9 +92,18 @@ impl<B: LossOps> Backward<B, 1> for EmbeddingStep {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let SavedEmbedding { ids, vocab, dtype } = ops.state;
+        let SavedEmbedding {
+            ids,
+            first,
+            rows,
+            dtype,
+        } = ops.state;
         if let [Some(node)] = ops.parents {
-            let gradient = B::embedding_gradient(dy, ids, vocab);
+            let ids = match first {
+                0 => ids,
+                first => B::int_sub_scalar(ids, Scalar::from(first as i64)),
+            };
+            let gradient = B::embedding_gradient(dy, ids, rows);
             grads.register::<B>(node.id, cast::<B>(gradient, dtype));
         }
     }
@@ -189,6 +200,7 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
 
     fn embedding_rows(
         table: FloatTensor<Self>,
+        part: TablePart,
         ids: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
@@ -201,12 +213,13 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
             OpsKind::Tracked(prep) => {
                 let saved = SavedEmbedding {
                     ids: ids.clone(),
-                    vocab: table.shape()[0],
+                    first: part.first,
+                    rows: table.shape()[0],
                     dtype: float_dtype(table.dtype()),
                 };
-                prep.finish(saved, B::embedding_rows(table, ids, dtype))
+                prep.finish(saved, B::embedding_rows(table, part, ids, dtype))
             }
-            OpsKind::UnTracked(prep) => prep.finish(B::embedding_rows(table, ids, dtype)),
+            OpsKind::UnTracked(prep) => prep.finish(B::embedding_rows(table, part, ids, dtype)),
         }
     }
 

@@ -19,7 +19,7 @@ use super::super::cube::tensors::{
 };
 use super::super::{MaybeTensor, float_dtype, trace_op};
 use super::chunks;
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
+use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
 
 impl LossOps for CubeBackend {
     fn cross_entropy_loss(
@@ -114,6 +114,7 @@ impl LossOps for CubeBackend {
 
     fn embedding_rows(
         table: FloatTensor<Self>,
+        part: TablePart,
         ids: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
@@ -121,7 +122,7 @@ impl LossOps for CubeBackend {
         let tokens = ids.meta.shape()[0];
         let found = embedding::embedding(
             &table.tensor.client,
-            &table.matrix,
+            (&table.matrix, part),
             &ids.handle,
             tokens,
             float_kind(dtype),

@@ -12,7 +12,7 @@ use nvfp4_kernels::reference::{self, Element};
 use super::super::flex::tensors::{matrix, narrow, with_elements};
 use super::super::trace_op;
 use super::chunks;
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
+use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
 
 impl LossOps for Flex {
     fn cross_entropy_loss(
@@ -83,13 +83,14 @@ impl LossOps for Flex {
 
     fn embedding_rows(
         table: FloatTensor<Self>,
+        part: TablePart,
         ids: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         let (_, cols) = matrix(&table);
         let ids: Vec<u32> = numbers(&ids).into_iter().map(|id| id as u32).collect();
         let rows = with_elements!(table, |values| {
-            let rows = reference::embedding(values, &ids, cols);
+            let rows = reference::embedding(values, part, &ids, cols);
             rows.into_iter().map(Element::to_f32).collect::<Vec<f32>>()
         });
         let rows = FlexTensor::from_data(TensorData::new(rows, [ids.len(), cols]));

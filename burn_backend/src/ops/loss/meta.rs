@@ -4,7 +4,9 @@ use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_kernels::CrossEntropy;
 
-use super::{LinearLossMetadata, LinearLossRequest, LossAndGradientMetadata, MaybeTensorMetadata};
+use super::{
+    LinearLossMetadata, LinearLossRequest, LossAndGradientMetadata, MaybeTensorMetadata, TablePart,
+};
 
 pub(super) fn loss(
     _logits: &TensorSpec,
@@ -47,7 +49,12 @@ pub(super) fn scaled(x: &TensorSpec, _factor: &TensorSpec) -> TensorSpec {
     TensorSpec::new(x.shape.clone(), x.dtype)
 }
 
-pub(super) fn embedding(table: &TensorSpec, ids: &TensorSpec, dtype: &FloatDType) -> TensorSpec {
+pub(super) fn embedding(
+    table: &TensorSpec,
+    _part: &TablePart,
+    ids: &TensorSpec,
+    dtype: &FloatDType,
+) -> TensorSpec {
     TensorSpec::new(Shape::new([ids.shape[0], table.shape[1]]), (*dtype).into())
 }
 

@@ -20,6 +20,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 pub use nvfp4_kernels::CrossEntropy;
+pub use nvfp4_kernels::reference::TablePart;
 
 #[cfg(feature = "cubecl-backend")]
 use super::MaybeTensorMetadata;
@@ -136,11 +137,13 @@ pub trait LossOps: Nvfp4Ops {
     #[fusion(meta = meta::scaled)]
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// The rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`: `[tokens, d]`;
-    /// NaN where there is no such row. `Autodiff` overrides it.
+    /// The rows `ids` (`[tokens]`) of a table, rounded to `dtype`: `[tokens, d]`. `table`
+    /// (`[rows, d]`) is this `part` of it: rows that are not in it are zeros. NaN where there is no
+    /// such row. `Autodiff` overrides it.
     #[fusion(meta = meta::embedding)]
     fn embedding_rows(
         table: FloatTensor<Self>,
+        part: TablePart,
         ids: IntTensor<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;

@@ -5,7 +5,7 @@ use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_kernels::moe::{self, DeviceRouted};
-use nvfp4_kernels::reference::Router;
+use nvfp4_kernels::reference::{BatchPart, Router};
 
 use super::super::cube::tensors::{launched, new_tensor};
 use super::super::trace_op;
@@ -54,6 +54,41 @@ impl RoutingOps for CubeBackend {
             place,
         ));
         let shape = Shape::new([tokens, router.experts]);
+        new_tensor(&logits, made, shape, DType::F32)
+    }
+
+    fn nvfp4_router_losses(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let (logits, counts) = (into_contiguous(logits), into_contiguous(counts));
+        trace_op("router_losses", "forward", part.tokens, router.experts);
+        let (client, handle) = (&logits.client, &logits.handle);
+        let place = (part, router);
+        let made = launched(moe::router_losses(client, handle, &counts.handle, place));
+        new_tensor(&logits, made, Shape::new([2]), DType::F32)
+    }
+
+    fn nvfp4_router_losses_backward(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        grads: FloatTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let [logits, grads] = [logits, grads].map(into_contiguous);
+        let counts = into_contiguous(counts);
+        trace_op("router_losses", "backward", part.tokens, router.experts);
+        let made = launched(moe::router_losses_backward(
+            &logits.client,
+            &logits.handle,
+            &counts.handle,
+            &grads.handle,
+            (part, router),
+        ));
+        let shape = Shape::new([part.tokens, router.experts]);
         new_tensor(&logits, made, shape, DType::F32)
     }
 

@@ -6,7 +6,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{Element, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::reference::{self, Routed, Router, RouterGradients};
+use nvfp4_kernels::reference::{self, BatchPart, Routed, Router, RouterGradients};
 
 use super::{RoutedTensors, RoutingOps, SortedTensors};
 use crate::ops::trace_op;
@@ -67,6 +67,38 @@ impl RoutingOps for Flex {
         let made = reference::route_backward(logits.storage(), &routed, grads, router);
         let tokens = made.len() / router.experts;
         tensor(made, [tokens, router.experts])
+    }
+
+    fn nvfp4_router_losses(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let logits = logits.to_contiguous();
+        trace_op("router_losses", "forward", part.tokens, router.experts);
+        let place = (part, router);
+        let made = reference::router_losses(logits.storage(), &unsigned(&counts), place);
+        tensor(made.to_vec(), [2])
+    }
+
+    fn nvfp4_router_losses_backward(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        grads: FloatTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let [logits, grads] = [logits, grads].map(|tensor| tensor.to_contiguous());
+        trace_op("router_losses", "backward", part.tokens, router.experts);
+        let by = grads.storage::<f32>();
+        let made = reference::router_losses_backward(
+            logits.storage(),
+            &unsigned(&counts),
+            [by[0], by[1]],
+            (part, router),
+        );
+        tensor(made, [part.tokens, router.experts])
     }
 
     fn nvfp4_sort_choices(chosen: IntTensor<Self>, experts: usize) -> SortedTensors<Self> {

@@ -20,7 +20,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::reference::Router;
+use nvfp4_kernels::reference::{BatchPart, Router};
 
 use super::gradients::register;
 
@@ -74,6 +74,29 @@ pub trait RoutingOps: Backend {
         router: Router,
     ) -> FloatTensor<Self>;
 
+    /// The balance loss and the mean of the squared log-sums of a batch, as far as the tokens of
+    /// `logits` (`f32[tokens, experts]`) add to them, `f32[2]`, given the choices of each expert in
+    /// the batch, `counts` (`i32[experts]`). Differentiable in the logits. The bits are those of
+    /// [`reference::router_losses`](nvfp4_kernels::reference::router_losses) on every device.
+    #[fusion(meta = meta::router_losses)]
+    fn nvfp4_router_losses(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self>;
+
+    /// The gradient of [`nvfp4_router_losses`](Self::nvfp4_router_losses) by `logits`, given those
+    /// by the losses, `grads` (`f32[2]`). Under `Autodiff` it is a constant.
+    #[fusion(meta = meta::router_losses_backward)]
+    fn nvfp4_router_losses_backward(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        grads: FloatTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self>;
+
     /// The order of `chosen` (`i32`, any shape, numbers of experts) by expert. A number that is no
     /// expert is behind all of them, and not counted.
     #[fusion(meta = meta::sort_choices)]
@@ -104,6 +127,25 @@ mod meta {
         logits: &TensorSpec,
         _routed: &RoutedTensorsMetadata,
         _grads: &TensorSpec,
+        _router: &Router,
+    ) -> TensorSpec {
+        logits.clone()
+    }
+
+    pub(super) fn router_losses(
+        _logits: &TensorSpec,
+        _counts: &TensorSpec,
+        _part: &BatchPart,
+        _router: &Router,
+    ) -> TensorSpec {
+        tensor([2], DType::F32)
+    }
+
+    pub(super) fn router_losses_backward(
+        logits: &TensorSpec,
+        _counts: &TensorSpec,
+        _grads: &TensorSpec,
+        _part: &BatchPart,
         _router: &Router,
     ) -> TensorSpec {
         logits.clone()
@@ -153,6 +195,41 @@ impl<B: RoutingOps> Backward<B, 1> for Route {
     }
 }
 
+/// What the backward of the losses of a batch needs.
+#[derive(Clone, Debug)]
+struct SavedLosses<B: Backend> {
+    logits: FloatTensor<B>,
+    counts: IntTensor<B>,
+    part: BatchPart,
+    router: Router,
+}
+
+/// The losses of a batch: parents `[logits]`.
+#[derive(Debug)]
+struct Losses;
+
+impl<B: RoutingOps> Backward<B, 1> for Losses {
+    type State = SavedLosses<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let SavedLosses {
+            logits,
+            counts,
+            part,
+            router,
+        } = ops.state;
+        let grad = grads.consume::<B>(&ops.node);
+        let found = B::nvfp4_router_losses_backward(logits, counts, grad, part, router);
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 1>(nodes, [Some(found)], grads);
+    }
+}
+
 impl<B: RoutingOps, C: CheckpointStrategy> RoutingOps for Autodiff<B, C> {
     fn nvfp4_route(logits: FloatTensor<Self>, router: Router) -> RoutedTensors<Self> {
         let (logits, node) = logits.into_parts();
@@ -191,6 +268,41 @@ impl<B: RoutingOps, C: CheckpointStrategy> RoutingOps for Autodiff<B, C> {
         };
         let (logits, grads) = (logits.into_primitive(), grads.into_primitive());
         let found = B::nvfp4_route_backward(logits, routed, grads, router);
+        <Self as AutodiffBackend>::from_inner(found)
+    }
+
+    fn nvfp4_router_losses(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let (logits, node) = logits.into_parts();
+        let step = Losses.prepare::<C>([node]);
+        let losses = B::nvfp4_router_losses(logits.clone(), counts.clone(), part, router);
+        match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let saved = SavedLosses {
+                    logits,
+                    counts,
+                    part,
+                    router,
+                };
+                prep.finish(saved, losses)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(losses),
+        }
+    }
+
+    fn nvfp4_router_losses_backward(
+        logits: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+        grads: FloatTensor<Self>,
+        part: BatchPart,
+        router: Router,
+    ) -> FloatTensor<Self> {
+        let (logits, grads) = (logits.into_primitive(), grads.into_primitive());
+        let found = B::nvfp4_router_losses_backward(logits, counts, grads, part, router);
         <Self as AutodiffBackend>::from_inner(found)
     }
 

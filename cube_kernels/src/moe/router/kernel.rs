@@ -29,6 +29,8 @@ pub struct RouterPlan {
     pub planes: bool,
     /// Whether weights are divided by their sum.
     pub normalizes: bool,
+    /// Whether only losses are asked for, with the choices of each expert given.
+    pub losses_only: bool,
     /// Who converts.
     pub conversion: Conversion,
 }
@@ -240,9 +242,9 @@ fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
 /// What the router writes for each token.
 #[derive(CubeType, CubeLaunch)]
 pub struct RouterOut {
-    /// `f32[tokens, top_k]`, and behind them the two losses.
+    /// `f32[tokens, top_k]`, and behind them the two losses, or these alone.
     pub weights: Box<[f32]>,
-    /// `u32[tokens, top_k]`.
+    /// `u32[tokens, top_k]`, unless only losses are asked for.
     pub chosen: Box<[u32]>,
 }
 
@@ -285,11 +287,6 @@ pub fn route_kernel(
             if token < args.tokens {
                 let row = load_row(logits, token, args, plan);
                 let max = row_max(&row, plan);
-                let mut keys = Array::<u32>::new(own);
-                #[unroll(plan.planes)]
-                for i in 0..own {
-                    keys[i] = select(expert_of(i, plan) < args.experts, key(row[i]), 0u32);
-                }
                 let values = exponentials(&row, max, plan);
                 let softmax = softmax(&values, max, plan);
                 squares = fma(softmax.log_sum, softmax.log_sum, squares, plan.conversion);
@@ -298,29 +295,36 @@ pub fn route_kernel(
                     probabilities[i] =
                         fma(values[i], softmax.scale, probabilities[i], plan.conversion);
                 }
-                let start = token * args.top_k;
-                let mut scale = softmax.scale;
-                let mut sum = 0.0f32;
-                for slot in 0..args.top_k {
-                    let expert = take_largest(&mut keys, plan);
+                if comptime!(!plan.losses_only) {
+                    let mut keys = Array::<u32>::new(own);
                     #[unroll(plan.planes)]
                     for i in 0..own {
-                        counts[i] += u32::cast_from(expert_of(i, plan) as u32 == expert);
+                        keys[i] = select(expert_of(i, plan) < args.experts, key(row[i]), 0u32);
                     }
-                    let logit = logits[token * args.experts + expert as usize];
-                    let exponential = exp_of_negative(logit - max, plan.conversion);
-                    sum += exponential;
-                    if first {
-                        out.chosen[start + slot] = expert;
-                        out.weights[start + slot] = exponential;
-                    }
-                }
-                if comptime!(plan.normalizes) {
-                    scale = reciprocal(sum, plan.conversion);
-                }
-                if first {
+                    let start = token * args.top_k;
+                    let mut scale = softmax.scale;
+                    let mut sum = 0.0f32;
                     for slot in 0..args.top_k {
-                        out.weights[start + slot] *= scale;
+                        let expert = take_largest(&mut keys, plan);
+                        #[unroll(plan.planes)]
+                        for i in 0..own {
+                            counts[i] += u32::cast_from(expert_of(i, plan) as u32 == expert);
+                        }
+                        let logit = logits[token * args.experts + expert as usize];
+                        let exponential = exp_of_negative(logit - max, plan.conversion);
+                        sum += exponential;
+                        if first {
+                            out.chosen[start + slot] = expert;
+                            out.weights[start + slot] = exponential;
+                        }
+                    }
+                    if comptime!(plan.normalizes) {
+                        scale = reciprocal(sum, plan.conversion);
+                    }
+                    if first {
+                        for slot in 0..args.top_k {
+                            out.weights[start + slot] *= scale;
+                        }
                     }
                 }
             }
@@ -356,7 +360,18 @@ pub fn route_kernel(
     }
 }
 
-/// One cube adds up the chunks: the choices of each expert, and the two losses.
+/// Where the two losses are: behind the weights, where there are such.
+#[cube]
+fn place_of_losses(args: &RouterArgs, #[comptime] plan: RouterPlan) -> usize {
+    if comptime!(plan.losses_only) {
+        0usize.runtime()
+    } else {
+        args.tokens * args.top_k
+    }
+}
+
+/// One cube adds up the chunks: the choices of each expert, unless these are given, and the two
+/// losses.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn route_sums_kernel(
     sums: &RouterSums,
@@ -395,27 +410,31 @@ pub fn route_sums_kernel(
         column += CUBE_DIM as usize;
     }
     sync_cube();
-    let mut item = UNIT_POS as usize;
-    while item < ROUTER_SEGMENTS * args.experts {
-        let expert = item % args.experts;
-        let mut count = 0u32;
-        let mut chunk = item / args.experts;
-        while chunk < chunks {
-            count += sums.counts[chunk * args.experts + expert];
-            chunk += ROUTER_SEGMENTS;
+    if comptime!(!plan.losses_only) {
+        let mut item = UNIT_POS as usize;
+        while item < ROUTER_SEGMENTS * args.experts {
+            let expert = item % args.experts;
+            let mut count = 0u32;
+            let mut chunk = item / args.experts;
+            while chunk < chunks {
+                count += sums.counts[chunk * args.experts + expert];
+                chunk += ROUTER_SEGMENTS;
+            }
+            parts[item] = count;
+            item += CUBE_DIM as usize;
         }
-        parts[item] = count;
-        item += CUBE_DIM as usize;
+        sync_cube();
     }
-    sync_cube();
     let mut expert = UNIT_POS as usize;
     while expert < args.experts {
-        let mut count = 0u32;
-        for segment in 0..ROUTER_SEGMENTS {
-            count += parts[segment * args.experts + expert];
+        if comptime!(!plan.losses_only) {
+            let mut count = 0u32;
+            for segment in 0..ROUTER_SEGMENTS {
+                count += parts[segment * args.experts + expert];
+            }
+            counts[expert] = count;
         }
-        counts[expert] = count;
-        terms[expert] = f32::cast_from(count);
+        terms[expert] = f32::cast_from(counts[expert]);
         expert += CUBE_DIM as usize;
     }
     sync_cube();
@@ -424,7 +443,7 @@ pub fn route_sums_kernel(
         for expert in 0..args.experts {
             balance = fma(terms[expert], totals[expert], balance, plan.conversion);
         }
-        let losses = args.tokens * args.top_k;
+        let losses = place_of_losses(args, plan);
         weights[losses] = balance * args.balance;
         weights[losses + 1] = totals[args.experts] * args.mean;
     }
@@ -433,11 +452,11 @@ pub fn route_sums_kernel(
 /// What the router gave, for its backward.
 #[derive(CubeType, CubeLaunch)]
 pub struct RoutedArgs {
-    /// `f32[tokens, top_k]`, and behind them the two losses.
+    /// `f32[tokens, top_k]`, and behind them the two losses; not read for losses only.
     pub weights: Box<[f32]>,
-    /// Their gradients.
+    /// Their gradients, or those of the losses only.
     pub grads: Box<[f32]>,
-    /// `u32[tokens, top_k]`.
+    /// `u32[tokens, top_k]`; not read for losses only.
     pub chosen: Box<[u32]>,
     /// Choices of each expert, `u32[experts]`.
     pub counts: Box<[u32]>,
@@ -454,7 +473,7 @@ pub fn route_backward_kernel(
 ) {
     let own = comptime!(plan.own());
     let lanes = comptime!(if plan.planes { LANES } else { 1 });
-    let losses = args.tokens * args.top_k;
+    let losses = place_of_losses(args, plan);
     let balance = routed.grads[losses] * args.balance;
     let by_square = routed.grads[losses + 1] * args.z;
     let mut counts = Array::<f32>::new(own);
@@ -481,35 +500,39 @@ pub fn route_backward_kernel(
         }
         let start = token * args.top_k;
         let mut inner = 0.0f32;
-        for slot in start..start + args.top_k {
-            inner = fma(
-                routed.weights[slot],
-                routed.grads[slot],
-                inner,
-                plan.conversion,
-            );
+        if comptime!(!plan.losses_only) {
+            for slot in start..start + args.top_k {
+                inner = fma(
+                    routed.weights[slot],
+                    routed.grads[slot],
+                    inner,
+                    plan.conversion,
+                );
+            }
         }
         let mean = lane_dot(&values, &by_probability, plan);
         #[unroll(plan.planes)]
         for i in 0..own {
             let aside = fma(balance, counts[i], -mean, plan.conversion);
             let mut factor = fma(by_square, softmax.log_sum, aside, plan.conversion);
-            if comptime!(!plan.normalizes) {
+            if comptime!(!plan.normalizes && !plan.losses_only) {
                 factor -= inner;
             }
             values[i] *= factor;
         }
-        for slot in start..start + args.top_k {
-            let expert = routed.chosen[slot];
-            let mut by_weight = routed.grads[slot];
-            if comptime!(plan.normalizes) {
-                by_weight -= inner;
-            }
-            let weight = routed.weights[slot];
-            #[unroll(plan.planes)]
-            for i in 0..own {
-                if expert_of(i, plan) as u32 == expert {
-                    values[i] = fma(weight, by_weight, values[i], plan.conversion);
+        if comptime!(!plan.losses_only) {
+            for slot in start..start + args.top_k {
+                let expert = routed.chosen[slot];
+                let mut by_weight = routed.grads[slot];
+                if comptime!(plan.normalizes) {
+                    by_weight -= inner;
+                }
+                let weight = routed.weights[slot];
+                #[unroll(plan.planes)]
+                for i in 0..own {
+                    if expert_of(i, plan) as u32 == expert {
+                        values[i] = fma(weight, by_weight, values[i], plan.conversion);
+                    }
                 }
             }
         }

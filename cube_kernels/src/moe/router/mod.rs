@@ -11,7 +11,7 @@ use crate::{
     capabilities::{conversion_of, is_cpu},
     launch::{buffer, cubes, grid, units},
     memory::{allocate, check_memory},
-    reference::{ROUTER_CHUNK, Router},
+    reference::{BatchPart, ROUTER_CHUNK, Router},
     sort::sort,
 };
 use kernel::{
@@ -50,12 +50,14 @@ fn plan_of(client: &Client, router: Router) -> RouterPlan {
         per_lane: router.experts.div_ceil(32),
         planes: !is_cpu(client),
         normalizes: router.normalizes(),
+        losses_only: false,
         conversion: conversion_of(client),
     }
 }
 
-fn args(tokens: usize, router: Router) -> RouterArgsLaunch {
-    let factors = router.factors(tokens);
+/// Arguments for `tokens` tokens, with losses of `all` tokens.
+fn args(tokens: usize, all: usize, router: Router) -> RouterArgsLaunch {
+    let factors = router.factors(all);
     RouterArgsLaunch::new(
         tokens,
         router.experts,
@@ -118,7 +120,7 @@ pub fn route(
                 buffer(&routed.chosen, slots),
             ),
             sums(),
-            args(tokens, router),
+            args(tokens, tokens, router),
             plan,
         );
         route_sums_kernel::launch_unchecked(
@@ -128,7 +130,7 @@ pub fn route(
             sums(),
             buffer(&routed.counts, experts),
             buffer(&routed.weights, slots + 2),
-            args(tokens, router),
+            args(tokens, tokens, router),
             plan,
         );
     }
@@ -171,8 +173,114 @@ pub fn route_backward(
                 buffer(&routed.counts, experts),
             ),
             buffer(&out, tokens * experts),
-            args(tokens, router),
+            args(tokens, tokens, router),
             plan_of(client, router),
+        );
+    }
+    Ok(out)
+}
+
+/// The balance loss and the mean of the squared log-sums of a batch, as far as the tokens of the
+/// logits `f32[part.tokens, experts]` add to them, `f32[2]`, given the choices of each expert in
+/// the batch, `u32[experts]`; see
+/// [`reference::router_losses`](crate::reference::router_losses), whose bits these are.
+///
+/// # Errors
+/// As [`route`].
+pub fn router_losses(
+    client: &Client,
+    logits: &Handle,
+    counts: &Handle,
+    (part, router): (BatchPart, Router),
+) -> Result<Handle, Nvfp4Error> {
+    let BatchPart { tokens, of } = part;
+    check(logits, tokens, router)?;
+    let experts = router.experts;
+    check_memory("counts", counts, experts * 4)?;
+    let words = |len: usize| allocate(client, len * 4);
+    let chunks = tokens.div_ceil(ROUTER_CHUNK);
+    let (losses, values) = (words(2), words(chunks * (experts + 1)));
+    let (unused, unused_counts) = (words(1), words(chunks * experts));
+    let plan = RouterPlan {
+        losses_only: true,
+        ..plan_of(client, router)
+    };
+    let dim = CubeDim::new_1d(units(client) as u32);
+    // SAFETY: the kernels stay below the tokens, experts and chunks that the buffers were made for;
+    // with losses only they touch neither weights nor choices.
+    unsafe {
+        let sums = || {
+            RouterSumsLaunch::new(
+                buffer(&values, chunks * (experts + 1)),
+                buffer(&unused_counts, chunks * experts),
+            )
+        };
+        route_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(chunks as u32, 1, 1),
+            dim,
+            buffer(logits, tokens * experts),
+            RouterOutLaunch::new(buffer(&losses, 2), buffer(&unused, 1)),
+            sums(),
+            args(tokens, of, router),
+            plan,
+        );
+        route_sums_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            dim,
+            sums(),
+            buffer(counts, experts),
+            buffer(&losses, 2),
+            args(tokens, of, router),
+            plan,
+        );
+    }
+    Ok(losses)
+}
+
+/// The gradient by the logits of [`router_losses`], `f32[part.tokens, experts]`, given `grads`,
+/// `f32[2]`, those by the losses; see
+/// [`reference::router_losses_backward`](crate::reference::router_losses_backward), whose bits these
+/// are.
+///
+/// # Errors
+/// As [`route`].
+pub fn router_losses_backward(
+    client: &Client,
+    logits: &Handle,
+    counts: &Handle,
+    grads: &Handle,
+    (part, router): (BatchPart, Router),
+) -> Result<Handle, Nvfp4Error> {
+    let BatchPart { tokens, of } = part;
+    check(logits, tokens, router)?;
+    let experts = router.experts;
+    check_memory("counts", counts, experts * 4)?;
+    check_memory("grads", grads, 8)?;
+    let out = allocate(client, tokens * experts * 4);
+    let (count, dim) = cubes(client, tokens.div_ceil(units(client).div_ceil(32)));
+    let plan = RouterPlan {
+        losses_only: true,
+        ..plan_of(client, router)
+    };
+    // SAFETY: the buffers were checked; the kernel stays below the tokens and experts, and with
+    // losses only reads neither weights nor choices.
+    unsafe {
+        route_backward_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            buffer(logits, tokens * experts),
+            RoutedArgsLaunch::new(
+                buffer(grads, 2),
+                buffer(grads, 2),
+                buffer(counts, experts),
+                buffer(counts, experts),
+            ),
+            buffer(&out, tokens * experts),
+            args(tokens, of, router),
+            plan,
         );
     }
     Ok(out)

@@ -48,7 +48,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
         numbering: match across && source.grouping == Grouping::One {
-            true => Numbering::Part,
+            true => Numbering::BlockGaps,
             false => Numbering::Own,
         },
         redrawn_signs: across,
@@ -90,7 +90,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     tiles(),
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
-                    EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
+                    EdenDrawLaunch::new(
+                        b(2),
+                        random(),
+                        PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
+                        signs()
+                    ),
                     policy(across, true, false, source, form),
                     FloatKind::F32,
                     FloatKind::F32.storage_type()
@@ -145,7 +150,12 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     tiles(),
                     EdenInputsLaunch::new(b(8), 1.0, 1.0),
                     out(form),
-                    EdenDrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 4), signs()),
+                    EdenDrawLaunch::new(
+                        b(2),
+                        random(),
+                        PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
+                        signs()
+                    ),
                     policy(across, false, words, source, form),
                     dtype,
                     elem

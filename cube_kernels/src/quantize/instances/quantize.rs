@@ -56,7 +56,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 stochastic,
                 device_offset,
                 numbering: match device_offset {
-                    true => Numbering::Part,
+                    true => Numbering::RowGaps,
                     false => Numbering::Own,
                 },
                 scaling,
@@ -85,7 +85,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             unscaled: true,
             ..plan
         };
-        let draw = || DrawLaunch::new(b(2), random(), PositionLaunch::new(1, 2, 32), signs());
+        let draw = || {
+            DrawLaunch::new(
+                b(2),
+                random(),
+                PositionLaunch::new(1, 2, 32, 1, 2, 3, 4),
+                signs(),
+            )
+        };
         let packed_out = || QuantOutArgs::Packed(PackedOutLaunch::new(b(BLOCKS), b(BLOCKS)));
         let target = |plan: Option<QuantPlan>| {
             let out = match plan {

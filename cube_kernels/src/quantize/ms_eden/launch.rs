@@ -5,7 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     super::{
         packed_source::{PackedSource, SourcePlan},
-        plan::signs_launch,
+        plan::{check_position, signs_launch},
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     arguments::{
@@ -511,16 +511,12 @@ impl<'a> Geometry<'a> {
             check_memory("random", offset, 8)?;
         }
         let numbering = match quantize {
-            Some((random, _)) => Numbering::of(&eden_position(&random.stream.position)?),
+            Some((random, _)) => {
+                check_position(&random.stream.position, source.groups())?;
+                Numbering::of(&eden_position(&random.stream.position)?)
+            }
             None => Numbering::Own,
         };
-        if numbering == Numbering::Part && !matches!(source.groups(), Groups::One) {
-            return Err(Nvfp4Error::value(
-                "position",
-                "row_blocks of a tensor in groups",
-                "no row_blocks: each group has its own rows",
-            ));
-        }
         let (rows, cols) = source.shape();
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
