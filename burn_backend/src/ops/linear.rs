@@ -15,6 +15,7 @@ use super::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize, storage_of,
 };
 use super::probe::OperandSource;
+use super::segments::narrow;
 use super::sharding::{LinearSharding, Role};
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
@@ -363,7 +364,10 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         );
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
         let (forward, backward) = if let Some(sharding) = &self.context.sharding {
-            let (row, col) = sharding.quantize(w, Role::Weight, pair, Some(fprop_w), dtype);
+            let known = self.known_amax(pair.into_iter().chain([fprop_w]));
+            let known = known.map(|KnownAmax { maxima, entry }| narrow::<B>(maxima, 0, entry, 1));
+            let specs = (pair, Some(fprop_w));
+            let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
             (col.expect("asked for"), row)
         } else if let Some(known) = self.quantize_known_weight(fprop_w, pair) {
             known
@@ -385,6 +389,22 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (forward, backward)
     }
 
+    /// The amax that the optimizer found of `w`, if that is what all `specs` are made from.
+    fn known_amax<'a>(
+        &self,
+        mut specs: impl Iterator<Item = &'a OperandSpec>,
+    ) -> Option<KnownAmax<B>> {
+        let RowGroups::Whole = self.groups else {
+            return None;
+        };
+        let is_shared = |spec: &OperandSpec| spec.params().is_some_and(QuantParams::shares_amax);
+        if !specs.all(is_shared) {
+            return None;
+        }
+        let weight = self.context.weight.as_ref()?;
+        known_amax::find::<B>(&weight.identity)
+    }
+
     /// `w` by `fprop` for the forward, and by `dgrad`, if one kernel is to make that too, from the
     /// amax that the optimizer found; `None` where it is not known, or not what they are made from.
     fn quantize_known_weight(
@@ -392,23 +412,18 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         fprop: &OperandSpec,
         dgrad: Option<&OperandSpec>,
     ) -> Option<(Operand<B>, Option<Operand<B>>)> {
-        let RowGroups::Whole = self.groups else {
-            return None;
-        };
-        let known = known_amax::find::<B>(&self.context.weight.as_ref()?.identity)?;
-        let params = |spec: &OperandSpec| spec.params().copied().filter(QuantParams::shares_amax);
-        let col = params(fprop)?;
+        let KnownAmax { maxima, entry } = self.known_amax(dgrad.into_iter().chain([fprop]))?;
+        let col = *fprop.params()?;
         let usages = match dgrad {
             None => QuantUsages::one(Usage::Columnwise, col, Storage::Packed),
             Some(dgrad) => {
-                let row = params(dgrad)?;
+                let row = *dgrad.params()?;
                 if !is_one_kernel(&self.groups, &row, &col) {
                     return None;
                 }
                 QuantUsages::both(row, col)
             }
         };
-        let KnownAmax { maxima, entry } = known;
         let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
         let (row, col) = made.into_options();
         Some((

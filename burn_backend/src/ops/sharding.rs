@@ -140,6 +140,23 @@ impl LinearSharding {
         self.quantize_part(x, found, &part, (row, col), dtype)
     }
 
+    /// The operands of the weight `w`, as far as they are asked for; `known` is the amax of the rank's
+    /// part, if the optimizer found it and the operands are made from it.
+    pub(super) fn quantize_weight<B: Nvfp4KernelOps>(
+        &self,
+        w: FloatTensor<B>,
+        known: Option<FloatTensor<B>>,
+        (row, col): (Option<&OperandSpec>, Option<&OperandSpec>),
+        dtype: FloatDType,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
+        let part = self.part(Role::Weight, w.shape()[0]);
+        let found = known.map(|amax| AmaxPair {
+            rowwise: amax.clone(),
+            columnwise: amax,
+        });
+        self.quantize_part(w, found, &part, (row, col), dtype)
+    }
+
     /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
     pub(super) fn input<B: Nvfp4KernelOps>(
         &self,
@@ -263,7 +280,9 @@ impl LinearSharding {
         let usages = [Usage::Rowwise, Usage::Columnwise];
         let params = params.map(|params| params.filter(|params| params.format.has_global_scale()));
         let found = match (found, params) {
-            (Some(found), _) => [Some(found.rowwise), Some(found.columnwise)],
+            (Some(found), [row, col]) => {
+                [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
+            }
             (None, [Some(row), Some(col)])
                 if [row, col].map(|it| has_one_amax(&it)) == [true; 2] =>
             {

@@ -19,8 +19,13 @@ struct Plan {
     send: Vec<usize>,
     /// Rows from each rank.
     receive: Vec<usize>,
-    /// Rows of each expert of this rank.
-    held: Vec<usize>,
+    /// Rows of each expert of this rank, from each rank.
+    held: Vec<Vec<usize>>,
+}
+
+/// The order of received rows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Order {
     /// The received row at each place of the order by expert.
     rows: Vec<i32>,
     /// The place of each received row.
@@ -54,34 +59,42 @@ impl Plan {
         }
         let held = experts / size;
         let own = rank * held..(rank + 1) * held;
+        let of_expert = |expert| sources.iter().map(|source| source[expert]).collect();
+        Ok(Self {
+            send: (0..size).map(|to| sent(sources[rank], to, size)).collect(),
+            receive: sources.iter().map(|from| sent(from, rank, size)).collect(),
+            held: own.map(of_expert).collect(),
+        })
+    }
+
+    /// Rows of each expert of this rank.
+    fn rows_of_experts(&self) -> Vec<usize> {
+        self.held.iter().map(|from| from.iter().sum()).collect()
+    }
+
+    /// The order of what this rank receives.
+    fn order(&self) -> Order {
+        let ranks = self.receive.len();
         // The first received row of each expert of each source.
-        let mut starts = Vec::with_capacity(size * held);
+        let mut starts = vec![vec![0; ranks]; self.held.len()];
         let mut next = 0;
-        for source in &sources {
-            for expert in own.clone() {
-                starts.push(next);
-                next += source[expert];
+        for source in 0..ranks {
+            for (starts, from) in starts.iter_mut().zip(&self.held) {
+                starts[source] = next;
+                next += from[source];
             }
         }
         let mut rows = Vec::with_capacity(next);
-        for (place, expert) in own.clone().enumerate() {
-            for (from, source) in sources.iter().enumerate() {
-                let start = starts[from * held + place];
-                rows.extend((start..start + source[expert]).map(|row| row as i32));
+        for (starts, from) in starts.iter().zip(&self.held) {
+            for (&start, &count) in starts.iter().zip(from) {
+                rows.extend((start..start + count).map(|row| row as i32));
             }
         }
         let mut places = vec![0; rows.len()];
         for (place, &row) in rows.iter().enumerate() {
             places[row as usize] = place as i32;
         }
-        let total = |expert| sources.iter().map(|source| source[expert]).sum();
-        Ok(Self {
-            send: (0..size).map(|to| sent(sources[rank], to, size)).collect(),
-            receive: sources.iter().map(|from| sent(from, rank, size)).collect(),
-            held: own.map(total).collect(),
-            rows,
-            places,
-        })
+        Order { rows, places }
     }
 }
 
@@ -92,9 +105,14 @@ pub(super) struct ExpertExchange {
     plan: Plan,
     /// Choices of each expert on all ranks.
     totals: Vec<usize>,
+}
+
+/// The order of what arrived at this rank's experts.
+#[derive(Debug)]
+pub(super) struct Arrived {
     /// The experts of this rank, and where the tokens of each begin.
-    experts: ExpertOffsets,
-    /// [`Plan::rows`] and [`Plan::places`].
+    pub experts: ExpertOffsets,
+    /// [`Order::rows`] and [`Order::places`].
     rows: Tensor<1, Int>,
     places: Tensor<1, Int>,
 }
@@ -107,23 +125,14 @@ impl ExpertExchange {
     /// # Errors
     /// On all ranks alike, when one of them would receive 2^31 rows or more.
     pub fn try_new(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
-        let device = counts.device();
         let [experts] = counts.dims();
         let all = gather_counts(counts, group);
         let plan = Plan::try_new(&all, group.rank(), group.size())?;
         Ok(Self {
             group: group.clone(),
-            experts: ExpertOffsets::of_counts(&plan.held, &device),
-            rows: ints(&plan.rows, &device),
-            places: ints(&plan.places, &device),
             totals: total_counts(&all, experts),
             plan,
         })
-    }
-
-    /// The experts of this rank, and where the tokens of each begin.
-    pub fn experts(&self) -> &ExpertOffsets {
-        &self.experts
     }
 
     /// The tokens of each expert of earlier ranks.
@@ -138,16 +147,29 @@ impl ExpertExchange {
 
     /// The tokens of this rank's experts from all ranks, by expert, given those of this rank, by
     /// expert. Differentiable.
-    pub fn dispatch(&self, sorted: Tensor<2>) -> Tensor<2> {
+    ///
+    /// The exchange is queued first: the device has waited for the host, which makes the order of
+    /// what arrives while it travels.
+    pub fn dispatch(&self, sorted: Tensor<2>) -> (Tensor<2>, Arrived) {
         let Plan { send, receive, .. } = &self.plan;
+        let device = sorted.device();
         let received = functions::all_to_all(sorted, send, receive, &self.group);
-        self.permute(received, &self.rows, &self.places)
+        let Order { rows, places } = self.plan.order();
+        let (rows, places) = (ints(&rows, &device), ints(&places, &device));
+        let tokens = self.permute(received, &rows, &places);
+        let arrived = Arrived {
+            experts: ExpertOffsets::of_counts(&self.plan.rows_of_experts(), &device),
+            rows,
+            places,
+        };
+        (tokens, arrived)
     }
 
-    /// The inverse of [`dispatch`](Self::dispatch), for results. Differentiable.
-    pub fn combine(&self, results: Tensor<2>) -> Tensor<2> {
+    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`.
+    /// Differentiable.
+    pub fn combine(&self, results: Tensor<2>, arrived: &Arrived) -> Tensor<2> {
         let Plan { send, receive, .. } = &self.plan;
-        let results = self.permute(results, &self.places, &self.rows);
+        let results = self.permute(results, &arrived.places, &arrived.rows);
         functions::all_to_all(results, receive, send, &self.group)
     }
 
@@ -193,32 +215,43 @@ mod tests {
         let expected = Plan {
             send: vec![3, 3],
             receive: vec![3, 2],
-            held: vec![2, 3],
-            rows: vec![0, 1, 2, 3, 4],
-            places: vec![0, 1, 2, 3, 4],
+            held: vec![vec![2, 0], vec![1, 2]],
         };
         assert_eq!(plan(0), expected);
+        assert_eq!(plan(0).rows_of_experts(), [2, 3]);
         let expected = Plan {
             send: vec![2, 1],
             receive: vec![3, 1],
-            held: vec![4, 0],
-            rows: vec![0, 1, 2, 3],
-            places: vec![0, 1, 2, 3],
+            held: vec![vec![3, 1], vec![0, 0]],
         };
         assert_eq!(plan(1), expected);
+        assert_eq!(plan(1).rows_of_experts(), [4, 0]);
+        let order = |plan: Plan| {
+            let Order { rows, places } = plan.order();
+            (rows, places)
+        };
+        assert_eq!(order(plan(0)), (vec![0, 1, 2, 3, 4], vec![0, 1, 2, 3, 4]));
+        assert_eq!(order(plan(1)), (vec![0, 1, 2, 3], vec![0, 1, 2, 3]));
         // Both experts of rank 0 have rows of both ranks: as two blocks a rank, then as two blocks
         // an expert.
         let plan = Plan::try_new(&[2, 1, 1, 2], 0, 1).unwrap();
-        assert_eq!((plan.held, plan.receive), (vec![2, 1, 1, 2], vec![6]));
+        assert_eq!(plan.rows_of_experts(), [2, 1, 1, 2]);
+        assert_eq!(plan.receive, [6]);
         let plan = Plan::try_new(&[2, 1, 0, 0, 1, 2, 0, 0], 0, 2).unwrap();
-        assert_eq!(plan.rows, [0, 1, 3, 2, 4, 5]);
-        assert_eq!(plan.places, [0, 1, 3, 2, 4, 5]);
+        assert_eq!(
+            order(plan),
+            (vec![0, 1, 3, 2, 4, 5], vec![0, 1, 3, 2, 4, 5])
+        );
         let plan = Plan::try_new(&[1, 2, 0, 0, 2, 1, 0, 0], 0, 2).unwrap();
-        assert_eq!(plan.rows, [0, 3, 4, 1, 2, 5]);
-        assert_eq!(plan.places, [0, 3, 4, 1, 2, 5]);
+        assert_eq!(
+            order(plan),
+            (vec![0, 3, 4, 1, 2, 5], vec![0, 3, 4, 1, 2, 5])
+        );
         let plan = Plan::try_new(&[2, 2, 0, 0, 1, 1, 0, 0], 0, 2).unwrap();
-        assert_eq!(plan.rows, [0, 1, 4, 2, 3, 5]);
-        assert_eq!(plan.places, [0, 1, 3, 4, 2, 5]);
+        assert_eq!(
+            order(plan),
+            (vec![0, 1, 4, 2, 3, 5], vec![0, 1, 3, 4, 2, 5])
+        );
     }
 
     /// Both ranks see it, though one would receive little.

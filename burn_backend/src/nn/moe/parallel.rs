@@ -241,11 +241,15 @@ impl ExpertParallelMoe {
             chosen, weights, ..
         } = parts.route(logits.clone())?;
         let routing = Routing::try_new(chosen, experts)?;
-        let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
-        let sorted = exchange.dispatch(routing.dispatch(x.clone()));
-        // What needs no token of another rank is queued behind the dispatch, which it can overlap
-        // with where an exchange only queues. Exchanges through the memory of the host wait.
+        // What needs no count is queued before the host waits for the counts, and what the experts
+        // do not need is queued behind them: the device has work while it waits for the host.
+        let sorted = routing.dispatch(x.clone());
         let shared = parts.run_shared(x.clone())?;
+        let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
+        let (tokens, arrived) = exchange.dispatch(sorted);
+        let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
+        let results = exchange.combine(results, &arrived);
+        let mut output = routing.combine(results, weights);
         let gathered = self.batch.as_ref().map(|batch| {
             let all = gather_counts(routing.counts(), batch);
             (total_counts(&all, experts), batch)
@@ -258,9 +262,6 @@ impl ExpertParallelMoe {
         let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
         let counts = ints(&counts, &x.device());
         let [balance_loss, z_loss] = batch_losses(logits, (totals, counts.clone()), top_k, batch);
-        let results = parts.run(sorted, exchange.experts(), exchange.earlier())?;
-        let results = exchange.combine(results);
-        let mut output = routing.combine(results, weights);
         if let Some(shared) = shared {
             output = output + shared;
         }
