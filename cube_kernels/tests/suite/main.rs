@@ -32,6 +32,8 @@ mod gemm_portable;
 mod gemm_stream_k;
 #[cfg(feature = "cube")]
 mod gemm_tcgen05;
+#[cfg(feature = "cube")]
+mod gemm_tcgen05_forms;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]
@@ -68,6 +70,8 @@ mod shapes;
 mod shards;
 #[cfg(feature = "cube")]
 mod tcgen05_model;
+#[cfg(feature = "cube")]
+mod tcgen05_stages;
 #[cfg(feature = "cube")]
 mod units;
 #[cfg(feature = "cube")]
