@@ -15,6 +15,8 @@ mod stochastic;
 #[cfg(feature = "cube")]
 mod attention;
 #[cfg(feature = "cube")]
+mod cutlass;
+#[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]
 mod embedding;

@@ -3,67 +3,29 @@
 use cubecl::prelude::*;
 use half::bf16;
 
+mod inputs;
 mod sm100;
+
+use inputs::{ALL, ALL_GROUPS, BLOCKS, COLS, NO_SPILLS, PLAIN, ROWS, epilogue, map, problem};
 
 use super::kernels::small_m::loads_a_late;
 use super::kernels::{
-    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor,
-    GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch,
-    PartialTilesLaunch, Pieces, ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule,
-    ScheduledProblemLaunch, Sm90Plan, Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape,
-    StreamKPlan, StreamKProblemLaunch, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
-    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
-    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel,
-    transpose_kernel,
+    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
+    MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
+    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
+    W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel, dequantize_unscaled_kernel,
+    factors_kernel, scalar_grouped_kernel, scalar_kernel, sm90_bf16_kernel, sm90_stream_k_kernel,
+    sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel, transpose_kernel,
 };
 use crate::{
     cube::ptx::Major,
     gemm::{
-        epilogue::OutputAmax,
         specialization::GemmInstance,
         tiles::{SM90_BOX, SM90_TILE_M},
     },
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
-};
-
-/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
-const ROWS: usize = 256;
-const COLS: usize = 256;
-const BLOCKS: usize = ROWS * COLS / 16;
-
-/// One amax for each operand, and nothing besides.
-const PLAIN: EpilogueKind = EpilogueKind {
-    a: Factor::Tensor,
-    b: Factor::Tensor,
-    bias: false,
-    accumulate: false,
-    out: FloatKind::Bf16,
-    amax: None,
-};
-
-/// Everything that an epilogue can do.
-const ALL: EpilogueKind = EpilogueKind {
-    a: Factor::PerRow,
-    b: Factor::PerRow,
-    bias: true,
-    accumulate: true,
-    out: FloatKind::F32,
-    amax: Some(OutputAmax::Whole),
-};
-
-/// The same with an amax for each group.
-const ALL_GROUPS: EpilogueKind = EpilogueKind {
-    amax: Some(OutputAmax::PerGroup),
-    ..ALL
-};
-
-/// Spills are forbidden, whatever the kernel.
-const NO_SPILLS: Expected = Expected {
-    e2m1_rn: None,
-    e2m1_rs: None,
-    e4m3: None,
-    spills: Some(false),
 };
 
 /// All instances that `device` uses.
@@ -146,28 +108,6 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// An epilogue of `kind`.
-fn epilogue(device: &DummyDevice, kind: EpilogueKind) -> EpilogueLaunch {
-    let b = |len| device.buffer(len);
-    EpilogueLaunch::new(
-        b(ROWS),
-        b(ROWS),
-        b(COLS),
-        b(ROWS * COLS),
-        b(2),
-        2688.0,
-        2688.0,
-        256.0,
-        kind,
-    )
-}
-
-/// A GEMM of one size, in `groups` groups.
-fn problem(device: &DummyDevice, groups: usize) -> GroupedProblemLaunch {
-    let shape = ProblemShapeLaunch::of((ROWS, ROWS, 64), groups);
-    GroupedProblemLaunch::new(shape, device.buffer(groups + 1), 8)
-}
-
 fn packed<C: CubePrimitive>(device: &DummyDevice) -> PackedMatrixLaunch<C> {
     PackedMatrixLaunch::new(device.buffer(BLOCKS), device.buffer(BLOCKS))
 }
@@ -175,20 +115,6 @@ fn packed<C: CubePrimitive>(device: &DummyDevice) -> PackedMatrixLaunch<C> {
 fn mixed<C: CubePrimitive, D: CubePrimitive>(device: &DummyDevice) -> MixedMatrixLaunch<C, D> {
     let b = || device.buffer(BLOCKS);
     MixedMatrixLaunch::new(b(), b(), b())
-}
-
-/// A map of tiles of `tile` elements of the native type `elem`.
-fn map(device: &DummyDevice, tile: [usize; 2], elem: cubecl::ir::ElemType) -> TensorMapArg<Tiled> {
-    // SAFETY: nothing is launched.
-    let tensor =
-        unsafe { TensorArg::from_raw_parts(device.memory(), [64, 1].into(), [256, 64].into()) };
-    TensorMapArg::new(
-        TiledArgs {
-            tile_size: tile.into(),
-        },
-        tensor,
-        elem,
-    )
 }
 
 /// A map of stages of `rows` rows for the bf16 kernels of Hopper.

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{ALL, ALL_GROUPS, BLOCKS, NO_SPILLS, PLAIN, epilogue, map, problem};
+use super::inputs::{ALL, ALL_GROUPS, BLOCKS, NO_SPILLS, PLAIN, epilogue, map, problem};
 use crate::{
     cube::ptx::BlockScaled,
     gemm::{
