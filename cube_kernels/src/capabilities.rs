@@ -32,12 +32,13 @@ pub enum GemmBackend {
     /// with a packed weight that is dequantized in registers.
     Sm90Wgmma,
     /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
-    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)), and grouped and per-row GEMMs by the kernel of
-    /// [`Sm100Tcgen05`](Self::Sm100Tcgen05) if its self-check passes. Never run on hardware.
+    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)), and grouped, per-row and MXFP8 GEMMs by the
+    /// kernel of [`Sm100Tcgen05`](Self::Sm100Tcgen05) if its self-check passes. Never run on
+    /// hardware.
     CublasLt,
     /// Compute capability 10.0 and 10.3, where the environment variable `NVFP4_GEMM=tcgen05` or a
-    /// request asks for it: FP4 tensor cores by a kernel of this crate. What it does not take goes
-    /// where [`CublasLt`](Self::CublasLt) sends it. Never run on hardware.
+    /// request asks for it: FP4 and FP8 tensor cores by a kernel of this crate. What it does not
+    /// take goes where [`CublasLt`](Self::CublasLt) sends it. Never run on hardware.
     Sm100Tcgen05,
     /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix
     /// instructions as they are (never run on hardware), or small M with a packed weight that is

@@ -36,11 +36,14 @@ fn doctor_names_the_kernels() {
         "128x4 scale layout",
         "dequantize",
         "GEMM, NVFP4 x NVFP4",
+        "GEMM, MXFP8 x MXFP8",
         "GEMM, bf16 x NVFP4",
         "GEMM, bf16 x bf16",
         "GEMM, f32 or f16",
         "M-grouped GEMM, NVFP4",
         "K-grouped GEMM, NVFP4",
+        "M-grouped GEMM, MXFP8",
+        "K-grouped GEMM, MXFP8",
         "RMSNorm, SwiGLU",
     ];
     // A section for each device, and in it each operation with its kernel; the reason on request.
@@ -78,10 +81,16 @@ fn doctor_names_the_kernels() {
 fn doctor_names_the_kernels_of_a_shape() {
     let dense = [
         "GEMM, NVFP4 x NVFP4",
+        "GEMM, MXFP8 x MXFP8",
         "GEMM, bf16 x NVFP4",
         "GEMM, bf16 x bf16",
     ];
-    let grouped = ["M-grouped GEMM, NVFP4", "K-grouped GEMM, NVFP4"];
+    let grouped = [
+        "M-grouped GEMM, NVFP4",
+        "K-grouped GEMM, NVFP4",
+        "M-grouped GEMM, MXFP8",
+        "K-grouped GEMM, MXFP8",
+    ];
     let cases: [(_, _, &[&str]); 2] = [
         (vec![], "1 group(s)", &dense),
         (vec!["--groups", "8"], "8 group(s)", &grouped),
@@ -148,6 +157,8 @@ fn the_oracle_writes_a_report() {
         "integer-gemm-per-token",
         "integer-gemm-m-grouped",
         "integer-gemm-k-grouped",
+        "integer-gemm-mxfp8",
+        "integer-gemm-swap-ab",
         "cvt-rs-order",
     ] {
         assert_eq!(result(name), "passed", "{name}: {report}");
@@ -157,7 +168,7 @@ fn the_oracle_writes_a_report() {
     }
     assert_eq!(report["device"], "cpu");
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!(report["passed"], 7);
+    assert_eq!(report["passed"], 9);
 
     let only = ["--report", path, "--only", "scale-copy-dump"];
     succeeds(nvfp4("oracle tcgen05 --device cpu", &only));

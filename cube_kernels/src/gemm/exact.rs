@@ -9,7 +9,7 @@ use cubecl::{client::Client, server::Handle};
 
 use super::scheduler::GroupedDim;
 use crate::{
-    Amax, AmaxGranularity, BLOCK, Layout, Nvfp4Error, Origin, QuantizedTensor, Usage,
+    Amax, AmaxGranularity, BLOCK, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, Usage,
     memory::download,
     moe::GroupOffsets,
     reference::{self, philox::philox4x32},
@@ -18,12 +18,17 @@ use crate::{
 
 /// E4M3 of 1/2, 1 and 2.
 const SCALES: [u8; 3] = [0x30, 0x38, 0x40];
+/// UE8M0 of the same.
+const POWERS: [u8; 3] = [126, 127, 128];
+/// E4M3 of the magnitudes of E2M1, in the order of its codes.
+const ELEMENTS: [u8; 8] = [0x00, 0x30, 0x38, 0x3c, 0x40, 0x44, 0x48, 0x4c];
 /// The amax of a global scale of 1.
 const AMAX: f32 = 2688.0;
 
 /// Codes and scales of some rows.
 #[derive(Clone)]
 struct Rows {
+    format: Format,
     rows: usize,
     k: usize,
     codes: Vec<u8>,
@@ -31,12 +36,24 @@ struct Rows {
 }
 
 impl Rows {
-    /// Any codes, with any of [`SCALES`].
-    fn random(rows: usize, k: usize, seed: u32) -> Self {
-        Self::with_scales(rows, k, seed, |byte| SCALES[usize::from(byte) % 3])
+    /// Any values of E2M1, in either format, with any of [`SCALES`].
+    fn random(format: Format, rows: usize, k: usize, seed: u32) -> Self {
+        if !format.is_mx() {
+            return Self::with_scales(rows, k, seed, |byte| SCALES[usize::from(byte) % 3]);
+        }
+        let drawn = Self::with_scales(rows, k, seed, |byte| POWERS[usize::from(byte) % 3]);
+        // Half as many blocks, and a byte for each code.
+        let codes = drawn.codes.iter().flat_map(|byte| [byte & 0xf, byte >> 4]);
+        let element = |code: u8| ELEMENTS[usize::from(code & 7)] | (code & 8) << 4;
+        Self {
+            format,
+            codes: codes.map(element).collect(),
+            scales: drawn.scales[..rows * k / format.block()].to_vec(),
+            ..drawn
+        }
     }
 
-    /// Any codes, with the scales that `scale` makes of any byte.
+    /// Any NVFP4 codes, with the scales that `scale` makes of any byte.
     fn with_scales(rows: usize, k: usize, seed: u32, scale: fn(u8) -> u8) -> Self {
         let blocks = rows * k / BLOCK;
         let bytes = |stream: u32, len: usize| -> Vec<u8> {
@@ -48,6 +65,7 @@ impl Rows {
         };
         let scales = bytes(1, blocks);
         Self {
+            format: Format::Nvfp4,
             rows,
             k,
             codes: bytes(0, blocks * BLOCK / 2),
@@ -58,6 +76,7 @@ impl Rows {
     /// The rows of all `parts`, one below the other.
     fn stacked(parts: &[Self]) -> Self {
         Self {
+            format: parts[0].format,
             rows: parts.iter().map(|part| part.rows).sum(),
             k: parts[0].k,
             codes: parts.iter().flat_map(|part| part.codes.clone()).collect(),
@@ -79,6 +98,7 @@ impl Rows {
             all
         };
         Self {
+            format: parts[0].format,
             rows,
             k: parts.iter().map(|part| part.k).sum(),
             codes: join(|part| &part.codes),
@@ -86,10 +106,11 @@ impl Rows {
         }
     }
 
-    /// With a global scale of one, or one of 1, 2, 4 or 8 for each row.
+    /// With a global scale of one, or one of 1, 2, 4 or 8 for each row, where the format has one.
     fn tensor(&self, per_row: bool) -> Result<QuantizedTensor, Nvfp4Error> {
-        let layout = Layout::nvfp4(self.rows, self.k, Usage::Rowwise);
+        let layout = Layout::new(self.format, (self.rows, self.k), Usage::Rowwise);
         let (granularity, amax) = match per_row {
+            _ if !self.format.has_global_scale() => (AmaxGranularity::PerTensor, Amax::Absent),
             true => {
                 let amax = (0..self.rows).map(|row| AMAX * (1 << (row % 4)) as f32);
                 (AmaxGranularity::PerRow, Amax::PerRow(amax.collect()))
@@ -103,6 +124,22 @@ impl Rows {
         let (codes, scales) = (self.codes.clone(), self.scales.clone());
         QuantizedTensor::from_parts(layout, codes, scales, amax, Origin::default())
     }
+}
+
+/// The product of two tensors in one format.
+///
+/// # Errors
+/// When they do not fit each other.
+fn product(a: &QuantizedTensor, b: &QuantizedTensor) -> Result<Vec<f32>, Nvfp4Error> {
+    if !a.layout().format.is_mx() {
+        return reference::gemm_f32(a, b, None);
+    }
+    let (x, y) = (reference::mx_dequantize(a), reference::mx_dequantize(b));
+    let k = a.cols().max(1);
+    let dot = |x: &[f32], y: &[f32]| -> f32 { x.iter().zip(y).map(|(x, y)| x * y).sum() };
+    Ok(x.chunks(k)
+        .flat_map(|x| y.chunks(k).map(move |y| dot(x, y)))
+        .collect())
 }
 
 /// Operands of `m x n x k` whose sums depend on their order: any scales from 2^-3 to 16.
@@ -140,25 +177,27 @@ pub(crate) struct ExactGemm {
 }
 
 impl ExactGemm {
-    /// `m x n x k` with one global scale, or with one for each row of either operand.
+    /// `m x n x k` with one global scale, or with one for each row of either operand; with none in
+    /// MXFP8.
     ///
     /// # Errors
     /// When a size is none of a packed operand.
     pub fn dense(
         client: &Client,
+        format: Format,
         (m, n, k): (usize, usize, usize),
         per_row: bool,
     ) -> Result<Self, Nvfp4Error> {
-        let (a, b) = (Rows::random(m, k, 1), Rows::random(n, k, 2));
+        let (a, b) = (Rows::random(format, m, k, 1), Rows::random(format, n, k, 2));
         let (a, b) = (a.tensor(per_row)?, b.tensor(per_row)?);
         let kind = if per_row { "per token" } else { "dense" };
         Ok(Self {
-            what: format!("{kind}, {m} x {n} x {k}"),
+            what: format!("{format:?}, {kind}, {m} x {n} x {k}"),
             a: DeviceQuantized::from_host(client, &a),
             b: DeviceQuantized::from_host(client, &b),
             groups: None,
             k_alignment: BLOCK,
-            expected: reference::gemm_f32(&a, &b, None)?,
+            expected: product(&a, &b)?,
             columns: n,
         })
     }
@@ -169,48 +208,53 @@ impl ExactGemm {
     /// As [`Self::dense`].
     pub fn m_grouped(
         client: &Client,
+        format: Format,
         sizes: &[usize],
         (n, k): (usize, usize),
     ) -> Result<Self, Nvfp4Error> {
         let (mut a, mut b, mut expected) = (Vec::new(), Vec::new(), Vec::new());
         for (seed, size) in (3u32..).step_by(2).zip(sizes) {
-            let (left, right) = (Rows::random(*size, k, seed), Rows::random(n, k, seed + 1));
+            let (left, right) = (
+                Rows::random(format, *size, k, seed),
+                Rows::random(format, n, k, seed + 1),
+            );
             let (x, y) = (left.tensor(false)?, right.tensor(false)?);
-            expected.extend(reference::gemm_f32(&x, &y, None)?);
+            expected.extend(product(&x, &y)?);
             a.push(left);
             b.push(right);
         }
-        let what = format!("M-grouped, rows {sizes:?}, {n} x {k}");
+        let what = format!("{format:?}, M-grouped, rows {sizes:?}, {n} x {k}");
         let operands = [Rows::stacked(&a), Rows::stacked(&b)];
         Self::of_groups(client, what, operands, (GroupedDim::M, sizes), expected, n)
     }
 
-    /// Groups of `sizes` columns of the contraction, multiples of 16.
+    /// Groups of `sizes` columns of the contraction, multiples of a block.
     ///
     /// # Errors
     /// As [`Self::dense`].
     pub fn k_grouped(
         client: &Client,
+        format: Format,
         sizes: &[usize],
         (m, n): (usize, usize),
     ) -> Result<Self, Nvfp4Error> {
         let (mut a, mut b, mut expected) = (Vec::new(), Vec::new(), Vec::new());
         for (seed, size) in (5u32..).step_by(2).zip(sizes) {
             let (left, right) = (
-                Rows::random(m, *size, seed),
-                Rows::random(n, *size, seed + 1),
+                Rows::random(format, m, *size, seed),
+                Rows::random(format, n, *size, seed + 1),
             );
             match *size {
                 0 => expected.extend(vec![0.0; m * n]),
                 _ => {
                     let (x, y) = (left.tensor(false)?, right.tensor(false)?);
-                    expected.extend(reference::gemm_f32(&x, &y, None)?);
+                    expected.extend(product(&x, &y)?);
                 }
             }
             a.push(left);
             b.push(right);
         }
-        let what = format!("K-grouped, columns {sizes:?}, {m} x {n}");
+        let what = format!("{format:?}, K-grouped, columns {sizes:?}, {m} x {n}");
         let operands = [Rows::side_by_side(&a), Rows::side_by_side(&b)];
         Self::of_groups(client, what, operands, (GroupedDim::K, sizes), expected, n)
     }
@@ -285,7 +329,7 @@ mod tests {
     #[test]
     fn differences_are_named() {
         let client = cubecl::Device::Cpu(Default::default()).client();
-        let case = ExactGemm::dense(&client, (3, 8, 32), false).unwrap();
+        let case = ExactGemm::dense(&client, Format::Nvfp4, (3, 8, 32), false).unwrap();
         let mut found = case.expected.clone();
         assert_eq!(case.compare_values(&found), Ok(()));
         found[8 + 5] += 0.0625;
@@ -306,10 +350,12 @@ mod tests {
     #[test]
     fn sums_are_exact() {
         let client = cubecl::Device::Cpu(Default::default()).client();
-        let case = ExactGemm::dense(&client, (5, 16, 2048), false).unwrap();
-        assert!(case.expected.iter().any(|value| *value != 0.0));
-        for value in &case.expected {
-            assert!((value * 16.0).fract() == 0.0 && value.abs() < (1 << 20) as f32);
+        for format in [Format::Nvfp4, Format::Mxfp8] {
+            let case = ExactGemm::dense(&client, format, (5, 16, 2048), false).unwrap();
+            assert!(case.expected.iter().any(|value| *value != 0.0));
+            for value in &case.expected {
+                assert!((value * 16.0).fract() == 0.0 && value.abs() < (1 << 20) as f32);
+            }
         }
     }
 }

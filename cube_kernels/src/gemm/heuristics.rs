@@ -49,7 +49,7 @@ pub(crate) const BAND: usize = 16;
 fn dequantize(operand: OperandLayout, rows: usize) -> f64 {
     match operand {
         OperandLayout::Packed => rows as f64 * DEQUANTIZE_ROW,
-        OperandLayout::KMajor | OperandLayout::MnMajor => 0.0,
+        OperandLayout::Mxfp8 | OperandLayout::KMajor | OperandLayout::MnMajor => 0.0,
     }
 }
 

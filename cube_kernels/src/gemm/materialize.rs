@@ -5,13 +5,13 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout};
 use crate::{
-    Nvfp4Error, ScaleLayout,
+    Layout, Nvfp4Error, ScaleLayout,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
     moe::GroupOffsets,
     quantize,
-    tensor::{DeviceQuantized, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
 /// What a kernel reads of a packed operand.
@@ -31,6 +31,8 @@ pub(crate) struct Reads {
     pub packed: PackedReads,
     /// Whether it takes MN-major bf16.
     pub mn_major: bool,
+    /// Whether it takes MXFP8, as `packed` says; else that is dequantized to bf16.
+    pub mxfp8: bool,
 }
 
 impl Reads {
@@ -38,6 +40,7 @@ impl Reads {
     pub const COMPACT: Self = Self {
         packed: PackedReads::Compact,
         mn_major: false,
+        mxfp8: false,
     };
 }
 
@@ -125,13 +128,18 @@ pub(crate) fn materialize(
             })
         }
         Elements::Packed(packed) => {
+            let is_mxfp8 = operand.layout() == OperandLayout::Mxfp8;
+            if is_mxfp8 && !reads.mxfp8 {
+                let values = decode_mxfp8(client, packed)?;
+                return Ok(dense(OperandLayout::KMajor, &values));
+            }
             let scales = block_scales(client, packed, reads.packed, tiling)?;
             if reads.packed == PackedReads::Bf16 {
                 let values = decode_from(client, packed, &scales);
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             Ok(Materialized {
-                layout: OperandLayout::Packed,
+                layout: operand.layout(),
                 rows,
                 stack: 1,
                 codes: packed.codes.clone(),
@@ -140,6 +148,21 @@ pub(crate) fn materialize(
             })
         }
     }
+}
+
+/// A bf16 copy of an MXFP8 operand in stored orientation, padding included: an E4M3 code times a
+/// power of two is exact in bf16.
+fn decode_mxfp8(client: &Client, packed: &DeviceQuantized) -> Result<Handle, Nvfp4Error> {
+    let scales = block_scales(client, packed, PackedReads::Compact, ScaleTiling::Matrix)?;
+    let stored = DeviceQuantized {
+        layout: Layout {
+            scale_layout: ScaleLayout::Compact,
+            ..packed.layout.stored()
+        },
+        scales,
+        ..packed.clone()
+    };
+    Ok(quantize::mx_dequantize(client, &stored, FloatKind::Bf16)?.handle)
 }
 
 /// The block scales of `packed`, in rows unless a kernel reads 128x4 tiles.

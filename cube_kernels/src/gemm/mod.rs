@@ -1,4 +1,4 @@
-//! GEMMs of packed and bf16 operands, dense and grouped.
+//! GEMMs of packed operands (NVFP4, MXFP8) and bf16 ones, dense and grouped.
 //!
 //! A request, [`Gemm`], is complete when it is made. [`gemm()`] takes it through validation, the
 //! choice of a kernel, the materialization of its operands and the launch, once each and in this
@@ -65,6 +65,7 @@ use materialize::{ScaleTiling, materialize};
 use output::Output;
 use problem::{Launch, sms};
 use scheduler::GroupArgs;
+use tiles::Sm100Tile;
 
 /// What of a GEMM is in groups, as mixtures of experts need it: one launch for all groups, with
 /// their offsets in device memory, which no host ever reads.
@@ -84,7 +85,7 @@ pub enum Grouped<'a> {
     /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
     /// over the columns `k` of group `g`, one M x N output after another.
     ///
-    /// Groups begin at multiples of 16 along K (columns of an operand, rows of an
+    /// Groups begin at multiples of 16 along K, or of 32 in MXFP8 (columns of an operand, rows of an
     /// [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data and
     /// the next group is zero: what quantizing each group by itself leaves. An empty group gives
     /// zeros. Global scales may be one for the tensor, for each group, or for each stored row of
@@ -133,9 +134,10 @@ pub struct Gemm<'a> {
     pub target: Target<'a>,
     /// What is in groups.
     pub grouped: Grouped<'a>,
-    /// What the offsets of groups along K are multiples of, the last one too: 16 unless the caller
-    /// knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads operands with multiples of
-    /// 64 as they are, and a rearranged copy of others.
+    /// What the offsets of groups along K are multiples of, the last one too: a block of the
+    /// operands unless the caller knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads
+    /// NVFP4 operands with multiples of 64 as they are, and a rearranged copy of others; MXFP8
+    /// operands, whose blocks are 32, always as they are.
     pub k_alignment: usize,
     /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
     /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
@@ -315,7 +317,9 @@ impl<'a> Gemm<'a> {
             Grouped::M(groups) => {
                 let rows = match b.layout() {
                     OperandLayout::MnMajor => b.inner(),
-                    OperandLayout::Packed | OperandLayout::KMajor => b.outer(),
+                    OperandLayout::Packed | OperandLayout::Mxfp8 | OperandLayout::KMajor => {
+                        b.outer()
+                    }
                 };
                 if groups.count == 0 || !rows.is_multiple_of(groups.count) {
                     return Err(Nvfp4Error::shape(
@@ -402,7 +406,9 @@ impl<'a> Gemm<'a> {
         needed: usize,
     ) -> Result<Option<AlignedGroups>, Nvfp4Error> {
         let k = self.shape().k;
-        let is_aligned = self.k_alignment.is_multiple_of(needed) && k.is_multiple_of(needed);
+        // Groups are whole blocks, whatever the request says.
+        let known = self.k_alignment.max(self.a.block()).max(self.b.block());
+        let is_aligned = known.is_multiple_of(needed) && k.is_multiple_of(needed);
         match self.grouped {
             Grouped::K(groups) if !is_aligned => {
                 tracing::debug!(k, needed, "gemm: groups along K are moved");
@@ -459,7 +465,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         capabilities: &capabilities,
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
-        tcgen05: &|| self_check::once(client, |case| multiply_exact(client, case)),
+        tcgen05: &|tile| self_check::once(client, tile, |case| multiply_exact(client, case, tile)),
     };
     let mut choice = dispatch::plan(&device, &problem)?;
     if let Some(plan) = gemm.plan {
@@ -476,7 +482,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         ),
         Grouped::None | Grouped::K(_) => (ScaleTiling::Matrix, ScaleTiling::Matrix),
     };
-    let aligned = gemm.align_groups(client, kernel.k_alignment())?;
+    let aligned = gemm.align_groups(client, kernel.k_alignment(choice.plan))?;
     let (a, b) = match (&aligned, gemm.grouped.offsets()) {
         (Some(aligned), Some(groups)) => (
             aligned.arrange(client, gemm.a.packed("a")?, groups)?,
@@ -537,8 +543,13 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
 }
 
 /// A GEMM of the self-check, by the kernel that it checks.
-fn multiply_exact(client: &Client, case: &ExactGemm) -> Result<Matrix, Nvfp4Error> {
+fn multiply_exact(
+    client: &Client,
+    case: &ExactGemm,
+    tile: Sm100Tile,
+) -> Result<Matrix, Nvfp4Error> {
     let request = Gemm::of_exact(case).backend(GemmBackend::Sm100Tcgen05);
+    let request = request.plan(Plan::Tcgen05(tile));
     gemm(client, &request).map(|output| output.matrix)
 }
 

@@ -12,7 +12,9 @@ use crate::{
 /// The elements of an operand: `outer` rows along K.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
-    /// Codes and block scales.
+    /// Codes and block scales, in NVFP4 or MXFP8. The kernel of
+    /// [`Sm100Tcgen05`](crate::capabilities::GemmBackend::Sm100Tcgen05) reads two MXFP8 operands;
+    /// for every other one an MXFP8 operand is dequantized to bf16 before, exactly.
     Packed(&'a DeviceQuantized),
     /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of
     /// codes and scales.
@@ -31,8 +33,10 @@ pub enum Elements<'a> {
 /// How the elements of an operand are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OperandLayout {
-    /// Codes and block scales, in rows along K.
+    /// NVFP4 codes and block scales, in rows along K.
     Packed,
+    /// MXFP8 codes and block scales, in rows along K.
+    Mxfp8,
     /// bf16, in rows along K.
     KMajor,
     /// bf16, columns along K.
@@ -81,7 +85,7 @@ impl<'a> From<&Operand<'a>> for Operand<'a> {
 
 impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
     /// A quantized tensor in either storage with its own amax values, one or one for each stored
-    /// row, and its own range.
+    /// row, and its own range; in MXFP8, which has none, with a factor of one.
     fn from(packed: &'a DeviceQuantized) -> Self {
         let range = packed.layout.scaling.range();
         Self {
@@ -90,6 +94,7 @@ impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
                 Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
             },
             scale: match packed.layout.amax {
+                _ if !packed.layout.format.has_global_scale() => Scale::One,
                 AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, range),
                 AmaxGranularity::PerRow => Scale::PerRow(&packed.amax, range),
             },
@@ -151,7 +156,9 @@ impl<'a> Operand<'a> {
     /// Length of K in memory: packed operands are padded to whole blocks, with zeros.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => {
+                packed.blocks() * packed.layout.format.block()
+            }
             Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
         }
     }
@@ -159,14 +166,27 @@ impl<'a> Operand<'a> {
     /// How its elements are stored.
     pub fn layout(&self) -> OperandLayout {
         match self.elements {
-            Elements::Packed(_) => OperandLayout::Packed,
+            Elements::Packed(packed) => match packed.layout.format {
+                Format::Mxfp8 => OperandLayout::Mxfp8,
+                // Another format is refused before this is asked.
+                Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
+            },
             Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
         }
     }
 
+    /// Whether it is stored as codes and block scales, which say how much of K is padding.
     pub(crate) fn is_packed(&self) -> bool {
-        self.layout() == OperandLayout::Packed
+        matches!(self.elements, Elements::Packed(_))
+    }
+
+    /// The columns that a block has: what groups along K begin at multiples of in any case.
+    pub(crate) fn block(&self) -> usize {
+        match self.elements {
+            Elements::Packed(packed) => packed.layout.format.block(),
+            Elements::Bf16Unscaled(_) | Elements::Bf16(_) | Elements::Bf16MnMajor(_) => BLOCK,
+        }
     }
 
     /// Whether its memory begins at a multiple of 16 bytes. Every allocation does; a view into one
@@ -222,7 +242,11 @@ impl<'a> Operand<'a> {
     ) -> Result<(), Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => {
-                packed.check_codes(argument, Format::Nvfp4)?;
+                let format = match packed.layout.format {
+                    Format::Mxfp8 => Format::Mxfp8,
+                    Format::Nvfp4 | Format::Mxfp4 => Format::Nvfp4,
+                };
+                packed.check_codes(argument, format)?;
                 packed.check(argument)?;
                 // A dense GEMM unswizzles where its kernel wants rows, or takes the tiles.
                 match (groups, packed.layout.scale_layout) {

@@ -12,13 +12,13 @@ use super::{
     output::Output,
     scheduler::{GroupArgs, GroupedDim},
     tiles::{
-        Multiply, SM90_TILE_M, SM100_TILE_M, SM100_TILE_N, SM120_TILE_N, Sm90Tile, Sm100Tile,
-        Sm120Tile, TensorCore, W4a16Tile,
+        Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile,
     },
 };
 use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
+    cube::ptx::BlockScaled,
     tensor::FloatKind,
 };
 
@@ -69,7 +69,7 @@ impl Problem {
         let shape = shape.into();
         let factor = |operand| match operand {
             OperandLayout::Packed => Factor::Tensor,
-            OperandLayout::KMajor | OperandLayout::MnMajor => Factor::One,
+            OperandLayout::Mxfp8 | OperandLayout::KMajor | OperandLayout::MnMajor => Factor::One,
         };
         Self {
             shape,
@@ -102,6 +102,28 @@ impl Problem {
     pub(crate) fn is_packed(&self) -> [bool; 2] {
         [self.a, self.b].map(|operand| operand == OperandLayout::Packed)
     }
+
+    /// What block-scaled instructions multiply: both operands in one format.
+    pub(crate) fn block_scaled(&self) -> Option<BlockScaled> {
+        match [self.a, self.b] {
+            [OperandLayout::Packed, OperandLayout::Packed] => Some(BlockScaled::Nvfp4),
+            [OperandLayout::Mxfp8, OperandLayout::Mxfp8] => Some(BlockScaled::Mxfp8),
+            _ => None,
+        }
+    }
+
+    /// As kernels see it that do not read MXFP8: such operands are dequantized to bf16 for them.
+    pub(crate) fn without_mxfp8(&self) -> Self {
+        let bf16 = |operand| match operand {
+            OperandLayout::Mxfp8 => OperandLayout::KMajor,
+            other => other,
+        };
+        Self {
+            a: bf16(self.a),
+            b: bf16(self.b),
+            ..*self
+        }
+    }
 }
 
 /// What a choice depends on beside the problem.
@@ -113,8 +135,9 @@ pub struct Device<'a> {
     pub sms: usize,
     /// What cuBLASLt answers on it.
     pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
-    /// What the self-check of the kernel for `tcgen05` found on it.
-    pub tcgen05: &'a dyn Fn() -> Result<(), String>,
+    /// What the self-check of the kernel for `tcgen05` found on it, for a format and an order of
+    /// operands.
+    pub tcgen05: &'a dyn Fn(Sm100Tile) -> Result<(), String>,
 }
 
 /// The SMs of the device behind `client`.
@@ -198,7 +221,12 @@ impl fmt::Display for Plan {
                     TensorCore::Instruction => "tcgen05.mma",
                     TensorCore::Software(_) => "tcgen05.mma in software",
                 };
-                write!(f, "{by}, {SM100_TILE_M} x {SM100_TILE_N} tiles")
+                let format = match tile.format {
+                    BlockScaled::Nvfp4 => "",
+                    BlockScaled::Mxfp8 => " on MXFP8",
+                };
+                let (m, n) = (tile.tile_m(), tile.tile_n());
+                write!(f, "{by}{format}, {m} x {n} tiles")
             }
             Self::Cmma => f.write_str("cmma 16x16x16, tiles dequantized in shared memory"),
             Self::Scalar => f.write_str("one thread for each output element"),
@@ -295,9 +323,16 @@ pub(crate) trait Kernel: Sync {
         Reads::COMPACT
     }
 
+    /// Whether it reads MXFP8. For other kernels such operands are dequantized to bf16, exactly, and
+    /// [`Problem::without_mxfp8`] is what they are asked about.
+    fn takes_mxfp8(&self) -> bool {
+        false
+    }
+
     /// What groups along K of packed operands must begin, and all of their columns end, at
     /// multiples of; 1 where it takes what there is.
-    fn k_alignment(&self) -> usize {
+    fn k_alignment(&self, plan: Plan) -> usize {
+        let _ = plan;
         1
     }
 

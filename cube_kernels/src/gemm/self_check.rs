@@ -8,29 +8,42 @@ use std::{
 
 use cubecl::{client::Client, dry_run::launch_mode};
 
-use super::exact::ExactGemm;
-use crate::{Nvfp4Error, tensor::Matrix};
+use super::{exact::ExactGemm, tiles::Sm100Tile};
+use crate::{Nvfp4Error, cube::ptx::BlockScaled, tensor::Matrix};
 
-/// The GEMMs of the check: every form for which the kernel is a default, with tails of rows,
+/// The GEMMs of the check of `tile`: every form for which it is a default, with tails of rows,
 /// columns and K, and an empty group.
-fn cases(client: &Client) -> Result<Vec<ExactGemm>, Nvfp4Error> {
-    Ok(vec![
-        ExactGemm::dense(client, (130, 264, 352), true)?,
-        ExactGemm::m_grouped(client, &[3, 0, 129, 40], (136, 96))?,
-        ExactGemm::k_grouped(client, &[64, 0, 320, 128], (40, 136))?,
-        ExactGemm::k_grouped(client, &[16, 0, 304, 48], (130, 8))?,
-    ])
+fn cases(client: &Client, tile: Sm100Tile) -> Result<Vec<ExactGemm>, Nvfp4Error> {
+    let format = tile.format.format();
+    // MXFP8 has no global scales.
+    let per_row = tile.format == BlockScaled::Nvfp4;
+    let mut cases = vec![
+        ExactGemm::dense(client, format, (130, 264, 352), per_row)?,
+        ExactGemm::m_grouped(client, format, &[3, 0, 129, 40], (136, 96))?,
+    ];
+    if !tile.swap_ab {
+        let unaligned: &[usize] = match tile.format {
+            BlockScaled::Nvfp4 => &[16, 0, 304, 48],
+            BlockScaled::Mxfp8 => &[32, 0, 288, 64],
+        };
+        cases.extend([
+            ExactGemm::k_grouped(client, format, &[64, 0, 320, 128], (40, 136))?,
+            ExactGemm::k_grouped(client, format, unaligned, (130, 8))?,
+        ]);
+    }
+    Ok(cases)
 }
 
-/// Runs the check: each GEMM by `multiply`, into `f32`.
+/// Runs the check of `tile`: each GEMM by `multiply`, into `f32`.
 ///
 /// # Errors
 /// The first element that is wrong, or how the kernel failed.
 fn check(
     client: &Client,
+    tile: Sm100Tile,
     multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
 ) -> Result<(), String> {
-    let cases = cases(client).map_err(|error| error.to_string())?;
+    let cases = cases(client, tile).map_err(|error| error.to_string())?;
     for case in cases {
         let found = multiply(&case).map_err(|error| format!("{}: {error}", case.what))?;
         case.compare(client, &found)?;
@@ -40,13 +53,14 @@ fn check(
 
 static FOUND: LazyLock<Verdicts> = LazyLock::new(Verdicts::default);
 
-/// What the check found on the device behind `client`, which runs it when it is first asked and
-/// waits for the device then; a mismatch is one warning.
+/// What the check of `tile` found on the device behind `client`, which runs it when it is first
+/// asked and waits for the device then; a mismatch is one warning.
 ///
 /// # Errors
 /// What is wrong.
 pub(crate) fn once(
     client: &Client,
+    tile: Sm100Tile,
     multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
 ) -> Result<(), String> {
     refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
@@ -54,8 +68,18 @@ pub(crate) fn once(
     if launch_mode().is_skipped() {
         return Ok(());
     }
-    let device = format!("{:?}", client.service_id());
-    FOUND.of(device, || check(client, multiply))
+    FOUND.of(name(client, tile), || check(client, tile, multiply))
+}
+
+/// A device, and what of the kernel is checked there by itself: each format, and operands as they
+/// are and exchanged.
+fn name(client: &Client, tile: Sm100Tile) -> String {
+    let order = if tile.swap_ab {
+        " with exchanged operands"
+    } else {
+        ""
+    };
+    format!("{:?}{order} on {:?}", tile.format, client.service_id())
 }
 
 /// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
@@ -67,38 +91,41 @@ fn refuse_if_asked(variable: Option<&str>) -> Result<(), String> {
     }
 }
 
-/// What the check found on the device behind `client`, if it has run there.
+/// What the check of `tile` found on the device behind `client`, if it has run there.
 ///
 /// # Errors
 /// What is wrong.
-pub(crate) fn known(client: &Client) -> Result<(), String> {
+pub(crate) fn known(client: &Client, tile: Sm100Tile) -> Result<(), String> {
     refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
     let found = FOUND.0.lock().unwrap_or_else(|held| held.into_inner());
-    let device = format!("{:?}", client.service_id());
-    found.get(&device).cloned().unwrap_or(Ok(()))
+    found.get(&name(client, tile)).cloned().unwrap_or(Ok(()))
 }
 
-/// What the check found, for each device.
+/// What the check found, by [`name`].
 #[derive(Default)]
 struct Verdicts(Mutex<HashMap<String, Result<(), String>>>);
 
 impl Verdicts {
-    /// What is known of `device`, or what `check` finds. A thread that asks while another one
+    /// What is known of `checked`, or what `check` finds. A thread that asks while another one
     /// checks waits for it.
-    fn of(&self, device: String, check: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
+    fn of(
+        &self,
+        checked: String,
+        check: impl FnOnce() -> Result<(), String>,
+    ) -> Result<(), String> {
         let mut found = self.0.lock().unwrap_or_else(|held| held.into_inner());
-        if let Some(known) = found.get(&device) {
+        if let Some(known) = found.get(&checked) {
             return known.clone();
         }
         let verdict = check().map_err(|error| format!("its self-check failed: {error}"));
         if let Err(error) = &verdict {
             tracing::warn!(
-                %device,
-                "the tcgen05 kernel: {error}; grouped and per-token GEMMs \
-                 take the portable kernel; `nvfp4 oracle tcgen05` writes a report"
+                %checked,
+                "the tcgen05 kernel: {error}; GEMMs for which it would be the default \
+                 take another one; `nvfp4 oracle tcgen05` writes a report"
             );
         }
-        found.insert(device, verdict.clone());
+        found.insert(checked, verdict.clone());
         verdict
     }
 }
@@ -109,6 +136,30 @@ mod tests {
 
     use super::*;
     use crate::tensor::FloatKind;
+
+    /// Each form of the kernel is a check of its own.
+    #[test]
+    fn forms_are_checked_by_themselves() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let tiles = BlockScaled::ALL
+            .map(|format| [false, true].map(|swap_ab| Sm100Tile::instruction(format, swap_ab)));
+        let mut names: Vec<String> = tiles
+            .as_flattened()
+            .iter()
+            .map(|tile| name(&client, *tile))
+            .collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 4, "{names:?}");
+        // And what it computes is right by the kernels of any device.
+        for tile in tiles.as_flattened() {
+            let own = |case: &ExactGemm| {
+                let output = crate::gemm::gemm(&client, &crate::gemm::Gemm::of_exact(case));
+                output.map(|output| output.matrix)
+            };
+            assert_eq!(check(&client, *tile, own), Ok(()), "{tile:?}");
+        }
+    }
 
     /// Each device is checked once, and keeps what was found.
     #[test]
@@ -141,15 +192,16 @@ mod tests {
     #[test]
     fn wrong_results_do_not_pass() {
         let client = cubecl::Device::Cpu(Default::default()).client();
+        let tile = Sm100Tile::instruction(BlockScaled::Mxfp8, false);
         let zeros = |case: &ExactGemm| {
             let len = case.a.outer() * case.b.outer();
             let handle = client.create_from_slice(&vec![0; 4 * len]);
             Matrix::new(handle, case.a.outer(), case.b.outer(), FloatKind::F32)
         };
-        let error = check(&client, zeros).unwrap_err();
+        let error = check(&client, tile, zeros).unwrap_err();
         assert!(error.contains("should be"), "{error}");
         let fails = |_: &ExactGemm| Err(Nvfp4Error::Launch("no such instruction".into()));
-        let error = check(&client, fails).unwrap_err();
+        let error = check(&client, tile, fails).unwrap_err();
         assert!(error.contains("no such instruction"), "{error}");
     }
 }

@@ -16,8 +16,8 @@ pub enum GemmInstance {
     Sm90StreamK(StreamKPlan),
     /// The W4A16 kernel of Hopper.
     Sm90W4a16(W4a16Plan),
-    /// The NVFP4 kernel of data-center Blackwell.
-    Sm100Nvfp4(Sm100Plan),
+    /// The block-scaled kernel of data-center Blackwell.
+    Sm100BlockScaled(Sm100Plan),
     /// A probe of data-center Blackwell: tensor memory, or the copies of scales, or a
     /// multiplication too.
     Sm100Probe {

@@ -1,6 +1,8 @@
 //! The shapes of tiles that the kernels are compiled for. A kernel adds what follows from its own
 //! layout of shared memory in an `impl` of its own.
 
+use crate::cube::ptx::BlockScaled;
+
 /// Rows of `a` in a tile: 64 for each consumer warpgroup.
 pub const SM90_TILE_M: usize = 128;
 /// Rows of a tile in one TMA box of an MN-major operand: the 128 bytes that the swizzle spans.
@@ -229,10 +231,12 @@ impl Sm120Tile {
     }
 }
 
-/// Rows of `a` in a tile of the `tcgen05` kernel: the lanes of tensor memory.
+/// Rows of the first operand of a `tcgen05` instruction: the lanes of tensor memory.
 pub const SM100_TILE_M: usize = 128;
-/// Rows of `b` in a tile: the columns of its accumulators.
+/// Rows of the second operand: the columns of its accumulators.
 pub const SM100_TILE_N: usize = 256;
+/// The same where the operands are exchanged for few rows of `a`, which are the second operand then.
+pub const SM100_SWAP_AB_N: usize = 64;
 
 /// Who executes `tcgen05` instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -242,6 +246,16 @@ pub enum TensorCore {
     /// Four warps more, which execute the same commands from a ring in shared memory; tensor memory
     /// is in device memory. For Hopper, whose TMA and barriers are the same, and for tests.
     Software(Fault),
+}
+
+impl TensorCore {
+    /// Whether a kernel with it has `fault`.
+    pub const fn has_fault(self, fault: Fault) -> bool {
+        match self {
+            Self::Instruction => false,
+            Self::Software(injected) => injected as u32 == fault as u32,
+        }
+    }
 }
 
 /// What a test breaks in the kernel, to see that the software model notices it.
@@ -262,15 +276,17 @@ pub enum Fault {
     /// All stages have their scales in the same columns, so that a copy may overtake the
     /// instruction that reads them.
     SharedScaleColumns,
-    /// The instruction descriptor names UE8M0 scales.
+    /// The instruction descriptor names scales of the other format.
     WrongInstructionDescriptor,
     /// The descriptor of codes has another distance between groups of eight rows.
     WrongStride,
+    /// The instruction descriptor names the next scale of each word.
+    WrongScaleId,
 }
 
 impl Fault {
     /// All of them but none.
-    pub const INJECTED: [Self; 8] = [
+    pub const INJECTED: [Self; 9] = [
         Self::NoFullWait,
         Self::NoAccumulatorWait,
         Self::EarlyStageReuse,
@@ -279,12 +295,18 @@ impl Fault {
         Self::SharedScaleColumns,
         Self::WrongInstructionDescriptor,
         Self::WrongStride,
+        Self::WrongScaleId,
     ];
 }
 
 /// How the `tcgen05` kernel runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm100Tile {
+    /// The format of both operands.
+    pub format: BlockScaled,
+    /// Whether `b` is the first operand of the instructions and `a` the second, whose width follows
+    /// the rows that there are: for few rows of `a`. Not with groups along K.
+    pub swap_ab: bool,
     /// Who multiplies.
     pub core: TensorCore,
     /// In software: the seed of delays and of the order of commands, or 0 for none and the order in
@@ -293,9 +315,40 @@ pub struct Sm100Tile {
 }
 
 impl Sm100Tile {
-    /// With the instructions.
-    pub const INSTRUCTION: Self = Self {
-        core: TensorCore::Instruction,
-        seed: 0,
-    };
+    /// Of `format`, with the instructions.
+    pub const fn instruction(format: BlockScaled, swap_ab: bool) -> Self {
+        Self {
+            format,
+            swap_ab,
+            core: TensorCore::Instruction,
+            seed: 0,
+        }
+    }
+
+    /// The same in software, as it is.
+    pub const fn in_software(self, seed: u32) -> Self {
+        Self {
+            core: TensorCore::Software(Fault::None),
+            seed,
+            ..self
+        }
+    }
+
+    /// Rows of `a`.
+    pub const fn tile_m(self) -> usize {
+        if self.swap_ab {
+            SM100_SWAP_AB_N
+        } else {
+            SM100_TILE_M
+        }
+    }
+
+    /// Rows of `b`.
+    pub const fn tile_n(self) -> usize {
+        if self.swap_ab {
+            SM100_TILE_M
+        } else {
+            SM100_TILE_N
+        }
+    }
 }

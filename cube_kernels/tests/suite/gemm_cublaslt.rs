@@ -437,7 +437,7 @@ fn chosen(
         capabilities,
         sms,
         cublaslt,
-        tcgen05: &|| Ok(()),
+        tcgen05: &|_| Ok(()),
     };
     let problem = Problem::new(layouts, shape);
     let problem = match groups {

@@ -5,7 +5,7 @@
 use crate::support::sources::{count, spills};
 use cubecl::prelude::AddressType;
 use nvfp4_kernels::{
-    cube::ptx::Major,
+    cube::ptx::{BlockScaled, Major},
     gemm::{
         GemmInstance,
         kernels::{
@@ -44,7 +44,7 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
         GemmInstance::Sm90StreamK(plan) => sm90_stream_k(name, plan, sass),
         GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
-        GemmInstance::Sm100Nvfp4(plan) => sm100_nvfp4(name, plan, takes, sass),
+        GemmInstance::Sm100BlockScaled(plan) => sm100_block_scaled(name, plan, takes, sass),
         GemmInstance::Sm100Probe { copies, multiplies } => {
             sm100_probe(name, copies, multiplies, sass);
         }
@@ -135,17 +135,21 @@ fn sm90_w4a16(name: &str, plan: W4a16Plan, sass: &str) {
 /// Registers and shared memory of a CTA on sm_90 and sm_100.
 const REGISTERS: usize = 65536;
 const SHARED: usize = 227 << 10;
-/// Registers that the kernel for `tcgen05` takes at most, of the instances of the registry.
+/// Registers that the kernel for `tcgen05` takes at most, of the instances of the registry: with
+/// operands as they are, and exchanged, whose epilogue exchanges sums among lanes. The accumulators
+/// are in tensor memory and a CTA is alone on its SM, so that neither limits anything.
 const SM100_REGISTERS: usize = 56;
+const SM100_SWAPPED_REGISTERS: usize = 80;
 
-fn sm100_nvfp4(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
+fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
     let units = sm100_units(plan.core) as usize;
     let Resources { registers, shared } = takes;
     let found = |opcode| count(sass, opcode);
     println!(
-        "{name}: {} UTCOMMA, {} UTCCP, {} UTCBAR, {} ELECT, {} LDTM, {registers} registers, \
-         {shared} bytes of shared memory, {} lines",
+        "{name}: {} UTCOMMA, {} UTCQMMA, {} UTCCP, {} UTCBAR, {} ELECT, {} LDTM, {registers} \
+         registers, {shared} bytes of shared memory, {} lines",
         found("UTCOMMA"),
+        found("UTCQMMA"),
         found("UTCCP"),
         found("UTCBAR"),
         found("ELECT"),
@@ -154,10 +158,11 @@ fn sm100_nvfp4(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
     );
     if plan.core == TensorCore::Instruction {
         assert_eq!(spills(sass), 0, "{name} spills");
-        assert!(
-            registers <= SM100_REGISTERS,
-            "{name}: {registers} registers"
-        );
+        let most = match plan.swap_ab {
+            true => SM100_SWAPPED_REGISTERS,
+            false => SM100_REGISTERS,
+        };
+        assert!(registers <= most, "{name}: {registers} registers");
     }
     assert!(
         units * registers <= REGISTERS,
@@ -167,22 +172,26 @@ fn sm100_nvfp4(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
     for other in ["HMMA", "OMMA", "QMMA", "HGMMA"] {
         assert_eq!(found(other), 0, "{name}: {other}");
     }
-    // Codes of both operands, and the scales of one and two times 128 rows, for each time that the
-    // compiler has unrolled the loop.
+    // Codes of both operands, and the scales of one and one or two times 128 rows, for each time
+    // that the compiler has unrolled the loop.
     let boxes = found("UTMALDG");
     assert!(
         boxes > 0 && boxes.is_multiple_of(2),
         "{name}: {boxes} UTMALDG"
     );
-    assert_eq!(found("UBLKCP"), boxes / 2 * 3, "{name}");
+    let tiles = 1 + plan.b_tiles();
+    assert_eq!(found("UBLKCP"), boxes / 2 * tiles, "{name}");
     let (multiply, copies, commits) = match plan.core {
-        // Of each K tile: four steps of one multiplication and three copies, and a commit. One
-        // commit more for each tile of the output.
-        TensorCore::Instruction => (4, 12, 2),
+        // Of each K tile: four multiplications; copies for each 128 rows, in NVFP4 for each of the
+        // four and in MXFP8 for all of them; and a commit. One commit more for each tile of the
+        // output.
+        TensorCore::Instruction => (4, plan.atoms() * tiles, 2),
         TensorCore::Software(_) => (0, 0, 0),
     };
+    let of_format = |format| if plan.format == format { multiply } else { 0 };
     for (opcode, expected) in [
-        ("UTCOMMA", multiply),
+        ("UTCOMMA", of_format(BlockScaled::Nvfp4)),
+        ("UTCQMMA", of_format(BlockScaled::Mxfp8)),
         ("UTCCP", copies),
         ("UTCBAR", commits),
     ] {
@@ -287,9 +296,14 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
         GemmInstance::Sm90StreamK(plan) => {
             plan.tile == Sm90Tile::N256 || plan.majors == [Major::K; 2]
         }
-        GemmInstance::Sm100Nvfp4(plan) => match plan.core {
+        GemmInstance::Sm100BlockScaled(plan) => match plan.core {
             TensorCore::Instruction => true,
-            TensorCore::Software(_) => plan.grouped != GroupedDim::None,
+            // The other forms with the groups that they treat in their own way.
+            TensorCore::Software(_) => match (plan.format, plan.swap_ab) {
+                (BlockScaled::Nvfp4, false) => plan.grouped != GroupedDim::None,
+                (BlockScaled::Mxfp8, false) => plan.grouped == GroupedDim::K,
+                (_, true) => plan.grouped == GroupedDim::M,
+            },
         },
         GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {
             Multiply::Instruction => true,

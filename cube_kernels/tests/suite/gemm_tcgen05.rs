@@ -19,7 +19,7 @@ use cubecl::prelude::*;
 use nvfp4_kernels::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
-    cube::codec::Conversion,
+    cube::{codec::Conversion, ptx::BlockScaled},
     gemm::{
         self, Device, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
@@ -35,6 +35,7 @@ fn software(fault: Fault, seed: u32) -> Plan {
     Plan::Tcgen05(Sm100Tile {
         core: TensorCore::Software(fault),
         seed,
+        ..Sm100Tile::instruction(BlockScaled::Nvfp4, false)
     })
 }
 
@@ -346,6 +347,11 @@ fn injected_faults_are_caught() {
             0,
             Caught::Violation("shared-memory descriptors"),
         ),
+        (
+            Fault::WrongScaleId,
+            0,
+            Caught::Violation("instruction descriptors"),
+        ),
     ] {
         let found = sums(&client, &a, &b, fault, seed);
         match (caught, found) {
@@ -388,7 +394,7 @@ fn the_self_check_decides() {
     };
     let checks = Cell::new(0);
     let chosen = |problem: Problem, verdict: Result<(), String>| {
-        let tcgen05 = || {
+        let tcgen05 = |_| {
             checks.set(checks.get() + 1);
             verdict.clone()
         };
@@ -411,7 +417,7 @@ fn the_self_check_decides() {
         let other = chosen(problem, wrong());
         assert_eq!(other.backend, GemmBackend::Cmma, "{problem:?}");
         let (kernel, refusal) = &other.refusals[0];
-        assert_eq!(*kernel, "sm100_nvfp4");
+        assert_eq!(*kernel, "sm100_block_scaled");
         assert!(refusal.to_string().contains("row 3"), "{refusal}");
     }
     assert_eq!(checks.get(), 6);
@@ -455,5 +461,5 @@ fn errors_name_what_is_missing() {
     assert!(error.contains("multiple of 8"), "{error}");
     let half = Matrix::empty(&client, 32, 64, FloatKind::Bf16);
     let error = asked(&blackwell, Operand::from(&half));
-    assert!(error.contains("packed operands"), "{error}");
+    assert!(error.contains("packed operands of one format"), "{error}");
 }

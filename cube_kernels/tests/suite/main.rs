@@ -15,6 +15,8 @@ mod stochastic;
 #[cfg(feature = "cube")]
 mod attention;
 #[cfg(feature = "cube")]
+mod cutlass;
+#[cfg(feature = "cube")]
 mod dequantize;
 #[cfg(feature = "cube")]
 mod embedding;
@@ -32,6 +34,8 @@ mod gemm_portable;
 mod gemm_stream_k;
 #[cfg(feature = "cube")]
 mod gemm_tcgen05;
+#[cfg(feature = "cube")]
+mod gemm_tcgen05_forms;
 #[cfg(feature = "cuda")]
 mod graph;
 #[cfg(feature = "cube")]
@@ -68,6 +72,8 @@ mod shapes;
 mod shards;
 #[cfg(feature = "cube")]
 mod tcgen05_model;
+#[cfg(feature = "cube")]
+mod tcgen05_stages;
 #[cfg(feature = "cube")]
 mod units;
 #[cfg(feature = "cube")]

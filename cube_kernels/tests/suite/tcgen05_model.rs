@@ -2,6 +2,8 @@
 //! 128-byte swizzle, the layout of scales in tensor memory, and the sums. Shared memory is a buffer
 //! here, which this module fills as TMA would.
 
+use std::ops::Range;
+
 use crate::support::{
     device::{read_u32, upload_bytes},
     inputs::Generator,
@@ -9,24 +11,21 @@ use crate::support::{
 };
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor},
+    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
     format::swizzle::swizzle,
-    gemm::kernels::{
-        Fault, TensorCore,
-        sm100_nvfp4_engine::{
-            BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS,
-            VIOLATIONS, execute_copy, execute_mma,
-        },
-        sm100_nvfp4_operands as operands,
+    gemm::kernels::sm100_block_scaled_engine::{
+        BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS, VIOLATIONS,
+        execute_copy, execute_mma,
     },
     reference,
 };
 
-/// Columns of a stage.
+const NVFP4: BlockScaled = BlockScaled::Nvfp4;
+/// Columns of a stage of NVFP4.
 const TILE_K: usize = 256;
 /// Where the shared memory of this test begins in the shared window: what tiles of codes are
 /// aligned to.
-const BASE: u32 = 1024;
+pub const BASE: u32 = 1024;
 
 /// A command on the host, and in a buffer.
 #[derive(Clone, Copy, Default, Debug)]
@@ -67,6 +66,7 @@ fn execute_kernel(
     violations: &[Atomic<u32>],
     count: u32,
     bytes: u32,
+    #[comptime] kind: BlockScaled,
 ) {
     let memory = Memory {
         shared: BASE.runtime(),
@@ -92,7 +92,7 @@ fn execute_kernel(
                 if command.opcode == 1u32 {
                     execute_copy(shared, tmem, memory, command, lane, violations);
                 } else {
-                    execute_mma(shared, tmem, memory, command, lane, violations);
+                    execute_mma(shared, tmem, memory, command, lane, violations, kind);
                 }
             }
         }
@@ -100,7 +100,12 @@ fn execute_kernel(
 }
 
 /// What [`execute_kernel`] leaves: tensor memory, and the counts of violations.
-fn execute(client: &Client, shared: &[u8], commands: &[HostCommand]) -> (Vec<u32>, Vec<u32>) {
+fn execute(
+    client: &Client,
+    shared: &[u8],
+    commands: &[HostCommand],
+    kind: BlockScaled,
+) -> (Vec<u32>, Vec<u32>) {
     let words: Vec<u32> = commands
         .iter()
         .flat_map(|command| command.words())
@@ -127,6 +132,7 @@ fn execute(client: &Client, shared: &[u8], commands: &[HostCommand]) -> (Vec<u32
             arg(&violations, VIOLATIONS),
             commands.len() as u32,
             shared.len() as u32,
+            kind,
         );
     }
     (
@@ -199,7 +205,7 @@ impl Stages {
     fn commands(&self) -> Vec<HostCommand> {
         let n = self.rows[1];
         let parts = Self::parts(self.rows);
-        let idesc = instruction_descriptor(BlockScaled::Nvfp4, 128, n as u32);
+        let idesc = instruction_descriptor(NVFP4, 128, n as u32);
         let mut commands = Vec::new();
         let at = |stage: usize, part: usize, offset: usize| {
             BASE + (stage * parts[4] + parts[part] + offset) as u32
@@ -236,26 +242,31 @@ impl Stages {
 }
 
 /// The sums in tensor memory, column by column, as rows.
-fn sums(tmem: &[u32], n: usize) -> Vec<f32> {
+pub fn sums(tmem: &[u32], n: usize) -> Vec<f32> {
     (0..128 * n)
         .map(|i| f32::from_bits(tmem[i % n * 128 + i / n]))
         .collect()
 }
 
-/// The exact order of the scalar kernel.
-fn expected(a: &Packed, b: &Packed) -> Vec<f32> {
-    let (x, y, k) = (a.decoded(), b.decoded(), a.blocks * 16);
+/// The exact order of the scalar kernel, for the columns `columns` of rows of `k`.
+pub fn ordered_sums(x: &[f32], y: &[f32], k: usize, columns: Range<usize>) -> Vec<f32> {
     let mut out = Vec::new();
-    for row in 0..a.rows {
-        for column in 0..b.rows {
+    for row in x.chunks(k) {
+        for column in y.chunks(k) {
             let mut sum = 0f32;
-            for i in 0..k {
-                sum += x[row * k + i] * y[column * k + i];
+            for i in columns.clone() {
+                sum += row[i] * column[i];
             }
             out.push(sum);
         }
     }
     out
+}
+
+/// The same of whole operands.
+pub fn expected(a: &Packed, b: &Packed) -> Vec<f32> {
+    let k = a.blocks * 16;
+    ordered_sums(&a.decoded(), &b.decoded(), k, 0..k)
 }
 
 /// Tiles of whole and of partial K, with scales that all differ: any misplaced code or scale shows.
@@ -269,7 +280,7 @@ fn sums_have_the_bits_of_the_scalar_order() {
         let seed = 2 * i as u32;
         let (a, b) = (Packed::random(128, k, seed), Packed::random(n, k, seed + 1));
         let stages = Stages::of(&a, &b);
-        let (tmem, violations) = execute(&client, &stages.bytes, &stages.commands());
+        let (tmem, violations) = execute(&client, &stages.bytes, &stages.commands(), NVFP4);
         assert_eq!(violations, [0; VIOLATIONS], "{n} x {k}");
         let (found, expected) = (sums(&tmem, n), expected(&a, &b));
         assert!(expected.iter().any(|sum| *sum != 0.0));
@@ -289,207 +300,48 @@ fn sums_have_the_bits_of_the_scalar_order() {
     }
 }
 
-/// Executes the instructions of the kernel for a contraction of `k` in the order of the kernel, one
-/// stage for each K tile.
-#[cube(launch_unchecked)]
-fn execute_stages_kernel(
-    shared: &[u32],
-    tmem: &mut [u32],
-    violations: &[Atomic<u32>],
-    k: u32,
-    #[comptime] core: TensorCore,
-) {
-    let memory = Memory {
-        shared: BASE.runtime(),
-        bytes: comptime!(operands::OPERANDS as u32).runtime(),
-        tmem: 0usize.runtime(),
+/// The instruction descriptor of MXFP8: every bit but those of N and of the scales' places is
+/// checked, NVFP4's is refused, and a place is where the scales are.
+#[test]
+fn instruction_descriptors_of_mxfp8_are_checked() {
+    let client = client!("tcgen05_model::instruction_descriptors_of_mxfp8_are_checked");
+    let kind = BlockScaled::Mxfp8;
+    // 128 rows of `a` and eight of `b`, all of 2, and scales of 1, 2, 4 and 8 for 32 columns each.
+    let mut shared = vec![0x40u8; (128 + 8) * 128];
+    let scales_at = shared.len();
+    shared.extend([127, 128, 129, 130].repeat(128));
+    let copy = |target| HostCommand {
+        is_copy: true,
+        target,
+        a: SharedLayout::SCALES.at(BASE + scales_at as u32),
+        ..Default::default()
     };
-    if UNIT_POS == 0u32 {
-        for k_tile in 0..k.div_ceil(256u32) {
-            let steps = operands::steps_of(k_tile, k);
-            let at = operands::StageAt {
-                operands: BASE.runtime(),
-                tmem: 0u32.runtime(),
-                stage: k_tile,
-            };
-            #[unroll]
-            for step in 0..4usize {
-                if comptime!(step as u32).runtime() < steps {
-                    #[unroll]
-                    for part in 0..3usize {
-                        let copy = operands::scale_copy(at, step, part, core);
-                        let command = Command {
-                            opcode: 0u32.runtime(),
-                            target: copy.target,
-                            a: copy.source,
-                            b: 0u64.runtime(),
-                            idesc: 0u32.runtime(),
-                            a_scales: 0u32.runtime(),
-                            b_scales: 0u32.runtime(),
-                            accumulate: 0u32.runtime(),
-                        };
-                        for lane in 0..128u32 {
-                            execute_copy(shared, tmem, memory, command, lane, violations);
-                        }
-                    }
-                }
-            }
-            #[unroll]
-            for step in 0..4usize {
-                if comptime!(step as u32).runtime() < steps {
-                    let mma = operands::mma_operands(at, k_tile, step, core);
-                    let command = Command {
-                        opcode: 1u32.runtime(),
-                        target: mma.d,
-                        a: mma.a,
-                        b: mma.b,
-                        idesc: mma.idesc,
-                        a_scales: mma.a_scales,
-                        b_scales: mma.b_scales,
-                        accumulate: mma.accumulate,
-                    };
-                    for lane in 0..128u32 {
-                        execute_mma(shared, tmem, memory, command, lane, violations);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// The memory of all stages of the kernel, each with the K tile of its number: codes as TMA leaves
-/// them, zeros behind the last row and column, and the scales that there are; anything elsewhere.
-fn stages_of_kernel(a: &Packed, b: &Packed) -> Vec<u8> {
-    let mut bytes = vec![0x77u8; operands::OPERANDS];
-    let k = a.blocks * 16;
-    let atoms = k.div_ceil(64);
-    for stage in 0..k.div_ceil(TILE_K) {
-        let count = (atoms - stage * 4).min(4) * 512;
-        for (packed, rows, codes_at, scales_at) in [
-            (a, 128, 0, operands::A_SCALES_AT),
-            (b, 256, operands::B_CODES_AT, operands::B_SCALES_AT),
-        ] {
-            for row in 0..rows {
-                for byte in 0..128 {
-                    let column = stage * 128 + byte;
-                    let code = match row < packed.rows && column < k / 2 {
-                        true => packed.codes[row * k / 2 + column],
-                        false => 0,
-                    };
-                    let part = (byte / 16) ^ (row % 8);
-                    let at = codes_at + (stage * rows + row) * 128 + part * 16 + byte % 16;
-                    bytes[at] = code;
-                }
-            }
-            let tiles = swizzle(&packed.scales, packed.rows, packed.blocks);
-            for tile in 0..packed.rows.div_ceil(128) {
-                let from = (tile * atoms + stage * 4) * 512;
-                let to = scales_at + (stage * rows / 128 + tile) * 2048;
-                bytes[to..to + count].copy_from_slice(&tiles[from..from + count]);
-            }
-        }
-    }
-    bytes
-}
-
-/// The sums of [`execute_stages_kernel`] over the first `k` columns, 256 columns to a row, and the
-/// counts of violations.
-fn execute_stages(
-    client: &Client,
-    a: &Packed,
-    b: &Packed,
-    k: usize,
-    core: TensorCore,
-) -> (Vec<f32>, Vec<u32>) {
-    let shared = stages_of_kernel(a, b);
-    let poison = vec![0x7fff_ffffu32; TMEM_WORDS];
-    let tmem = upload_bytes(client, bytemuck::cast_slice(&poison));
-    let violations = upload_bytes(client, &[0; 4 * VIOLATIONS]);
-    let arg = |handle: &cubecl::server::Handle, len| {
-        // SAFETY: the buffer has so many elements.
-        unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
+    let idesc = instruction_descriptor(kind, 128, 8);
+    let mma = HostCommand {
+        a: SharedLayout::CODES.at(BASE),
+        b: SharedLayout::CODES.at(BASE + 128 * 128),
+        idesc,
+        a_scales: 256,
+        b_scales: 260,
+        ..Default::default()
     };
-    // SAFETY: the model checks its addresses.
-    unsafe {
-        execute_stages_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(1, 1, 1),
-            CubeDim::new_1d(1),
-            arg(&upload_bytes(client, &shared), shared.len() / 4),
-            arg(&tmem, TMEM_WORDS),
-            arg(&violations, VIOLATIONS),
-            k as u32,
-            core,
-        );
+    let run = |idesc: u32| {
+        let mma = HostCommand { idesc, ..mma };
+        execute(&client, &shared, &[copy(256), copy(260), mma], kind)
+    };
+    for id in 0..4 {
+        let (tmem, violations) = run(with_scale_ids(idesc, id));
+        assert_eq!(violations, [0; VIOLATIONS]);
+        let expected = 32.0 * 4.0 * 4f32.powi(id as i32);
+        assert!(sums(&tmem, 8).iter().all(|sum| *sum == expected), "{id}");
     }
-    let tmem = read_u32(client, &tmem, TMEM_WORDS);
-    (sums(&tmem, 256), read_u32(client, &violations, VIOLATIONS))
-}
-
-/// The operands that the kernel computes for its instructions, on the stages as it lays them out:
-/// whole and partial K tiles, with and without a second 128 rows of `b`.
-#[test]
-fn the_operands_of_the_kernel_multiply_its_stages() {
-    let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_its_stages");
-    for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
-        for (m, n, k) in [(128, 256, 1024), (128, 104, 32), (77, 136, 608)] {
-            let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
-            let (found, violations) = execute_stages(&client, &a, &b, k, core);
-            assert_eq!(violations, [0; VIOLATIONS], "{m} x {n} x {k}");
-            let expected = expected(&a, &b);
-            for (i, expected) in expected.iter().enumerate() {
-                let (row, column) = (i / n, i % n);
-                let found = found[row * 256 + column];
-                let what = format!("{m} x {n} x {k}: ({row}, {column})");
-                assert_eq!(found.to_bits(), expected.to_bits(), "{what}");
-            }
-        }
+    let free = |bit: &u32| (17..23).contains(bit) || [4, 5, 29, 30].contains(bit);
+    for bit in (0..32).filter(|bit| !free(bit)) {
+        let (_, violations) = run(idesc ^ 1 << bit);
+        assert_eq!(violations[BAD_INSTRUCTION], 1, "bit {bit}");
     }
-}
-
-/// A group along K ends within a stage, behind which lie the codes of the next group: they are in
-/// no sum, NaN scales of theirs neither.
-#[test]
-fn columns_behind_a_group_are_not_multiplied() {
-    let client = client!("tcgen05_model::columns_behind_a_group_are_not_multiplied");
-    let (m, n, stored) = (40, 136, 608);
-    for k in [64, 192, 320, 512] {
-        let (mut a, b) = (Packed::random(m, stored, 3), Packed::random(n, stored, 4));
-        for row in a.scales.chunks_mut(stored / 16) {
-            row[k / 16..].fill(0x7f);
-        }
-        let core = TensorCore::Instruction;
-        let (found, violations) = execute_stages(&client, &a, &b, k, core);
-        assert_eq!(violations, [0; VIOLATIONS], "{k}");
-        let (a, b) = (a.columns(0..k / 16), b.columns(0..k / 16));
-        for (i, expected) in expected(&a, &b).iter().enumerate() {
-            let found = found[i / n * 256 + i % n];
-            assert_eq!(found.to_bits(), expected.to_bits(), "{k}: {}", i / n);
-        }
-    }
-}
-
-/// The faults that are in operands: the model reports them, or the sums are wrong.
-#[test]
-fn faults_of_operands_are_noticed() {
-    let client = client!("tcgen05_model::faults_of_operands_are_noticed");
-    let (a, b) = (Packed::random(128, 512, 3), Packed::random(256, 512, 4));
-    let expected = expected(&a, &b);
-    for (fault, kind) in [
-        (Fault::WrongScaleColumn, None),
-        (Fault::WrongInstructionDescriptor, Some(BAD_INSTRUCTION)),
-        (Fault::WrongStride, Some(BAD_SHARED)),
-    ] {
-        let core = TensorCore::Software(fault);
-        let (found, violations) = execute_stages(&client, &a, &b, 512, core);
-        match kind {
-            Some(kind) => assert!(violations[kind] > 0, "{fault:?}: {violations:?}"),
-            None => {
-                assert_eq!(violations, [0; VIOLATIONS], "{fault:?}");
-                assert_ne!(found, expected, "{fault:?}");
-            }
-        }
-    }
+    let (_, violations) = run(instruction_descriptor(NVFP4, 128, 8));
+    assert_eq!(violations[BAD_INSTRUCTION], 1);
 }
 
 /// The oracle of the crate agrees with the order above.
@@ -517,7 +369,7 @@ fn copies_replicate_scales() {
         a: SharedLayout::SCALES.at(BASE),
         ..Default::default()
     };
-    let (tmem, violations) = execute(&client, &shared, &[copy]);
+    let (tmem, violations) = execute(&client, &shared, &[copy], NVFP4);
     assert_eq!(violations, [0; VIOLATIONS]);
     for row in 0..128 {
         let expected = u32::from_le_bytes(scales[4 * row..][..4].try_into().unwrap());
@@ -632,7 +484,7 @@ fn violations_are_counted() {
         cases.push((HostCommand { a, ..copy }, Some(BAD_SHARED)));
     }
     for (command, expected) in cases {
-        let (_, violations) = execute(&client, &stages.bytes, &[command]);
+        let (_, violations) = execute(&client, &stages.bytes, &[command], NVFP4);
         let found: Vec<usize> = (0..VIOLATIONS).filter(|&i| violations[i] > 0).collect();
         match expected {
             None => assert!(found.is_empty(), "{command:x?}: {found:?}"),

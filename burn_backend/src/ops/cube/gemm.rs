@@ -111,6 +111,9 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
         {
             OperandLayout::Packed
         }
+        Operand::Quantized(quantized) if quantized.layout.format == Format::Mxfp8 => {
+            OperandLayout::Mxfp8
+        }
         Operand::Quantized(_) | Operand::Float(_, Usage::Rowwise) => OperandLayout::KMajor,
         Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,
     }
@@ -154,7 +157,7 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
 
 /// An operand as the GEMM kernels take it, holding its memory.
 pub(super) enum DeviceOperand {
-    /// In NVFP4, and whether each group has an amax of its own.
+    /// In NVFP4 or MXFP8, and whether each group has an amax of its own.
     Quantized(Box<DeviceQuantized>, bool),
     /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),
@@ -168,11 +171,15 @@ impl DeviceOperand {
                 Self::Quantized(Box::new(to_device(quantized, Groups::One)), false)
             }
             Operand::Quantized(quantized) => {
-                // In stored orientation, padding included. An E4M3 or E2M1 code times a power of
-                // two is exact in bf16.
+                // In stored orientation, padding included.
                 let like = like_quantized(&quantized);
                 let mut stored = to_device(quantized, Groups::One);
                 stored.layout = stored.layout.stored();
+                if stored.layout.format == Format::Mxfp8 {
+                    // Where no instruction multiplies it, the GEMM dequantizes it.
+                    return Self::Quantized(Box::new(stored), false);
+                }
+                // An E2M1 code times a power of two is exact in bf16.
                 let values = dequantize_matrix(&like, &stored, FloatKind::Bf16);
                 Self::Bf16(values, Usage::Rowwise)
             }

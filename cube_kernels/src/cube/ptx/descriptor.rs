@@ -3,6 +3,8 @@
 
 use cubecl::prelude::*;
 
+use crate::format::block::Format;
+
 /// How the 16-byte parts of a row are exchanged in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SharedSwizzle {
@@ -54,8 +56,8 @@ pub struct SharedLayout {
 }
 
 impl SharedLayout {
-    /// K-major codes: rows of 128 bytes, 256 codes, with the 128-byte swizzle; 64 codes are 32
-    /// bytes.
+    /// K-major codes: rows of 128 bytes, 256 codes of E2M1 or 128 of E4M3, with the 128-byte
+    /// swizzle; those of an instruction are 32 bytes.
     pub const CODES: Self = Self {
         leading: 16,
         stride: 1024,
@@ -97,6 +99,62 @@ pub enum BlockScaled {
     Mxfp8,
 }
 
+impl BlockScaled {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Nvfp4, Self::Mxfp8];
+
+    /// The kind of a format, if there is one here.
+    pub const fn of(format: Format) -> Option<Self> {
+        match format {
+            Format::Nvfp4 => Some(Self::Nvfp4),
+            Format::Mxfp8 => Some(Self::Mxfp8),
+            Format::Mxfp4 => None,
+        }
+    }
+
+    /// The format of the operands.
+    pub const fn format(self) -> Format {
+        match self {
+            Self::Nvfp4 => Format::Nvfp4,
+            Self::Mxfp8 => Format::Mxfp8,
+        }
+    }
+
+    /// Columns of 128 bytes of codes, which the swizzle spans: 256 or 128.
+    pub const fn tile_k(self) -> usize {
+        1024 / self.format().code_bits()
+    }
+
+    /// Columns of an instruction, 32 bytes of codes: 64 or 32.
+    pub const fn step_k(self) -> usize {
+        256 / self.format().code_bits()
+    }
+
+    /// Columns whose block scales are in one 128x4 tile: 64 or 128.
+    pub const fn atom_k(self) -> usize {
+        4 * self.format().block()
+    }
+
+    /// Which byte of each word of scales the instruction at column `column` of a 128x4 tile begins
+    /// with: `block16` takes all four, `block32` one.
+    pub const fn scale_id(self, column: usize) -> u32 {
+        (column % self.atom_k() / self.format().block()) as u32
+    }
+}
+
+/// `idesc` with `id` as the first scale of a word that both operands use: fields of two bits.
+pub const fn with_scale_ids(idesc: u32, id: u32) -> u32 {
+    assert!(id < 4);
+    idesc | (id << 4) | (id << 29)
+}
+
+/// [`instruction_descriptor`] with an `n` that is known at run time, a multiple of 8 from 8 to 256,
+/// in place of that of `idesc`.
+#[cube]
+pub fn tcgen05_instruction_descriptor(n: u32, #[comptime] idesc: u32) -> u32 {
+    comptime!(idesc & !(0x3f << 17)).runtime() | ((n >> 3u32) << 17u32)
+}
+
 /// The descriptor of a block-scaled `tcgen05.mma` of `m` x `n`, which is a register: `n` may vary
 /// at run time. Both operands are K-major, dense, and not negated.
 ///
@@ -106,7 +164,7 @@ pub enum BlockScaled {
 /// | bits | field |
 /// |---|---|
 /// | 2 | sparse |
-/// | 4-5, 29-30 | which scales of a word `b` and `a` use: 0 |
+/// | 4-5, 29-30 | which scales of a word `b` and `a` use: 0, see [`with_scale_ids`] |
 /// | 7-9 | type of `a`: 1 = E2M1 of `mxf4nvf4`, 0 = E4M3 of `mxf8f6f4` |
 /// | 10-11 (10-12 of `mxf8f6f4`) | type of `b` |
 /// | 13, 14, 15, 16 | negate `a`, `b`; transpose `a`, `b` |
@@ -137,21 +195,68 @@ mod tests {
             (128, 256, 0x0840_0480),
             (128, 192, 0x0830_0480),
             (128, 128, 0x0820_0480),
+            (128, 64, 0x0810_0480),
         ] {
             let found = instruction_descriptor(BlockScaled::Nvfp4, m, n);
             assert_eq!(found, expected, "{m} x {n}: {found:#010x}");
         }
     }
 
-    /// By the table of the PTX ISA alone.
+    /// Those of the same kernel compiled for E4M3 elements with UE8M0 scales of 32.
     #[test]
-    fn instruction_descriptor_of_mxfp8() {
-        let found = instruction_descriptor(BlockScaled::Mxfp8, 128, 256);
-        assert_eq!(found, (1 << 27) | (1 << 23) | (32 << 17), "{found:#010x}");
-        assert_eq!(found, 0x08c0_0000);
+    fn instruction_descriptors_of_nvidia_for_mxfp8() {
+        for (n, expected) in [(256, 0x08c0_0000), (64, 0x0890_0000)] {
+            let found = instruction_descriptor(BlockScaled::Mxfp8, 128, n);
+            assert_eq!(found, expected, "128 x {n}: {found:#010x}");
+        }
     }
 
-    /// The constants of NVIDIA's kernel, for codes with the 128-byte swizzle and for scales.
+    /// `block32` with a scale for each 32 columns: the four instructions of 128 columns take the
+    /// bytes of a word one after another, as in NVIDIA's kernel, whose descriptors these are;
+    /// `block16` takes whole words. That kernel has the place in bits 30 and 31 of the address of
+    /// the scales too; DeepGEMM has it in the descriptor alone, as here.
+    #[test]
+    fn scale_ids() {
+        let idesc = instruction_descriptor(BlockScaled::Mxfp8, 128, 256);
+        let of_steps = [0, 32, 64, 96].map(|column| {
+            let id = BlockScaled::Mxfp8.scale_id(column);
+            with_scale_ids(idesc, id)
+        });
+        let expected = [0x08c0_0000, 0x28c0_0010, 0x48c0_0020, 0x68c0_0030];
+        assert_eq!(of_steps, expected, "{of_steps:#010x?}");
+        for column in [0, 64, 128, 192] {
+            assert_eq!(BlockScaled::Nvfp4.scale_id(column), 0);
+        }
+        // The ids are in fields of their own.
+        for id in 0..4 {
+            let found = with_scale_ids(0, id);
+            assert_eq!((found >> 4 & 3, found >> 29 & 3), (id, id));
+            assert_eq!(found & !(3 << 4 | 3 << 29), 0);
+        }
+    }
+
+    /// The least width, for few rows of `b`, in both formats.
+    #[test]
+    fn instruction_descriptors_of_narrow_tiles() {
+        let narrow = |kind| instruction_descriptor(kind, 128, 8);
+        assert_eq!(narrow(BlockScaled::Nvfp4), 0x0802_0480);
+        assert_eq!(narrow(BlockScaled::Mxfp8), 0x0882_0000);
+    }
+
+    /// Columns of a row in shared memory, of an instruction and of a tile of scales.
+    #[test]
+    fn columns_of_both_formats() {
+        let columns = |kind: BlockScaled| (kind.tile_k(), kind.step_k(), kind.atom_k());
+        assert_eq!(columns(BlockScaled::Nvfp4), (256, 64, 64));
+        assert_eq!(columns(BlockScaled::Mxfp8), (128, 32, 128));
+        for kind in BlockScaled::ALL {
+            assert_eq!(BlockScaled::of(kind.format()), Some(kind));
+        }
+        assert_eq!(BlockScaled::of(Format::Mxfp4), None);
+    }
+
+    /// The constants of NVIDIA's kernel, for codes with the 128-byte swizzle and for scales: the
+    /// same for both formats.
     #[test]
     fn shared_memory_descriptors_of_nvidia() {
         assert_eq!(SharedLayout::CODES.bits(), 0x4000_4040_0001_0000);

@@ -5,7 +5,7 @@
 //! Accumulators and block scales are in tensor memory (TMEM): 128 lanes of 512 columns of 32 bits
 //! in each SM, addressed as `lane << 16 | column`. Operands are in shared memory and addressed by
 //! [descriptors](tcgen05_descriptor()). One thread issues [`tcgen05_cp_32x128b_warpx4()`],
-//! [`tcgen05_mma_block16()`] and [`tcgen05_commit()`]: the one that [`elect_sync()`] chooses. A
+//! [`tcgen05_mma()`] and [`tcgen05_commit()`]: the one that [`elect_sync()`] chooses. A
 //! thread that an index chooses makes ptxas repeat the election in a loop around each of these
 //! instructions.
 //!
@@ -13,6 +13,7 @@
 
 use cubecl::prelude::*;
 
+use super::BlockScaled;
 #[cfg(doc)]
 use super::tcgen05_descriptor;
 
@@ -74,7 +75,7 @@ pub fn tcgen05_cp_32x128b_warpx4(target: u32, source: u64) {
     );
 }
 
-/// What [`tcgen05_mma_block16()`] multiplies.
+/// What [`tcgen05_mma()`] multiplies.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct MmaOperands {
@@ -94,13 +95,14 @@ pub struct MmaOperands {
     pub accumulate: u32,
 }
 
-/// `d = a · bᵀ (+ d)` over 64 columns of E2M1 codes with an E4M3 scale for each 16:
-/// `tcgen05.mma.kind::mxf4nvf4.block_scale.block16`. One thread.
+/// `d = a · bᵀ (+ d)` over 32 bytes of codes of each row: 64 of E2M1 with an E4M3 scale for each 16,
+/// or 32 of E4M3 with a UE8M0 scale: `tcgen05.mma.kind::mxf4nvf4.block_scale.block16` or
+/// `kind::mxf8f6f4.block_scale.block32`. One thread.
 ///
-/// PTX 8.8 for the name `block16` of `scale_vec::4X`, which ptxas refuses for the family target
-/// sm_100f.
+/// PTX 8.8 for the names `block16` of `scale_vec::4X`, which ptxas refuses for the family target
+/// sm_100f, and `block32` of `scale_vec::1X`.
 #[cube]
-pub fn tcgen05_mma_block16(operands: MmaOperands) {
+pub fn tcgen05_mma(operands: MmaOperands, #[comptime] kind: BlockScaled) {
     let MmaOperands {
         d,
         a,
@@ -110,13 +112,23 @@ pub fn tcgen05_mma_block16(operands: MmaOperands) {
         b_scales,
         accumulate,
     } = operands;
-    gpu_asm!(
-        "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
-        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
-        "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
-        d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
-        sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
-    );
+    if comptime!(kind == BlockScaled::Nvfp4) {
+        gpu_asm!(
+            "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
+            "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
+            "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
+            d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
+            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
+        );
+    } else {
+        gpu_asm!(
+            "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
+            "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32",
+            "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
+            d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
+            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
+        );
+    }
 }
 
 /// Arrives once at `barrier` when all `tcgen05` operations that this thread has issued are

@@ -13,12 +13,13 @@ use super::{
     Gemm,
     exact::{ExactGemm, inexact},
     gemm,
-    kernels::{Fault, Sm100Tile, TensorCore},
+    kernels::Sm100Tile,
     problem::Plan,
 };
 use crate::{
-    Nvfp4Error,
+    Format, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
+    cube::ptx::BlockScaled,
     memory::download,
     quantize,
     reference::{RandomBits, compare_random_bits, read_random_bits},
@@ -95,6 +96,10 @@ pub enum Check {
     IntegerMGrouped,
     /// K-grouped GEMMs with exact sums.
     IntegerKGrouped,
+    /// GEMMs of MXFP8 operands with exact sums, dense and grouped.
+    IntegerMxfp8,
+    /// GEMMs with exchanged operands and exact sums, dense and M-grouped, in both formats.
+    IntegerSwapAb,
     /// The kernel and cuBLASLt on the same operands.
     CublasLt,
     /// The order of random bits in `cvt.rs`.
@@ -103,7 +108,7 @@ pub enum Check {
 
 impl Check {
     /// All of them, in order.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::TmemRoundTrip,
         Self::ScaleCopy,
         Self::OneHotMma,
@@ -111,6 +116,8 @@ impl Check {
         Self::IntegerPerToken,
         Self::IntegerMGrouped,
         Self::IntegerKGrouped,
+        Self::IntegerMxfp8,
+        Self::IntegerSwapAb,
         Self::CublasLt,
         Self::CvtRs,
     ];
@@ -125,6 +132,8 @@ impl Check {
             Self::IntegerPerToken => "integer-gemm-per-token",
             Self::IntegerMGrouped => "integer-gemm-m-grouped",
             Self::IntegerKGrouped => "integer-gemm-k-grouped",
+            Self::IntegerMxfp8 => "integer-gemm-mxfp8",
+            Self::IntegerSwapAb => "integer-gemm-swap-ab",
             Self::CublasLt => "equal-to-cublaslt",
             Self::CvtRs => "cvt-rs-order",
         }
@@ -159,23 +168,42 @@ impl Check {
                     (257, 264, 352),
                     (300, 520, 2048),
                 ];
-                let cases = shapes.map(|shape| ExactGemm::dense(client, shape, false));
-                device.integers(client, cases)
+                let cases = shapes.map(|shape| ExactGemm::dense(client, NVFP4, shape, false));
+                device.integers(client, false, cases)
             }
             Self::IntegerPerToken => {
                 let shapes = [(130, 264, 352), (64, 128, 1024)];
-                let cases = shapes.map(|shape| ExactGemm::dense(client, shape, true));
-                device.integers(client, cases)
+                let cases = shapes.map(|shape| ExactGemm::dense(client, NVFP4, shape, true));
+                device.integers(client, false, cases)
             }
             Self::IntegerMGrouped => {
                 let groups: [&[usize]; 3] = [&[0, 1, 127, 129, 0, 65], &[300], &[5, 0]];
-                let case = |sizes: &[usize]| ExactGemm::m_grouped(client, sizes, (264, 224));
-                device.integers(client, groups.map(case))
+                let case = |sizes: &[usize]| ExactGemm::m_grouped(client, NVFP4, sizes, (264, 224));
+                device.integers(client, false, groups.map(case))
             }
             Self::IntegerKGrouped => {
                 let groups: [&[usize]; 3] = [&[64, 0, 320, 128], &[1024, 64, 0], &[16, 0, 80, 304]];
-                let case = |sizes: &[usize]| ExactGemm::k_grouped(client, sizes, (130, 264));
-                device.integers(client, groups.map(case))
+                let case = |sizes: &[usize]| ExactGemm::k_grouped(client, NVFP4, sizes, (130, 264));
+                device.integers(client, false, groups.map(case))
+            }
+            Self::IntegerMxfp8 => {
+                let cases = [
+                    ExactGemm::dense(client, MXFP8, (128, 256, 128), false),
+                    ExactGemm::dense(client, MXFP8, (129, 264, 1056), false),
+                    ExactGemm::m_grouped(client, MXFP8, &[0, 1, 129, 65], (264, 224)),
+                    ExactGemm::k_grouped(client, MXFP8, &[32, 0, 320, 96], (130, 264)),
+                ];
+                device.integers(client, false, cases)
+            }
+            Self::IntegerSwapAb => {
+                let cases = [
+                    ExactGemm::dense(client, NVFP4, (8, 128, 256), false),
+                    ExactGemm::dense(client, NVFP4, (130, 264, 352), true),
+                    ExactGemm::m_grouped(client, NVFP4, &[0, 1, 65, 17, 130], (264, 224)),
+                    ExactGemm::dense(client, MXFP8, (9, 136, 352), false),
+                    ExactGemm::m_grouped(client, MXFP8, &[0, 1, 65, 17, 130], (264, 224)),
+                ];
+                device.integers(client, true, cases)
             }
             Self::CublasLt => match device {
                 TestDevice::Sm100 => equal_to_cublaslt(client),
@@ -187,6 +215,10 @@ impl Check {
         }
     }
 }
+
+/// The formats of the operands.
+const NVFP4: Format = Format::Nvfp4;
+const MXFP8: Format = Format::Mxfp8;
 
 /// Why a check of tensor memory is left out.
 const NO_TMEM: &str = "the device has no tensor memory: compute capability 10.0 or 10.3";
@@ -226,10 +258,11 @@ impl TestDevice {
         }
     }
 
-    /// Computes each of `cases`, and compares.
+    /// Computes each of `cases`, with exchanged operands or not, and compares.
     fn integers<const N: usize>(
         self,
         client: &Client,
+        swap_ab: bool,
         cases: [Result<ExactGemm, Nvfp4Error>; N],
     ) -> Outcome {
         let on = match self {
@@ -242,7 +275,7 @@ impl TestDevice {
         for case in cases {
             found = case.map_err(|error| error.to_string()).and_then(|case| {
                 notes.push(case.what.clone());
-                let output = self.multiply(client, &case);
+                let output = self.multiply(client, &case, swap_ab);
                 let output = output.map_err(|error| format!("{}: {error}", case.what))?;
                 case.compare(client, &output)
             });
@@ -254,14 +287,23 @@ impl TestDevice {
     }
 
     /// The GEMM of `case` by what the device has.
-    fn multiply(self, client: &Client, case: &ExactGemm) -> Result<Matrix, Nvfp4Error> {
+    fn multiply(
+        self,
+        client: &Client,
+        case: &ExactGemm,
+        swap_ab: bool,
+    ) -> Result<Matrix, Nvfp4Error> {
         let request = Gemm::of_exact(case);
+        let format = match case.a.layout.format {
+            Format::Mxfp8 => BlockScaled::Mxfp8,
+            Format::Nvfp4 | Format::Mxfp4 => BlockScaled::Nvfp4,
+        };
+        let tile = Sm100Tile::instruction(format, swap_ab);
         let request = match self {
-            Self::Sm100 => request.backend(GemmBackend::Sm100Tcgen05),
-            Self::Sm90 => request.plan(Plan::Tcgen05(Sm100Tile {
-                core: TensorCore::Software(Fault::None),
-                seed: 1,
-            })),
+            Self::Sm100 => request
+                .backend(GemmBackend::Sm100Tcgen05)
+                .plan(Plan::Tcgen05(tile)),
+            Self::Sm90 => request.plan(Plan::Tcgen05(tile.in_software(1))),
             Self::Other => request,
         };
         gemm(client, &request).map(|output| output.matrix)
@@ -279,7 +321,7 @@ fn equal_to_cublaslt(client: &Client) -> Outcome {
 fn compare_with_cublaslt(client: &Client, notes: &mut Vec<String>) -> Result<(), String> {
     let said = |error: Nvfp4Error| error.to_string();
     for shape in [(256, 512, 1024), (300, 520, 2048)] {
-        let case = ExactGemm::dense(client, shape, false).map_err(said)?;
+        let case = ExactGemm::dense(client, NVFP4, shape, false).map_err(said)?;
         let request = Gemm::of_exact(&case).backend(GemmBackend::CublasLt);
         let output = gemm(client, &request).map_err(said)?;
         case.compare(client, &output.matrix)

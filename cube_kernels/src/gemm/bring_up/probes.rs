@@ -8,7 +8,7 @@ use crate::{
     format::{e2m1, e4m3, swizzle::swizzle},
     gemm::{
         kernels::{
-            sm100_nvfp4_engine::{TMEM_WORDS, VIOLATIONS},
+            sm100_block_scaled_engine::{TMEM_WORDS, VIOLATIONS},
             sm100_probe::{
                 B_CODES_AT, IMAGE, POISON, PROBE_UNITS, SCALE_COLUMN, SCALES_AT, step_kernel,
                 step_model_kernel, tmem_round_trip_kernel,

@@ -73,6 +73,7 @@ impl Kernel for CublasLt {
                 _ => PackedReads::Bf16,
             },
             mn_major: false,
+            mxfp8: false,
         }
     }
 

@@ -7,21 +7,21 @@ pub(crate) mod cmma;
 pub(crate) mod cublaslt;
 #[allow(missing_docs)]
 pub(crate) mod scalar;
-pub(crate) mod sm100_nvfp4;
+pub(crate) mod sm100_block_scaled;
 #[allow(missing_docs)]
-pub(crate) mod sm100_nvfp4_commands;
+pub(crate) mod sm100_block_scaled_commands;
 #[allow(missing_docs)]
-pub(crate) mod sm100_nvfp4_cta;
+pub(crate) mod sm100_block_scaled_cta;
 #[allow(missing_docs)]
-pub mod sm100_nvfp4_engine;
+pub mod sm100_block_scaled_engine;
 #[allow(missing_docs)]
-pub mod sm100_nvfp4_operands;
+pub mod sm100_block_scaled_operands;
 #[allow(missing_docs)]
-mod sm100_nvfp4_output;
+mod sm100_block_scaled_output;
 #[allow(missing_docs)]
-mod sm100_nvfp4_roles;
+mod sm100_block_scaled_roles;
 #[allow(missing_docs)]
-pub(crate) mod sm100_nvfp4_stage;
+pub(crate) mod sm100_block_scaled_stage;
 #[allow(missing_docs)]
 pub mod sm100_probe;
 #[allow(missing_docs)]
@@ -56,9 +56,10 @@ pub use sm90_stream_k::{
     PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
 };
 pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
-pub use sm100_nvfp4_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
-pub use sm100_nvfp4_cta::{sm100_nvfp4_kernel, units as sm100_units};
-pub use sm100_nvfp4_stage::{Sm100Plan, SwizzledScalesLaunch};
+pub use sm100_block_scaled_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
+pub use sm100_block_scaled_cta::{sm100_block_scaled_kernel, units as sm100_units};
+pub use sm100_block_scaled_operands::Sm100Plan;
+pub use sm100_block_scaled_stage::SwizzledScalesLaunch;
 pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
 pub use sm120_nvfp4_stage::Pieces;
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};

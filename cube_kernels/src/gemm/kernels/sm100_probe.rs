@@ -13,8 +13,8 @@
 use cubecl::prelude::{barrier::Barrier, *};
 
 use super::{
-    sm100_nvfp4_engine::{COPY, Command, MMA, Memory, execute_copy, execute_mma},
-    sm100_nvfp4_operands::{ATOM, STEP_K, TILE_K},
+    sm100_block_scaled_engine::{COPY, Command, MMA, Memory, execute_copy, execute_mma},
+    sm100_block_scaled_operands::ATOM,
 };
 use crate::{
     cube::ptx::{
@@ -22,11 +22,16 @@ use crate::{
         elect_sync, instruction_descriptor, ld_shared, mbarrier_wait_parity, tcgen05_alloc,
         tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_dealloc, tcgen05_descriptor,
         tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync, tcgen05_ld_32x32b_x16,
-        tcgen05_mma_block16, tcgen05_relinquish_alloc_permit, tcgen05_st_32x32b_x1,
+        tcgen05_mma, tcgen05_relinquish_alloc_permit, tcgen05_st_32x32b_x1,
     },
     gemm::tiles::{SM100_TILE_M, SM100_TILE_N},
 };
 
+/// What is multiplied.
+const KIND: BlockScaled = BlockScaled::Nvfp4;
+/// Columns of an instruction, and of an image.
+const STEP_K: usize = KIND.step_k();
+const TILE_K: usize = KIND.tile_k();
 /// Where the codes of `b` begin in an image, in bytes.
 pub const B_CODES_AT: usize = SM100_TILE_M * TILE_K / 2;
 /// Where the scales of `a` begin: a tile, and those of `b` behind it, two tiles.
@@ -116,7 +121,7 @@ pub fn tmem_round_trip_kernel(words: &[u32], out: &mut [u32]) {
 #[cube]
 fn step_operands(base: u32, tmem: u32, step: u32) -> MmaOperands {
     let idesc = comptime!(instruction_descriptor(
-        BlockScaled::Nvfp4,
+        KIND,
         SM100_TILE_M as u32,
         SM100_TILE_N as u32
     ));
@@ -169,7 +174,7 @@ pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multip
                 );
             }
             if comptime!(multiplies) {
-                tcgen05_mma_block16(step_operands(base, tmem, step));
+                tcgen05_mma(step_operands(base, tmem, step), KIND);
             }
             tcgen05_commit(done);
         }
@@ -227,7 +232,7 @@ pub fn step_model_kernel(
                 accumulate: mma.accumulate,
             };
             for lane in 0..comptime!(TMEM_LANES as u32) {
-                execute_mma(image, tmem, memory, command, lane, violations);
+                execute_mma(image, tmem, memory, command, lane, violations, KIND);
             }
         }
     }

@@ -543,6 +543,7 @@ impl Kernel for Sm90Bf16 {
         Reads {
             packed: PackedReads::Bf16,
             mn_major: true,
+            mxfp8: false,
         }
     }
 

@@ -514,6 +514,7 @@ impl Kernel for Sm90StreamK {
         Reads {
             packed: PackedReads::Bf16,
             mn_major: true,
+            mxfp8: false,
         }
     }
 

@@ -11,6 +11,8 @@ pub mod epilogue;
 #[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
+pub mod mxfp8;
+#[cfg(feature = "cube")]
 pub mod packed;
 #[cfg(feature = "cube")]
 pub mod policies;

@@ -1,25 +1,26 @@
-//! How the [`sm100_nvfp4`](super::sm100_nvfp4) kernel reaches its tensor core: by instructions, or
+//! How the [`sm100_block_scaled`](super::sm100_block_scaled) kernel reaches its tensor core: by instructions, or
 //! by commands in a ring in shared memory, which four warps execute
-//! ([`sm100_nvfp4_engine`](super::sm100_nvfp4_engine)).
+//! ([`sm100_block_scaled_engine`](super::sm100_block_scaled_engine)).
 //!
 //! The ring holds the commands of more K tiles than the kernel has stages, so that a stage that is
 //! released too early is filled again before its commands are executed.
 
 use cubecl::prelude::*;
 
-use super::sm100_nvfp4_engine::{
-    BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma,
+use super::{
+    sm100_block_scaled_engine::{
+        BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma,
+    },
+    sm100_block_scaled_operands::Sm100Plan,
 };
 use crate::{
     cube::ptx::{
-        MmaOperands, ld_shared, ld_shared_v2, mbarrier_arrive, mbarrier_test_wait_parity,
-        mbarrier_wait_parity, named_barrier_sync, nanosleep, st_shared, st_shared_v2,
-        tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16, tcgen05_mma_block16,
+        BlockScaled, MmaOperands, ld_shared, ld_shared_v2, mbarrier_arrive,
+        mbarrier_test_wait_parity, mbarrier_wait_parity, named_barrier_sync, nanosleep, st_shared,
+        st_shared_v2, tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16,
+        tcgen05_mma,
     },
-    gemm::{
-        arguments::thread_in_cta,
-        tiles::{Fault, TensorCore},
-    },
+    gemm::{arguments::thread_in_cta, tiles::TensorCore},
 };
 
 /// Commands in the ring.
@@ -30,7 +31,9 @@ const COMMAND: usize = 48;
 pub const RING_WORDS: usize = COMMANDS * COMMAND / 4;
 /// Commands that may be looked ahead for copies.
 const AHEAD: u32 = 24;
-/// Units of the model.
+/// Threads of a CTA before those of the model.
+pub const UNITS: u32 = 192;
+/// Threads of the model.
 pub const ENGINE_UNITS: u32 = 128;
 /// The named barrier of the model.
 const ENGINE_BARRIER: u32 = 1;
@@ -145,16 +148,16 @@ pub fn issue_copy(
     }
 }
 
-/// Multiplies 64 columns. Returns as [`issue_copy()`].
+/// Multiplies 32 bytes of columns. Returns as [`issue_copy()`].
 #[cube]
 pub fn issue_mma(
     ring: CommandRing,
     queued: u32,
     operands: MmaOperands,
-    #[comptime] core: TensorCore,
+    #[comptime] plan: Sm100Plan,
 ) -> u32 {
-    if comptime!(core == TensorCore::Instruction) {
-        tcgen05_mma_block16(operands);
+    if comptime!(plan.core == TensorCore::Instruction) {
+        tcgen05_mma(operands, comptime!(plan.format));
         queued
     } else {
         let command = Command {
@@ -259,7 +262,7 @@ fn count_ahead(ring: CommandRing, at: u32) -> u32 {
 /// an odd seed copies overtake the instructions and commits before them, as PTX permits:
 /// `tcgen05.cp` is ordered before a later `tcgen05.mma`, not behind an earlier one.
 ///
-/// `board` is the address of a word of shared memory.
+/// `board` is the address of a word of shared memory; `kind` is that of all multiplications.
 #[cube]
 pub fn run_engine(
     shared: &[u32],
@@ -267,9 +270,9 @@ pub fn run_engine(
     memory: Memory,
     ring: CommandRing,
     board: u32,
-    #[comptime] first_unit: u32,
+    #[comptime] kind: BlockScaled,
 ) {
-    let lane = thread_in_cta() - first_unit;
+    let lane = thread_in_cta() - UNITS;
     let seed = model.seed;
     let mut at = 0u32;
     // Bit `i`: command `at + i` is a copy that has been executed.
@@ -312,7 +315,7 @@ pub fn run_engine(
             }
         } else if command.opcode == MMA {
             let (tmem, violations) = (&mut model.tmem, &model.violations);
-            execute_mma(shared, tmem, memory, command, lane, violations);
+            execute_mma(shared, tmem, memory, command, lane, violations, kind);
         } else if command.opcode == COMMIT {
             // All lanes are behind what was issued before: they met after each command.
             if lane == 0u32 {
@@ -325,13 +328,5 @@ pub fn run_engine(
         mbarrier_arrive(full + comptime!(8 * COMMANDS as u32));
         early >>= 1u32;
         at += 1u32;
-    }
-}
-
-/// Whether a kernel with `core` has `fault`.
-pub const fn has_fault(core: TensorCore, fault: Fault) -> bool {
-    match core {
-        TensorCore::Instruction => false,
-        TensorCore::Software(injected) => injected as u32 == fault as u32,
     }
 }

@@ -1,37 +1,34 @@
-//! What a CTA of the [`sm100_nvfp4`](super::sm100_nvfp4) kernel does: shared memory, barriers and
+//! What a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel does: shared memory, barriers and
 //! tensor memory, and the epilogue's warps. The threads that load and multiply are in
-//! [`sm100_nvfp4_roles`](super::sm100_nvfp4_roles).
+//! [`sm100_block_scaled_roles`](super::sm100_block_scaled_roles).
 
 use cubecl::prelude::{barrier::Barrier, *};
 
 use super::{
-    sm100_nvfp4_commands::{
-        COMMANDS, CommandRing, ENGINE_UNITS, RING_WORDS, SoftwareTensorCore, has_fault, issue_stop,
+    sm100_block_scaled_commands::{
+        COMMANDS, CommandRing, ENGINE_UNITS, RING_WORDS, SoftwareTensorCore, UNITS, issue_stop,
         run_engine,
     },
-    sm100_nvfp4_engine::{Memory, TMEM_WORDS},
-    sm100_nvfp4_operands::{OPERANDS, SCALE_COLUMNS, STAGES},
-    sm100_nvfp4_output::{OutputTile, write_tile},
-    sm100_nvfp4_roles::{issue_tiles, load_tiles},
-    sm100_nvfp4_stage::{CtaState, GroupExtent, Sm100Plan, SwizzledScales},
+    sm100_block_scaled_engine::{Memory, TMEM_WORDS},
+    sm100_block_scaled_operands::Sm100Plan,
+    sm100_block_scaled_output::{OutputTile, write_tile, write_transposed},
+    sm100_block_scaled_roles::{issue_tiles, load_tiles},
+    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
-        TMEM_COLUMNS, cvta_to_shared, elect_sync, ld_shared, mbarrier_arrive, mbarrier_wait_parity,
-        st_shared, tcgen05_alloc, tcgen05_dealloc, tcgen05_fence_after_thread_sync,
-        tcgen05_fence_before_thread_sync, tcgen05_relinquish_alloc_permit,
+        BlockScaled, TMEM_COLUMNS, cvta_to_shared, elect_sync, ld_shared, mbarrier_arrive,
+        mbarrier_wait_parity, st_shared, tcgen05_alloc, tcgen05_dealloc,
+        tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync,
+        tcgen05_relinquish_alloc_permit,
     },
     gemm::{
         arguments::GroupedProblem,
         epilogue::Epilogue,
-        scheduler::place,
-        tiles::{Fault, SM100_TILE_M, SM100_TILE_N, TensorCore},
+        scheduler::{GroupedDim, place},
+        tiles::{Fault, Sm100Tile, TensorCore},
     },
 };
-
-/// Barriers of the ring of stages and of the accumulators, in this order: full, empty, accumulators
-/// full, accumulators empty. Those of the ring of commands are behind them.
-const BARRIERS: usize = 2 * STAGES + 2;
 
 /// Threads of the epilogue: the first warps, because a warp reads the lanes of its place among
 /// four.
@@ -39,16 +36,32 @@ const EPILOGUE_UNITS: u32 = 128;
 /// The warps that issue instructions and fill stages.
 const MMA_WARP: u32 = 4;
 const TMA_WARP: u32 = 5;
-/// Threads of a CTA, without those of the software model.
-pub(super) const UNITS: u32 = 192;
 
 /// Shared memory that a CTA may have on sm_90 and sm_100: 227 KiB.
 const MOST_SHARED: usize = 227 << 10;
 
+impl Sm100Plan {
+    /// Barriers of the ring of stages and of the accumulators, in this order: full, empty,
+    /// accumulators full, accumulators empty. Those of the ring of commands are behind them.
+    const fn barriers(self) -> usize {
+        2 * self.stages() + 2
+    }
+
+    /// Whether shared memory holds all parts, and tensor memory accumulators and scales.
+    const fn fits(self) -> bool {
+        let barriers = 8 * (self.barriers() + 2 * COMMANDS);
+        self.b_rows() + self.stages() * self.scale_columns() <= TMEM_COLUMNS
+            && self.operands() + 4 * RING_WORDS + barriers + 64 <= MOST_SHARED
+    }
+}
+
 const _: () = {
-    assert!(SM100_TILE_N + STAGES * SCALE_COLUMNS <= TMEM_COLUMNS);
-    let barriers = 8 * (BARRIERS + 2 * COMMANDS);
-    assert!(OPERANDS + 4 * RING_WORDS + barriers + 64 <= MOST_SHARED);
+    let mut i = 0;
+    while i < 4 {
+        let tile = Sm100Tile::instruction(BlockScaled::ALL[i % 2], i >= 2);
+        assert!(Sm100Plan::new(tile, GroupedDim::None).fits());
+        i += 1;
+    }
 };
 
 /// Threads of a CTA.
@@ -63,10 +76,12 @@ pub const fn units(core: TensorCore) -> u32 {
 /// group, or with sums over the columns `k` of each group into an `m` x `n` output of its own.
 ///
 /// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group. The maps are of words of
-/// eight codes; `out` is in units of 16 bytes.
+/// nothing that is in device memory. The bias has a row for each group.
+///
+/// The maps `a` and `b`, of words of codes, and the scales are those of the instruction's operands;
+/// the epilogue has those of the GEMM. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn sm100_nvfp4_kernel(
+pub fn sm100_block_scaled_kernel(
     a: &TensorMap<u32, Tiled>,
     b: &TensorMap<u32, Tiled>,
     scales: SwizzledScales,
@@ -78,24 +93,25 @@ pub fn sm100_nvfp4_kernel(
 ) {
     let core = comptime!(plan.core);
     let is_software = comptime!(core != TensorCore::Instruction);
-    let mut operands: Shared<[u32]> = Shared::new_aligned_slice(comptime!(OPERANDS / 4), 1024usize);
+    let mut operands: Shared<[u32]> =
+        Shared::new_aligned_slice(comptime!(plan.operands() / 4), 1024usize);
     let commands: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(if is_software { RING_WORDS } else { 4 }), 16usize);
     // Where tensor memory begins, and a word for the software model.
     let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
-    let barrier_count = comptime!(BARRIERS + if is_software { 2 * COMMANDS } else { 0 });
+    let barrier_count = comptime!(plan.barriers() + if is_software { 2 * COMMANDS } else { 0 });
     let barriers: Shared<[Barrier]> = Shared::new_aligned_slice(barrier_count, 8usize);
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let operands_at = cvta_to_shared::<u32>(operands.as_slice().as_ptr());
     let board_at = cvta_to_shared::<u32>(board.as_slice().as_ptr());
     let memory = Memory {
         shared: operands_at,
-        bytes: comptime!(OPERANDS as u32).runtime(),
+        bytes: comptime!(plan.operands() as u32).runtime(),
         tmem: CUBE_POS * comptime!(TMEM_WORDS),
     };
     let warp = UNIT_POS / 32u32;
 
-    init_barriers(&barriers, is_software);
+    init_barriers(&barriers, plan);
     if comptime!(is_software) {
         poison(model, memory);
         if UNIT_POS == 0u32 {
@@ -118,10 +134,10 @@ pub fn sm100_nvfp4_kernel(
     let cta = CtaState {
         operands: operands_at,
         full,
-        accumulators: full + comptime!(16 * STAGES as u32),
+        accumulators: full + comptime!(16 * plan.stages() as u32),
         ring: CommandRing {
             words: cvta_to_shared::<u32>(commands.as_slice().as_ptr()),
-            full: full + comptime!(8 * BARRIERS as u32),
+            full: full + comptime!(8 * plan.barriers() as u32),
         },
         tmem: ld_shared(board_at),
         seed,
@@ -143,7 +159,15 @@ pub fn sm100_nvfp4_kernel(
         }
         sync_plane();
     } else if comptime!(is_software) {
-        run_engine(&operands, model, memory, cta.ring, board_at + 4u32, UNITS);
+        let (ring, board) = (cta.ring, board_at + 4u32);
+        run_engine(
+            &operands,
+            model,
+            memory,
+            ring,
+            board,
+            comptime!(plan.format),
+        );
     }
 
     // All accumulators have been read.
@@ -159,19 +183,21 @@ pub fn sm100_nvfp4_kernel(
 
 /// Makes the barriers known to all threads and, behind the fence that follows, to TMA.
 #[cube]
-fn init_barriers(barriers: &[Barrier], #[comptime] is_software: bool) {
+fn init_barriers(barriers: &[Barrier], #[comptime] plan: Sm100Plan) {
+    let stages = comptime!(plan.stages());
     if UNIT_POS == 0u32 {
         #[unroll]
-        for s in 0..STAGES {
+        for s in 0..stages {
             barriers[s].init_manual(1u32);
-            barriers[s + STAGES].init_manual(1u32);
+            barriers[s + stages].init_manual(1u32);
         }
-        barriers[comptime!(2 * STAGES)].init_manual(1u32);
-        barriers[comptime!(2 * STAGES + 1)].init_manual(EPILOGUE_UNITS);
-        if comptime!(is_software) {
+        barriers[comptime!(2 * stages)].init_manual(1u32);
+        barriers[comptime!(2 * stages + 1)].init_manual(EPILOGUE_UNITS);
+        if comptime!(plan.core != TensorCore::Instruction) {
+            let first = comptime!(plan.barriers());
             for s in 0..COMMANDS {
-                barriers[BARRIERS + s].init_manual(1u32);
-                barriers[comptime!(BARRIERS + COMMANDS) + s].init_manual(ENGINE_UNITS);
+                barriers[first + s].init_manual(1u32);
+                barriers[comptime!(first + COMMANDS) + s].init_manual(ENGINE_UNITS);
             }
         }
     }
@@ -199,7 +225,9 @@ fn write_tiles(
     #[comptime] plan: Sm100Plan,
 ) {
     let core = comptime!(plan.core);
-    let tiles_n = problem.shape.n.div_ceil(comptime!(SM100_TILE_N as u32));
+    let tile_m = comptime!(plan.tile().tile_m() as u32);
+    let tile_n = comptime!(plan.tile().tile_n() as u32);
+    let tiles_n = problem.shape.n.div_ceil(tile_n);
     let lanes = (UNIT_POS / 32u32) * 32u32;
     let mut tile = CUBE_POS as u32;
     // The group that is looked at, the tiles before it, and the tiles of this CTA until now.
@@ -207,21 +235,21 @@ fn write_tiles(
     let mut passed = 0u32;
     let mut done = 0u32;
     while group < problem.shape.groups {
-        let extent = GroupExtent::of(problem, group, comptime!(plan.grouped));
-        let tiles_m = extent.tiles();
+        let extent = GroupExtent::of(problem, group, plan);
+        let tiles_m = extent.tiles(plan);
         if tile - passed < tiles_m * tiles_n {
             let at = place(
                 tile - passed,
                 tiles_m,
                 tiles_n,
                 problem.band,
-                comptime!(SM100_TILE_M as u32),
-                comptime!(SM100_TILE_N as u32),
+                tile_m,
+                tile_n,
             );
             // Nothing was multiplied for an empty group along K, whose output is zeros.
             let is_empty = extent.is_empty(comptime!(plan.grouped));
             let mut waits = !is_empty;
-            if comptime!(has_fault(core, Fault::NoAccumulatorWait)) {
+            if comptime!(core.has_fault(Fault::NoAccumulatorWait)) {
                 waits = false;
             }
             if waits {
@@ -231,7 +259,7 @@ fn write_tiles(
                 tcgen05_fence_after_thread_sync();
             }
             let own = OutputTile {
-                row: extent.first + at.row + UNIT_POS,
+                row: extent.first + at.row,
                 end: extent.end,
                 column: at.column,
                 n: problem.shape.n,
@@ -239,7 +267,11 @@ fn write_tiles(
                 accumulators: cta.tmem + (lanes << 16u32),
                 is_empty,
             };
-            write_tile(model, memory, own, epilogue, out, core);
+            if comptime!(plan.swap_ab) {
+                write_transposed(model, memory, own, epilogue, out, core);
+            } else {
+                write_tile(model, memory, own, epilogue, out, core);
+            }
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_before_thread_sync();
             }

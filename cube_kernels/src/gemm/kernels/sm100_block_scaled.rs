@@ -1,10 +1,16 @@
-//! The NVFP4 GEMM of data-center Blackwell (sm_100, sm_103): `tcgen05.mma` on codes and block
-//! scales as they are stored, `kind::mxf4nvf4` with an E4M3 scale for each 16 elements.
+//! The block-scaled GEMM of data-center Blackwell (sm_100, sm_103): `tcgen05.mma` on codes and
+//! block scales as they are stored, of NVFP4 (`kind::mxf4nvf4`, an E4M3 scale for each 16 elements)
+//! or MXFP8 (`kind::mxf8f6f4`, a UE8M0 scale for each 32).
 //!
 //! A CTA has six warps. Four apply the epilogue, a lane of tensor memory for each of their threads;
 //! one thread of the fifth issues the instructions, one of the sixth lets TMA fill a ring of
-//! stages. A stage has 256 columns of 128 rows of `a` and 256 of `b`, with their scales in 128x4
-//! tiles, 512 bytes for each 128 rows and 64 columns.
+//! stages. A stage has 128 bytes of 128 rows of `a` and of 256 of `b`, 256 columns of NVFP4 or 128
+//! of MXFP8, with their scales in 128x4 tiles of 512 bytes.
+//!
+//! For few rows of `a` the operands are exchanged, as CUTLASS and DeepGEMM do ("swap A and B"): 128
+//! rows of `b` are the lanes, and up to 64 of `a` the columns, of which an instruction multiplies
+//! as many as there are, in steps of eight. More CTAs then read the weights, and nothing is
+//! multiplied for rows that do not exist. The epilogue transposes.
 //!
 //! | barrier | arrivals of a phase | completes when |
 //! |---|---|---|
@@ -19,9 +25,11 @@
 //! Rows of a tile that belong to another group are multiplied and not written, so that one tensor
 //! map serves all groups. Scales start anew at each group.
 //!
-//! Groups along K begin at multiples of 64 columns, so that the scales of all groups are one matrix
-//! of tiles. The last stage of a group may hold columns of the next group, which no instruction
-//! multiplies. The epilogue writes zeros for an empty group, which has no stage.
+//! Groups along K begin at multiples of an instruction, 64 columns of NVFP4 or 32 of MXFP8, so that
+//! the scales of all groups are one matrix of tiles. The last stage of a group may hold columns of
+//! the next group, and the first one of MXFP8 columns of the group before, since a tile has the
+//! scales of 128 columns: no instruction multiplies them. The epilogue writes zeros for an empty
+//! group, which has no stage.
 //!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
 //! inspected; with [`TensorCore::Software`] the same kernel runs on Hopper, with the bits of the
@@ -30,26 +38,28 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    sm100_nvfp4_commands::{SoftwareTensorCoreLaunch, has_fault},
-    sm100_nvfp4_cta::{sm100_nvfp4_kernel, units},
-    sm100_nvfp4_engine::{TMEM_WORDS, VIOLATIONS},
-    sm100_nvfp4_operands::{ATOM, STEP_K, TILE_K},
-    sm100_nvfp4_stage::{Sm100Plan, SwizzledScalesLaunch},
+    sm100_block_scaled_commands::SoftwareTensorCoreLaunch,
+    sm100_block_scaled_cta::{sm100_block_scaled_kernel, units},
+    sm100_block_scaled_engine::{TMEM_WORDS, VIOLATIONS},
+    sm100_block_scaled_operands::{ATOM, Sm100Plan},
+    sm100_block_scaled_stage::SwizzledScalesLaunch,
 };
 use crate::{
     Nvfp4Error,
     capabilities::GemmBackend,
-    format::swizzle::row_group_tiles,
+    cube::ptx::BlockScaled,
+    format::{padding::padded_bound, swizzle::row_group_tiles},
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
         epilogue::Factor,
         materialize::{Materialized, PackedReads, Reads},
+        operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
             misfit, sms,
         },
         scheduler::GroupedDim,
-        tiles::{Fault, SM100_TILE_M, SM100_TILE_N, Sm100Tile, TensorCore},
+        tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, Sm100Tile, TensorCore},
     },
     memory::{address_type, allocate, download},
     zeroed::zeros,
@@ -58,12 +68,12 @@ use crate::{
 /// Tiles along the rows of `a` that run at the same time, for the L2 cache. Not measured.
 const BAND: u32 = 8;
 
-/// The NVFP4 GEMM of sm_100.
-pub(crate) struct Sm100Nvfp4;
+/// The block-scaled GEMM of sm_100.
+pub(crate) struct Sm100BlockScaled;
 
-impl Kernel for Sm100Nvfp4 {
+impl Kernel for Sm100BlockScaled {
     fn name(&self) -> &'static str {
-        "sm100_nvfp4"
+        "sm100_block_scaled"
     }
 
     fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
@@ -89,12 +99,12 @@ impl Kernel for Sm100Nvfp4 {
                 ));
             }
         }
-        if problem.is_packed() != [true; 2] {
+        if problem.block_scaled().is_none() {
             return Err(Refusal::Operands(
-                "block-scaled instructions take packed operands",
+                "block-scaled instructions take packed operands of one format",
             ));
         }
-        // Groups along K are brought to multiples of 64.
+        // Groups along K are brought to multiples of an instruction.
         let is_k_bad = problem.grouped != GroupedDim::K && !k.is_multiple_of(32);
         if !n.is_multiple_of(8) || k == 0 || is_k_bad {
             return Err(Refusal::Operands(
@@ -105,41 +115,69 @@ impl Kernel for Sm100Nvfp4 {
             return Err(Refusal::Operands(UNALIGNED));
         }
         match checks {
-            true => (device.tcgen05)().map_err(Refusal::SelfCheck),
+            true => (device.tcgen05)(tile_of(problem)).map_err(Refusal::SelfCheck),
             false => Ok(()),
         }
     }
 
-    fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
-        Plan::Tcgen05(Sm100Tile::INSTRUCTION).into()
+    fn plan(&self, _device: &Device, problem: &Problem) -> Candidate {
+        Plan::Tcgen05(tile_of(problem)).into()
     }
 
     fn reads(&self, _plan: Plan) -> Reads {
         Reads {
             packed: PackedReads::Swizzled,
             mn_major: false,
+            mxfp8: true,
         }
     }
 
-    fn k_alignment(&self) -> usize {
-        STEP_K
+    fn takes_mxfp8(&self) -> bool {
+        true
+    }
+
+    fn k_alignment(&self, plan: Plan) -> usize {
+        match plan {
+            Plan::Tcgen05(tile) => tile.format.step_k(),
+            _ => 1,
+        }
     }
 
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
-            Plan::Tcgen05(tile) if launch.a.is_packed() && launch.b.is_packed() => {
-                queue(launch, tile)
-            }
+            Plan::Tcgen05(tile) if takes(tile, launch) => queue(launch, tile),
             plan => Err(misfit(plan, launch)),
         }
     }
 }
 
+/// Whether `tile` is one of the operands' format, and of their groups.
+fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
+    let layout = match tile.format {
+        BlockScaled::Nvfp4 => OperandLayout::Packed,
+        BlockScaled::Mxfp8 => OperandLayout::Mxfp8,
+    };
+    let is_swapped_k = tile.swap_ab && launch.groups.grouping == GroupedDim::K;
+    [launch.a.layout, launch.b.layout] == [layout; 2] && !is_swapped_k
+}
+
+/// The tile of a problem: with exchanged operands for up to 64 rows of `a`, or as many in each
+/// group along M on average. Not measured: no such GPU was at hand.
+fn tile_of(problem: &Problem) -> Sm100Tile {
+    let is_few = problem.shape.m <= SM100_SWAP_AB_N * problem.groups;
+    Sm100Tile::instruction(
+        problem.block_scaled().unwrap_or(BlockScaled::Nvfp4),
+        is_few && problem.grouped != GroupedDim::K,
+    )
+}
+
 /// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors
-/// here, and the portable kernel dequantizes to bf16.
+/// here, nor MXFP8, and what takes them dequantizes to bf16.
 fn is_default_for(problem: &Problem) -> bool {
     let factors = [problem.epilogue.a, problem.epilogue.b];
-    problem.grouped != GroupedDim::None || factors.contains(&Factor::PerRow)
+    problem.grouped != GroupedDim::None
+        || factors.contains(&Factor::PerRow)
+        || problem.block_scaled() == Some(BlockScaled::Mxfp8)
 }
 
 /// How TMA reads the codes of `operand`, of `k` columns, in boxes of `rows` rows.
@@ -149,21 +187,23 @@ fn codes_map(
     rows: usize,
     tile: Sm100Tile,
 ) -> TensorMapArg<Tiled> {
-    // SAFETY: the caller checked that the memory holds these words of eight codes.
+    let bits = tile.format.format().code_bits();
+    let words = k * bits / 32;
+    // SAFETY: the caller checked that the memory holds these words of codes.
     let tensor = unsafe {
         TensorArg::from_raw_parts(
             operand.codes.clone(),
-            [k / 8, 1].into(),
-            [operand.rows, k / 8].into(),
+            [words, 1].into(),
+            [operand.rows, words].into(),
         )
     };
-    let swizzle = match has_fault(tile.core, Fault::WrongSwizzle) {
+    let swizzle = match tile.core.has_fault(Fault::WrongSwizzle) {
         true => TensorMapSwizzle::None,
         false => TensorMapSwizzle::B128,
     };
     TensorMapArg::new(
         TiledArgs {
-            tile_size: [rows, TILE_K / 8].into(),
+            tile_size: [rows, tile.format.tile_k() * bits / 32].into(),
         },
         tensor,
         u32::elem_type_native(),
@@ -189,29 +229,32 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
     } = *launch;
     let GemmShape { m, n, k } = launch.shape;
     let (out, rows) = (&output.matrix().handle, output.matrix().rows);
-    let (whole_a, whole_b) = (m.div_ceil(SM100_TILE_M), n.div_ceil(SM100_TILE_M));
-    // Tiles of scales of both operands, and rows of tiles of the output.
-    let (a_tiles, b_tiles, tiles) = match groups.grouping {
+    let plan = Sm100Plan::new(tile, groups.grouping);
+    // Tiles of 128 rows of scales of both operands.
+    let (whole_a, whole_b) = (m.div_ceil(128), n.div_ceil(128));
+    let (m_tiles, n_tiles) = match groups.grouping {
         // Each group ends in a tile of its own.
-        GroupedDim::M => {
-            let a_tiles = row_group_tiles(m, groups.groups);
-            (a_tiles, whole_b * groups.groups, a_tiles)
-        }
-        GroupedDim::K => (whole_a, whole_b, whole_a * groups.groups),
-        GroupedDim::None => (whole_a, whole_b, whole_a),
+        GroupedDim::M => (row_group_tiles(m, groups.groups), whole_b * groups.groups),
+        GroupedDim::K | GroupedDim::None => (whole_a, whole_b),
+    };
+    // Rows of tiles of the output, at most.
+    let tiles = match groups.grouping {
+        GroupedDim::M => padded_bound(m, groups.groups, tile.tile_m()) / tile.tile_m(),
+        GroupedDim::K => m.div_ceil(tile.tile_m()) * groups.groups,
+        GroupedDim::None => m.div_ceil(tile.tile_m()),
     };
     // Rows of the factors of `b`.
     let b_rows = match groups.grouping {
         GroupedDim::K => groups.groups * n,
         GroupedDim::None | GroupedDim::M => b.rows,
     };
-    let cubes = (tiles * n.div_ceil(SM100_TILE_N)).min(sms(client));
+    let cubes = (tiles * n.div_ceil(tile.tile_n())).min(sms(client));
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked the operands against their shapes, and that the memory
         // holds what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
-    let words = |tiles: usize| tiles * k.div_ceil(STEP_K) * ATOM / 4;
+    let words = |tiles: usize| tiles * k.div_ceil(tile.format.atom_k()) * ATOM / 4;
     let bytes = rows * n * epilogue.kind.out.size();
     let software = match tile.core {
         TensorCore::Instruction => None,
@@ -232,20 +275,25 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
             SoftwareTensorCoreLaunch::new(memory(&any, 1), memory(&any, 1), 0)
         }
     };
+    // Those of the instruction.
+    let (first, second) = match tile.swap_ab {
+        true => ((b, n_tiles), (a, m_tiles)),
+        false => ((a, m_tiles), (b, n_tiles)),
+    };
     // SAFETY: the kernel masks what it writes by rows and columns, clamps which scales it
     // reads, and reads codes through maps.
     unsafe {
-        sm100_nvfp4_kernel::launch_unchecked(
+        sm100_block_scaled_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(units(tile.core)),
             address_type(rows * n),
-            codes_map(a, k, SM100_TILE_M, tile),
-            codes_map(b, k, SM100_TILE_N, tile),
+            codes_map(first.0, k, SM100_TILE_M, tile),
+            codes_map(second.0, k, plan.b_rows(), tile),
             SwizzledScalesLaunch::new(
-                memory(&a.scales, words(a_tiles)),
-                memory(&b.scales, words(b_tiles)),
-                a_tiles as u32,
+                memory(&first.0.scales, words(first.1)),
+                memory(&second.0.scales, words(second.1)),
+                m_tiles as u32,
             ),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),
@@ -255,10 +303,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
             epilogue.launch([rows, b_rows], groups.groups, (out, bytes / 4), 1.0),
             model,
             memory(out, bytes / 16),
-            Sm100Plan {
-                grouped: groups.grouping,
-                core: tile.core,
-            },
+            plan,
         );
     }
     match software {

@@ -3,69 +3,29 @@
 use cubecl::prelude::*;
 use half::bf16;
 
-use super::kernels::sm100_probe::{
-    PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel,
-};
+mod inputs;
+mod sm100;
+
+use inputs::{ALL, ALL_GROUPS, BLOCKS, COLS, NO_SPILLS, PLAIN, ROWS, epilogue, map, problem};
+
 use super::kernels::small_m::loads_a_late;
 use super::kernels::{
-    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, EpilogueLaunch, Factor, Fault,
-    GroupedDim, GroupedProblemLaunch, MixedMatrixLaunch, Multiply, PackedMatrixLaunch,
-    PartialTilesLaunch, Pieces, ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule,
-    ScheduledProblemLaunch, Sm90Plan, Sm90Tile, Sm100Plan, Sm120Plan, Sm120Tile, SmallMLeft,
-    SmallMShape, SoftwareTensorCoreLaunch, StreamKPlan, StreamKProblemLaunch, SwizzledScalesLaunch,
-    TensorCore, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel,
-    dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
-    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm100_nvfp4_kernel, sm100_units,
-    sm120_nvfp4_kernel, small_m_kernel, transpose_kernel,
+    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
+    MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
+    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
+    W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel, dequantize_unscaled_kernel,
+    factors_kernel, scalar_grouped_kernel, scalar_kernel, sm90_bf16_kernel, sm90_stream_k_kernel,
+    sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel, transpose_kernel,
 };
 use crate::{
     cube::ptx::Major,
     gemm::{
-        epilogue::OutputAmax,
         specialization::GemmInstance,
         tiles::{SM90_BOX, SM90_TILE_M},
     },
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
-};
-
-/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
-const ROWS: usize = 256;
-const COLS: usize = 256;
-const BLOCKS: usize = ROWS * COLS / 16;
-
-/// One amax for each operand, and nothing besides.
-const PLAIN: EpilogueKind = EpilogueKind {
-    a: Factor::Tensor,
-    b: Factor::Tensor,
-    bias: false,
-    accumulate: false,
-    out: FloatKind::Bf16,
-    amax: None,
-};
-
-/// Everything that an epilogue can do.
-const ALL: EpilogueKind = EpilogueKind {
-    a: Factor::PerRow,
-    b: Factor::PerRow,
-    bias: true,
-    accumulate: true,
-    out: FloatKind::F32,
-    amax: Some(OutputAmax::Whole),
-};
-
-/// The same with an amax for each group.
-const ALL_GROUPS: EpilogueKind = EpilogueKind {
-    amax: Some(OutputAmax::PerGroup),
-    ..ALL
-};
-
-/// Spills are forbidden, whatever the kernel.
-const NO_SPILLS: Expected = Expected {
-    e2m1_rn: None,
-    e2m1_rs: None,
-    e4m3: None,
-    spills: Some(false),
 };
 
 /// All instances that `device` uses.
@@ -77,8 +37,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all.extend(sm90_bf16(device));
     all.extend(sm90_stream_k(device));
     all.extend(sm90_w4a16(device));
-    all.extend(sm100_nvfp4(device));
-    all.extend(sm100_probe(device));
+    all.extend(sm100::block_scaled(device));
+    all.extend(sm100::probes(device));
     all.extend(sm120_nvfp4(device));
     all.extend(small_m(device));
     all.extend(cmma(device));
@@ -148,28 +108,6 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// An epilogue of `kind`.
-fn epilogue(device: &DummyDevice, kind: EpilogueKind) -> EpilogueLaunch {
-    let b = |len| device.buffer(len);
-    EpilogueLaunch::new(
-        b(ROWS),
-        b(ROWS),
-        b(COLS),
-        b(ROWS * COLS),
-        b(2),
-        2688.0,
-        2688.0,
-        256.0,
-        kind,
-    )
-}
-
-/// A GEMM of one size, in `groups` groups.
-fn problem(device: &DummyDevice, groups: usize) -> GroupedProblemLaunch {
-    let shape = ProblemShapeLaunch::of((ROWS, ROWS, 64), groups);
-    GroupedProblemLaunch::new(shape, device.buffer(groups + 1), 8)
-}
-
 fn packed<C: CubePrimitive>(device: &DummyDevice) -> PackedMatrixLaunch<C> {
     PackedMatrixLaunch::new(device.buffer(BLOCKS), device.buffer(BLOCKS))
 }
@@ -177,20 +115,6 @@ fn packed<C: CubePrimitive>(device: &DummyDevice) -> PackedMatrixLaunch<C> {
 fn mixed<C: CubePrimitive, D: CubePrimitive>(device: &DummyDevice) -> MixedMatrixLaunch<C, D> {
     let b = || device.buffer(BLOCKS);
     MixedMatrixLaunch::new(b(), b(), b())
-}
-
-/// A map of tiles of `tile` elements of the native type `elem`.
-fn map(device: &DummyDevice, tile: [usize; 2], elem: cubecl::ir::ElemType) -> TensorMapArg<Tiled> {
-    // SAFETY: nothing is launched.
-    let tensor =
-        unsafe { TensorArg::from_raw_parts(device.memory(), [64, 1].into(), [256, 64].into()) };
-    TensorMapArg::new(
-        TiledArgs {
-            tile_size: tile.into(),
-        },
-        tensor,
-        elem,
-    )
 }
 
 /// A map of stages of `rows` rows for the bf16 kernels of Hopper.
@@ -394,106 +318,6 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
             );
             all.push(instance.of_gemm(GemmInstance::Sm90W4a16(plan), Architectures::Sm90a));
         }
-    }
-    all
-}
-
-/// With the instructions, for the GPUs that have them, and with the software model, for Hopper: as
-/// it is, and with each fault.
-fn sm100_nvfp4(device: &DummyDevice) -> Vec<Instance> {
-    let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
-    let forms = [
-        (GroupedDim::None, PLAIN),
-        (GroupedDim::M, ALL_GROUPS),
-        (GroupedDim::None, ALL),
-        (GroupedDim::M, PLAIN),
-        (GroupedDim::None, out(FloatKind::F16, ALL)),
-        (GroupedDim::K, out(FloatKind::F32, PLAIN)),
-        (GroupedDim::K, ALL_GROUPS),
-    ];
-    let cores = [TensorCore::Instruction, TensorCore::Software(Fault::None)];
-    let mut plans = Vec::new();
-    for core in cores {
-        plans.extend(forms.map(|(grouped, kind)| (Sm100Plan { grouped, core }, kind)));
-    }
-    let grouped = GroupedDim::None;
-    plans.extend(Fault::INJECTED.map(|fault| {
-        let core = TensorCore::Software(fault);
-        (Sm100Plan { grouped, core }, PLAIN)
-    }));
-    let mut all = Vec::new();
-    for (plan, kind) in plans {
-        let Sm100Plan { grouped, core } = plan;
-        let (architectures, expected) = match core {
-            TensorCore::Instruction => (Architectures::Sm100, NO_SPILLS),
-            TensorCore::Software(_) => (Architectures::Sm90a, Expected::default()),
-        };
-        let codes = |rows| {
-            map(device, [rows, 32], u32::elem_type_native()).with_swizzle(TensorMapSwizzle::B128)
-        };
-        let instance = instance!(
-            device,
-            units sm100_units(core),
-            sm100_nvfp4_kernel,
-            format!("{grouped:?}-{:?}-{}-{core:?}", kind.out, kind.accumulate),
-            expected,
-            AddressType::U32,
-            codes(128),
-            codes(256),
-            SwizzledScalesLaunch::new(device.buffer(BLOCKS), device.buffer(BLOCKS), 2),
-            problem(device, 1),
-            epilogue(device, kind),
-            SoftwareTensorCoreLaunch::new(device.buffer(256), device.buffer(4), 0),
-            device.buffer(1 << 12),
-            plan,
-        );
-        all.push(instance.of_gemm(GemmInstance::Sm100Nvfp4(plan), architectures));
-    }
-    all
-}
-
-/// The probes with the instructions, and the model of the same for any GPU.
-fn sm100_probe(device: &DummyDevice) -> Vec<Instance> {
-    let b = || device.buffer(1 << 14);
-    let on_sm100 = |instance: Instance, copies, multiplies| {
-        let gemm = GemmInstance::Sm100Probe { copies, multiplies };
-        instance.of_gemm(gemm, Architectures::Sm100)
-    };
-    let round_trip = instance!(
-        device,
-        units PROBE_UNITS,
-        tmem_round_trip_kernel,
-        "",
-        NO_SPILLS,
-        b(),
-        b()
-    );
-    let mut all = vec![on_sm100(round_trip, 0, false)];
-    for multiplies in [true, false] {
-        let step = instance!(
-            device,
-            units PROBE_UNITS,
-            step_kernel,
-            multiplies,
-            NO_SPILLS,
-            b(),
-            b(),
-            3,
-            multiplies
-        );
-        all.push(on_sm100(step, 3, multiplies));
-        all.push(instance!(
-            device,
-            units 32,
-            step_model_kernel,
-            multiplies,
-            Expected::default(),
-            b(),
-            b(),
-            b(),
-            3,
-            multiplies
-        ));
     }
     all
 }

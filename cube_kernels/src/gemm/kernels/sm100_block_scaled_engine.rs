@@ -1,4 +1,4 @@
-//! A software model of the tensor cores of sm_100, for the `sm100_nvfp4`
+//! A software model of the tensor cores of sm_100, for the `sm100_block_scaled`
 //! kernel on other GPUs: what `tcgen05.cp` and `tcgen05.mma` do, from their descriptors.
 //!
 //! Commands have all operands of an instruction. The functions here decode every field of a
@@ -12,8 +12,9 @@
 use cubecl::prelude::*;
 
 use crate::cube::{
-    codec::{decode_e2m1, decode_e4m3},
-    ptx::{TMEM_COLUMNS, TMEM_LANES},
+    codec::decode_e4m3,
+    mx::{decode_element, decode_ue8m0},
+    ptx::{BlockScaled, TMEM_COLUMNS, TMEM_LANES, instruction_descriptor},
 };
 
 /// Words of tensor memory.
@@ -21,7 +22,7 @@ pub const TMEM_WORDS: usize = TMEM_COLUMNS * TMEM_LANES;
 
 /// A descriptor of shared memory with a field that it may not have.
 pub const BAD_SHARED: usize = 0;
-/// An instruction descriptor that is not one of NVFP4.
+/// An instruction descriptor that is not one of the format.
 pub const BAD_INSTRUCTION: usize = 1;
 /// An address in tensor memory that has lanes, does not fit, or overlaps the accumulators.
 pub const BAD_TMEM: usize = 2;
@@ -170,18 +171,22 @@ pub fn execute_copy(
     }
 }
 
-/// Whether `idesc` is anything but NVFP4 of M = 128, K = 64, dense, K-major, not negated, with
-/// scales at the first byte of their words.
+/// Whether `idesc` is anything but one of `kind` with M = 128, dense, K-major, not negated. Scales
+/// of NVFP4 begin at the first byte of their words; MXFP8 takes any one byte of them.
 #[cube]
-pub fn is_bad_instruction(idesc: u32) -> bool {
-    let fixed = idesc & comptime!(!(0x3fu32 << 17));
+pub fn is_bad_instruction(idesc: u32, #[comptime] kind: BlockScaled) -> bool {
     let n = (idesc >> 17u32) & 0x3fu32;
-    // Types E2M1 of `a` and `b`, and M / 128 = 1; every other bit is zero.
-    fixed != comptime!((1u32 << 7) | (1 << 10) | (1 << 27)) || n == 0u32 || n > 32u32
+    let free = comptime!(match kind {
+        BlockScaled::Nvfp4 => 0x3fu32 << 17,
+        BlockScaled::Mxfp8 => 0x3f << 17 | 3 << 4 | 3 << 29,
+    });
+    // Types, and M / 128 = 1; every other bit is zero.
+    let expected = comptime!(instruction_descriptor(kind, 128, 8) & !free);
+    idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32
 }
 
-/// Lane `lane`'s part of `tcgen05.mma.block16`: row `lane` of the accumulators, 64 columns of both
-/// operands. Columns ascend and every product is exact, as in the scalar kernel.
+/// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators, 32 bytes of
+/// columns of both operands. Columns ascend and every product is exact, as in the scalar kernel.
 #[cube]
 pub fn execute_mma(
     shared: &[u32],
@@ -190,6 +195,7 @@ pub fn execute_mma(
     command: Command,
     lane: u32,
     violations: &[Atomic<u32>],
+    #[comptime] kind: BlockScaled,
 ) {
     let a = decode_shared(command.a, 2u32);
     let b = decode_shared(command.b, 2u32);
@@ -203,7 +209,7 @@ pub fn execute_mma(
         || command.b_scales + b_columns > 512u32
         || (command.a_scales < d_end && command.a_scales + 4u32 > command.target)
         || (command.b_scales < d_end && command.b_scales + b_columns > command.target);
-    let is_bad = is_bad_instruction(command.idesc);
+    let is_bad = is_bad_instruction(command.idesc, kind);
     // The leading dimension's offset is not used, and every kernel here sets it to 16 bytes.
     let leading = field(command.a, 16u32, 14u32) != 1u32 || field(command.b, 16u32, 14u32) != 1u32;
     // The distance between rows is what rows of 128 bytes have.
@@ -218,7 +224,17 @@ pub fn execute_mma(
         report(violations, BAD_TMEM, is_outside);
     }
     if !is_outside && !is_bad {
-        multiply_row(shared, tmem, memory, command, lane, violations);
+        multiply_row(shared, tmem, memory, command, lane, violations, kind);
+    }
+}
+
+/// The scale of the columns of word `word` of an instruction, from the word of scales of a row. NVFP4
+/// has two words of codes to a scale; MXFP8 has one scale, which byte `id` is.
+#[cube]
+fn scale_of(scales: u32, id: u32, #[comptime] word: usize, #[comptime] kind: BlockScaled) -> f32 {
+    match comptime!(kind) {
+        BlockScaled::Nvfp4 => decode_e4m3((scales >> comptime!(8 * (word as u32 / 2))) & 0xffu32),
+        BlockScaled::Mxfp8 => decode_ue8m0((scales >> (8u32 * id)) & 0xffu32),
     }
 }
 
@@ -231,24 +247,31 @@ fn multiply_row(
     command: Command,
     lane: u32,
     violations: &[Atomic<u32>],
+    #[comptime] kind: BlockScaled,
 ) {
     let a = decode_shared(command.a, 2u32);
     let b = decode_shared(command.b, 2u32);
     let n = ((command.idesc >> 17u32) & 0x3fu32) * 8u32;
+    let (a_id, b_id) = (
+        (command.idesc >> 29u32) & 3u32,
+        (command.idesc >> 4u32) & 3u32,
+    );
+    let element = comptime!(kind.format().element());
+    let per_word = comptime!(32 / element.bits());
     let quadrant = lane / 32u32;
     // The scales of a row lie in the lanes that are equal to it modulo 32: in the quadrant of the
     // lane that reads them too.
     let a_word = tmem[memory.tmem + ((command.a_scales + quadrant) * 128u32 + lane) as usize];
-    let mut left = Array::<f32>::new(64usize);
+    let mut left = Array::<f32>::new(comptime!(kind.step_k()));
     #[unroll]
     for word in 0..8usize {
         let address = code_address(a, lane, comptime!(4 * word as u32).runtime());
         let codes = load_word(shared, memory, address, violations);
-        let scale = decode_e4m3((a_word >> comptime!(8 * (word as u32 / 2))) & 0xffu32);
+        let scale = scale_of(a_word, a_id, word, kind);
         #[unroll]
-        for i in 0..8usize {
-            let code = codes >> comptime!(4 * i as u32);
-            left[comptime!(8 * word + i)] = decode_e2m1(code) * scale;
+        for i in 0..per_word {
+            let code = codes >> comptime!((element.bits() * i) as u32);
+            left[comptime!(per_word * word + i)] = decode_element(code, element) * scale;
         }
     }
     for column in 0..n {
@@ -264,12 +287,13 @@ fn multiply_row(
         for word in 0..8usize {
             let address = code_address(b, column, comptime!(4 * word as u32).runtime());
             let codes = load_word(shared, memory, address, violations);
-            let scale = decode_e4m3((b_word >> comptime!(8 * (word as u32 / 2))) & 0xffu32);
+            let scale = scale_of(b_word, b_id, word, kind);
             #[unroll]
-            for i in 0..8usize {
-                let code = codes >> comptime!(4 * i as u32);
+            for i in 0..per_word {
+                let code = codes >> comptime!((element.bits() * i) as u32);
                 // The product is exact, so a contraction of this sum changes nothing.
-                sum += left[comptime!(8 * word + i)] * (decode_e2m1(code) * scale);
+                let right = decode_element(code, element) * scale;
+                sum += left[comptime!(per_word * word + i)] * right;
             }
         }
         tmem[at] = u32::reinterpret(sum);

@@ -1,38 +1,22 @@
-//! What the roles of a CTA of the [`sm100_nvfp4`](super::sm100_nvfp4) kernel share.
+//! What the roles of a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel share.
 
 use cubecl::prelude::*;
 
-use super::{
-    sm100_nvfp4_commands::CommandRing,
-    sm100_nvfp4_operands::{STAGES, STEP_K},
-};
+use super::{sm100_block_scaled_commands::CommandRing, sm100_block_scaled_operands::Sm100Plan};
 use crate::{
-    gemm::{
-        arguments::GroupedProblem,
-        scheduler::GroupedDim,
-        tiles::{SM100_TILE_M, TensorCore},
-    },
+    gemm::{arguments::GroupedProblem, scheduler::GroupedDim},
     moe::groups::extent,
 };
-
-/// The comptime choices of `sm100_nvfp4_kernel`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Sm100Plan {
-    /// What is in groups.
-    pub grouped: GroupedDim,
-    /// Who multiplies.
-    pub core: TensorCore,
-}
 
 /// Block scales in 128x4 tiles, in bytes from where they begin.
 #[derive(CubeType, CubeLaunch)]
 pub struct SwizzledScales {
-    /// Those of `a`: with groups along M each group begins at a tile.
+    /// Those of the instruction's `a`: each group along M begins at a tile.
     pub a: Box<[u32]>,
-    /// Those of `b`: each group begins at a tile.
+    /// Those of its `b`: each group along M begins at a tile.
     pub b: Box<[u32]>,
-    /// Tiles of 128 rows of `a` that there are.
-    pub a_tiles: u32,
+    /// Tiles of 128 rows that there are of the GEMM's `a`, which the rows in groups are.
+    pub m_tiles: u32,
 }
 
 /// What the roles of a CTA share: addresses in shared memory, and tensor memory.
@@ -56,8 +40,8 @@ pub(super) struct CtaState {
 #[cube]
 impl CtaState {
     /// The barrier of an empty stage.
-    pub fn empty(&self, stage: u32) -> u32 {
-        self.full + comptime!(8 * STAGES as u32) + stage * 8u32
+    pub fn empty(&self, stage: u32, #[comptime] plan: Sm100Plan) -> u32 {
+        self.full + comptime!(8 * plan.stages() as u32) + stage * 8u32
     }
 }
 
@@ -69,9 +53,11 @@ pub(super) struct GroupExtent {
     pub first: u32,
     /// The row behind the last.
     pub end: u32,
-    /// The first column of the contraction, a multiple of [`STEP_K`].
+    /// The first column of the contraction that is loaded, where a 128x4 tile of scales begins.
     pub k_first: u32,
-    /// Columns of the contraction; none in an empty group along K.
+    /// Steps behind that which belong to the group before.
+    pub lead: u32,
+    /// Columns behind `k_first` up to the end of the contraction; none in an empty group along K.
     pub k: u32,
 }
 
@@ -79,16 +65,14 @@ pub(super) struct GroupExtent {
 impl GroupExtent {
     /// Of `group`, within the rows and columns that there are.
     ///
-    /// Groups along K begin at multiples of [`STEP_K`]. Other offsets are rounded down: the result
-    /// is wrong then, but TMA reads 16-byte pieces as it must.
-    pub fn of(
-        problem: &GroupedProblem,
-        group: u32,
-        #[comptime] grouped: GroupedDim,
-    ) -> GroupExtent {
+    /// Groups along K begin at multiples of a step. Other offsets are rounded down: the result is
+    /// wrong then, but TMA reads 16-byte pieces as it must.
+    pub fn of(problem: &GroupedProblem, group: u32, #[comptime] plan: Sm100Plan) -> GroupExtent {
+        let grouped = comptime!(plan.grouped);
         let mut first = 0u32;
         let mut end = problem.shape.m;
         let mut k_first = 0u32;
+        let mut lead = 0u32;
         let mut k = problem.shape.k;
         if comptime!(grouped == GroupedDim::M) {
             let own = extent(&problem.offsets, group, problem.shape.m);
@@ -99,13 +83,17 @@ impl GroupExtent {
             first = group * problem.shape.m;
             end = first + problem.shape.m;
             let own = extent(&problem.offsets, group, problem.shape.k);
-            k_first = own.start - own.start % comptime!(STEP_K as u32);
+            k_first = own.start - own.start % comptime!(plan.format.atom_k() as u32);
             k = select(own.end > own.start, own.end - k_first, 0u32);
+            if comptime!(plan.has_lead()) {
+                lead = (own.start - k_first) / comptime!(plan.format.step_k() as u32);
+            }
         }
         GroupExtent {
             first,
             end,
             k_first,
+            lead,
             k,
         }
     }
@@ -119,8 +107,13 @@ impl GroupExtent {
         is_empty
     }
 
-    /// Rows of tiles.
-    pub fn tiles(&self) -> u32 {
-        (self.end - self.first).div_ceil(comptime!(SM100_TILE_M as u32))
+    /// Rows of tiles of the output.
+    pub fn tiles(&self, #[comptime] plan: Sm100Plan) -> u32 {
+        (self.end - self.first).div_ceil(comptime!(plan.tile().tile_m() as u32))
+    }
+
+    /// Tiles of 128 rows of scales.
+    pub fn scale_tiles(&self) -> u32 {
+        (self.end - self.first).div_ceil(128u32)
     }
 }

@@ -1,15 +1,14 @@
-//! The two threads that drive the [`sm100_nvfp4`](super::sm100_nvfp4) kernel: one fills stages, one
+//! The two threads that drive the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one fills stages, one
 //! issues instructions.
 
 use cubecl::{prelude::barrier::Barrier, prelude::*};
 
 use super::{
-    sm100_nvfp4_commands::{delay, has_fault, issue_commit, issue_copy, issue_mma},
-    sm100_nvfp4_operands::{
-        A_CODES, A_SCALES, A_SCALES_AT, ATOM, B_CODES, B_CODES_AT, B_SCALES, B_SCALES_AT, STAGES,
-        STEP_K, STEPS, StageAt, TILE_K, mma_operands, scale_copy, steps_of,
+    sm100_block_scaled_commands::{CommandRing, delay, issue_commit, issue_copy, issue_mma},
+    sm100_block_scaled_operands::{
+        A_CODES, ATOM, STEPS, Sm100Plan, StageAt, atoms_of, mma_operands, scale_copy, steps_of,
     },
-    sm100_nvfp4_stage::{CtaState, GroupExtent, Sm100Plan, SwizzledScales},
+    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales},
 };
 use crate::{
     cube::ptx::{
@@ -19,11 +18,11 @@ use crate::{
     gemm::{
         arguments::GroupedProblem,
         scheduler::{GroupedDim, place},
-        tiles::{Fault, SM100_TILE_M, SM100_TILE_N, TensorCore},
+        tiles::{Fault, TensorCore},
     },
 };
 
-/// Where the operands of a tile begin.
+/// Where the operands of a tile begin: those of the instruction.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct TileSource {
@@ -51,7 +50,7 @@ struct StageSource {
     k_first: u32,
     /// Columns of the group.
     k: u32,
-    /// Which 256 of them.
+    /// Which K tile of these.
     k_tile: u32,
     /// Stages that were filled before.
     used: u32,
@@ -70,48 +69,61 @@ pub(super) fn load_tiles(
     #[comptime] plan: Sm100Plan,
 ) {
     let n = problem.shape.n;
-    let tiles_n = n.div_ceil(comptime!(SM100_TILE_N as u32));
-    // Rows of `b` of a group begin at a tile of scales.
-    let n_tiles = n.div_ceil(comptime!(SM100_TILE_M as u32));
+    let tile_m = comptime!(plan.tile().tile_m() as u32);
+    let tile_n = comptime!(plan.tile().tile_n() as u32);
+    let tiles_n = n.div_ceil(tile_n);
+    // Rows of the GEMM's `b` of a group begin at a tile of scales.
+    let n_tiles = n.div_ceil(128u32);
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, the tiles and the rows of tiles before it, and the stages that
+    // The group that is looked at, the tiles and the tiles of scales before it, and the stages that
     // were filled.
     let mut group = 0u32;
     let mut passed = 0u32;
-    let mut row_tiles = 0u32;
+    let mut scale_tiles = 0u32;
     let mut used = 0u32;
     while group < problem.shape.groups {
-        let own = GroupExtent::of(problem, group, comptime!(plan.grouped));
-        let tiles_m = own.tiles();
+        let own = GroupExtent::of(problem, group, plan);
+        let tiles_m = own.tiles(plan);
         if tile - passed < tiles_m * tiles_n {
             let at = place(
                 tile - passed,
                 tiles_m,
                 tiles_n,
                 problem.band,
-                comptime!(SM100_TILE_M as u32),
-                comptime!(SM100_TILE_N as u32),
+                tile_m,
+                tile_n,
             );
-            // Groups along K have all rows of both operands.
-            let mut a = at.row;
-            let mut b = at.column;
-            let mut a_tile = at.row / comptime!(SM100_TILE_M as u32);
-            let mut b_tile = at.column / comptime!(SM100_TILE_M as u32);
+            // Rows of the GEMM's `a` and `b`; groups along K have all rows of both.
+            let mut left = at.row;
+            let mut right = at.column;
+            let mut left_tile = at.row / 128u32;
+            let mut right_tile = at.column / 128u32;
             if comptime!(plan.grouped == GroupedDim::M) {
-                a += own.first;
-                b += group * n;
-                a_tile += row_tiles;
-                b_tile += group * n_tiles;
+                left += own.first;
+                right += group * n;
+                left_tile += scale_tiles;
+                right_tile += group * n_tiles;
             }
-            let source = TileSource {
-                a,
-                b,
-                // Groups that overlap could have more tiles than there are.
-                a_tile: min(a_tile, scales.a_tiles - 1u32),
-                b_tile,
-                b_tiles: select(at.column + comptime!(SM100_TILE_M as u32) < n, 2u32, 1u32),
+            // Groups that overlap could have more tiles than there are.
+            let left_tile = min(left_tile, scales.m_tiles - 1u32);
+            let source = if comptime!(plan.swap_ab) {
+                TileSource {
+                    a: right,
+                    b: left,
+                    a_tile: right_tile,
+                    b_tile: left_tile,
+                    b_tiles: 1u32.runtime(),
+                }
+            } else {
+                TileSource {
+                    a: left,
+                    b: right,
+                    a_tile: left_tile,
+                    b_tile: right_tile,
+                    b_tiles: select(at.column + 128u32 < n, 2u32, 1u32),
+                }
             };
-            let k_tiles = own.k.div_ceil(comptime!(TILE_K as u32));
+            let k_tiles = own.k.div_ceil(comptime!(plan.format.tile_k() as u32));
             let mut k_tile = 0u32;
             while k_tile < k_tiles {
                 if comptime!(plan.core != TensorCore::Instruction) {
@@ -132,7 +144,7 @@ pub(super) fn load_tiles(
                         k_tile,
                         used,
                     },
-                    comptime!(plan.core),
+                    plan,
                 );
                 used += 1u32;
                 k_tile = opaque(k_tile + 1u32);
@@ -140,7 +152,7 @@ pub(super) fn load_tiles(
             tile += CUBE_COUNT as u32;
         } else {
             passed += tiles_m * tiles_n;
-            row_tiles += tiles_m;
+            scale_tiles += own.scale_tiles();
             group += 1u32;
         }
     }
@@ -170,24 +182,28 @@ fn fill_stage(
     barriers: &[Barrier],
     cta: CtaState,
     stage_source: StageSource,
-    #[comptime] core: TensorCore,
+    #[comptime] plan: Sm100Plan,
 ) {
     let source = stage_source.tile;
     let (k, k_tile, used) = (stage_source.k, stage_source.k_tile, stage_source.used);
-    let stage = used % comptime!(STAGES as u32);
-    let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
-    let steps = steps_of(k_tile, k);
-    let bytes = steps * comptime!(ATOM as u32);
+    let format = comptime!(plan.format);
+    let stages = comptime!(plan.stages() as u32);
+    let stage = used % stages;
+    let parity = ((used / stages) & 1u32) ^ 1u32;
+    let bytes = atoms_of(k_tile, k, format) * comptime!(ATOM as u32);
     let full = cta.full + stage * 8u32;
-    mbarrier_wait_parity(cta.empty(stage), parity);
-    if comptime!(has_fault(core, Fault::NoFullWait)) {
+    mbarrier_wait_parity(cta.empty(stage, plan), parity);
+    if comptime!(plan.core.has_fault(Fault::NoFullWait)) {
         nanosleep(50_000u32.runtime());
     }
-    let codes = comptime!((A_CODES + B_CODES) as u32);
+    let codes = comptime!((A_CODES + plan.b_codes()) as u32);
     mbarrier_arrive_expect_tx(full, codes + bytes * (1u32 + source.b_tiles));
     let s = stage as usize;
     let ready = &barriers[s];
-    let word = (stage_source.k_first / 8u32 + k_tile * comptime!(TILE_K as u32 / 8)) as i32;
+    // Columns of a word of codes.
+    let per_word = comptime!(32 / format.format().code_bits() as u32);
+    let words = comptime!(format.tile_k() as u32 / per_word);
+    let word = (stage_source.k_first / per_word + k_tile * words) as i32;
     let words = comptime!(A_CODES / 4);
     ready.tma_load_2d(
         a,
@@ -195,33 +211,32 @@ fn fill_stage(
         source.a as i32,
         word,
     );
-    let words = comptime!(B_CODES / 4);
-    let first = comptime!(B_CODES_AT / 4);
+    let words = comptime!(plan.b_codes() / 4);
+    let first = comptime!(plan.b_codes_at() / 4);
     ready.tma_load_2d(
         b,
         &mut operands[first + s * words..first + (s + 1usize) * words],
         source.b as i32,
         word,
     );
-    let row = u64::cast_from(stage_source.k_all.div_ceil(comptime!(STEP_K as u32)));
-    let step = stage_source.k_first / comptime!(STEP_K as u32) + k_tile * comptime!(STEPS as u32);
-    let within = u64::cast_from(step);
+    let atom_k = comptime!(format.atom_k() as u32);
+    let row = u64::cast_from(stage_source.k_all.div_ceil(atom_k));
+    let atom = stage_source.k_first / atom_k + k_tile * comptime!(plan.atoms() as u32);
+    let within = u64::cast_from(atom);
     let a_at = (u64::cast_from(source.a_tile) * row + within) * comptime!(ATOM as u64);
     let b_at = (u64::cast_from(source.b_tile) * row + within) * comptime!(ATOM as u64);
     let a_from = cvta_to_global::<u32>(scales.a.as_ptr()) + a_at;
     let b_from = cvta_to_global::<u32>(scales.b.as_ptr()) + b_at;
-    let a_to = cta.operands + comptime!(A_SCALES_AT as u32) + stage * comptime!(A_SCALES as u32);
-    let b_to = cta.operands + comptime!(B_SCALES_AT as u32) + stage * comptime!(B_SCALES as u32);
+    let a_bytes = comptime!(plan.a_scales() as u32);
+    let a_to = cta.operands + comptime!(plan.a_scales_at() as u32) + stage * a_bytes;
+    let b_to = cta.operands
+        + comptime!(plan.b_scales_at() as u32)
+        + stage * comptime!(plan.b_scales() as u32);
     cp_async_bulk(a_to, a_from, bytes, full);
     cp_async_bulk(b_to, b_from, bytes, full);
     if source.b_tiles == 2u32 {
         let next = row * comptime!(ATOM as u64);
-        cp_async_bulk(
-            b_to + comptime!(A_SCALES as u32),
-            b_from + next,
-            bytes,
-            full,
-        );
+        cp_async_bulk(b_to + a_bytes, b_from + next, bytes, full);
     }
 }
 
@@ -235,7 +250,10 @@ pub(super) fn issue_tiles(
 ) -> u32 {
     let core = comptime!(plan.core);
     let ring = cta.ring;
-    let tiles_n = problem.shape.n.div_ceil(comptime!(SM100_TILE_N as u32));
+    let tile_m = comptime!(plan.tile().tile_m() as u32);
+    let tile_n = comptime!(plan.tile().tile_n() as u32);
+    let tiles_n = problem.shape.n.div_ceil(tile_n);
+    let stages = comptime!(plan.stages() as u32);
     let mut tile = CUBE_POS as u32;
     let mut group = 0u32;
     let mut passed = 0u32;
@@ -243,8 +261,9 @@ pub(super) fn issue_tiles(
     let mut done = 0u32;
     let mut queued = 0u32;
     while group < problem.shape.groups {
-        let own = GroupExtent::of(problem, group, comptime!(plan.grouped));
-        let tiles = own.tiles() * tiles_n;
+        let own = GroupExtent::of(problem, group, plan);
+        let tiles_m = own.tiles(plan);
+        let tiles = tiles_m * tiles_n;
         if tile - passed >= tiles {
             passed += tiles;
             group += 1u32;
@@ -252,27 +271,51 @@ pub(super) fn issue_tiles(
             // The epilogue writes zeros.
             tile += CUBE_COUNT as u32;
         } else {
-            let k_tiles = own.k.div_ceil(comptime!(TILE_K as u32));
+            let k_tiles = own.k.div_ceil(comptime!(plan.format.tile_k() as u32));
+            let mut n = 0u32;
+            let mut b_row = 0u32;
+            if comptime!(plan.swap_ab) {
+                let at = place(
+                    tile - passed,
+                    tiles_m,
+                    tiles_n,
+                    problem.band,
+                    tile_m,
+                    tile_n,
+                );
+                // As wide as there are rows.
+                let rows = min(own.end - own.first - at.row, tile_m);
+                n = rows.div_ceil(8u32) * 8u32;
+                b_row = at.row % 128u32;
+            }
             // The epilogue has read the accumulators of the tile before.
             mbarrier_wait_parity(cta.accumulators + 8u32, (done & 1u32) ^ 1u32);
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
             }
             for k_tile in 0..k_tiles {
-                let stage = used % comptime!(STAGES as u32);
-                if comptime!(!has_fault(core, Fault::NoFullWait)) {
-                    let parity = (used / comptime!(STAGES as u32)) & 1u32;
+                let stage = used % stages;
+                if comptime!(!core.has_fault(Fault::NoFullWait)) {
+                    let parity = (used / stages) & 1u32;
                     mbarrier_wait_parity(cta.full + stage * 8u32, parity);
                 }
                 if comptime!(core == TensorCore::Instruction) {
                     tcgen05_fence_after_thread_sync();
                 }
-                let steps = steps_of(k_tile, own.k);
-                queued = issue_stage(cta, stage, steps, k_tile, queued, core);
-                if comptime!(has_fault(core, Fault::EarlyStageReuse)) {
-                    mbarrier_arrive(cta.empty(stage));
+                let at = StageAt {
+                    operands: cta.operands,
+                    tmem: cta.tmem,
+                    stage,
+                    k_tile,
+                    lead: own.lead,
+                    n,
+                    b_row,
+                };
+                queued = issue_stage(ring, at, own.k, queued, plan);
+                if comptime!(core.has_fault(Fault::EarlyStageReuse)) {
+                    mbarrier_arrive(cta.empty(stage, plan));
                 } else {
-                    queued = issue_commit(ring, queued, cta.empty(stage), core);
+                    queued = issue_commit(ring, queued, cta.empty(stage, plan), core);
                 }
                 used += 1u32;
             }
@@ -284,39 +327,42 @@ pub(super) fn issue_tiles(
     queued
 }
 
-/// The instructions of one stage: the copies of all scales, then the multiplications. Returns how
-/// many commands the software model was given, `queued` before.
+/// The instructions of one stage, of a contraction of `k`: the copies of all scales, then the
+/// multiplications. Returns how many commands the software model was given, `queued` before.
 #[cube]
 fn issue_stage(
-    cta: CtaState,
-    stage: u32,
-    steps: u32,
-    k_tile: u32,
+    ring: CommandRing,
+    at: StageAt,
+    k: u32,
     queued: u32,
-    #[comptime] core: TensorCore,
+    #[comptime] plan: Sm100Plan,
 ) -> u32 {
-    let ring = cta.ring;
-    let at = StageAt {
-        operands: cta.operands,
-        tmem: cta.tmem,
-        stage,
-    };
+    let core = comptime!(plan.core);
+    let format = comptime!(plan.format);
     let mut queued = queued;
+    let atoms = atoms_of(at.k_tile, k, format);
     #[unroll]
-    for step in 0..STEPS {
-        if comptime!(step as u32).runtime() < steps {
+    for atom in 0..comptime!(plan.atoms()) {
+        if comptime!(atom as u32).runtime() < atoms {
             #[unroll]
-            for part in 0..3usize {
-                let copy = scale_copy(at, step, part, core);
+            for part in 0..comptime!(1 + plan.b_tiles()) {
+                let copy = scale_copy(at, atom, part, plan);
                 queued = issue_copy(ring, queued, copy.target, copy.source, core);
             }
         }
     }
+    let steps = steps_of(at.k_tile, k, format);
+    // Columns before a group along K are another one's.
+    let mut first = 0u32;
+    if comptime!(plan.has_lead()) {
+        first = select(at.k_tile == 0u32, at.lead, 0u32);
+    }
     #[unroll]
     for step in 0..STEPS {
-        if comptime!(step as u32).runtime() < steps {
-            let operands = mma_operands(at, k_tile, step, core);
-            queued = issue_mma(ring, queued, operands, core);
+        let number = comptime!(step as u32).runtime();
+        if number < steps && number >= first {
+            let operands = mma_operands(at, step, plan);
+            queued = issue_mma(ring, queued, operands, plan);
         }
     }
     queued

@@ -1,0 +1,340 @@
+//! Which kernel computes a GEMM: each is asked in order, and each of those that come before the
+//! chosen one has said why not.
+
+#[cfg(test)]
+mod tests;
+
+use cubecl::client::Client;
+
+use super::{
+    cublaslt,
+    kernels::{
+        cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
+        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm100_block_scaled::Sm100BlockScaled,
+        sm120_nvfp4::Sm120Nvfp4, small_m::SmallM,
+    },
+    materialize::PackedReads,
+    operand::OperandLayout,
+    problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
+    scheduler::GroupedDim,
+    self_check,
+};
+use crate::{
+    Nvfp4Error,
+    capabilities::{Capabilities, GemmBackend},
+    describe::CodePath,
+};
+
+/// All kernels, in the order in which they are asked.
+const KERNELS: [&dyn Kernel; 9] = [
+    &Sm100BlockScaled,
+    &CublasLt,
+    &SmallM,
+    &Sm90W4a16,
+    &Sm90Bf16,
+    &Sm90StreamK,
+    &Sm120Nvfp4,
+    &Cmma,
+    &Scalar,
+];
+
+/// The kernel that a plan is of.
+pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
+    match plan {
+        Plan::CublasLt(_) => &CublasLt,
+        Plan::SmallM => &SmallM,
+        Plan::W4a16(..) => &Sm90W4a16,
+        Plan::DequantThenBf16(..) => &Sm90Bf16,
+        Plan::StreamK(..) => &Sm90StreamK,
+        Plan::BlockScaled(_) => &Sm120Nvfp4,
+        Plan::Tcgen05(_) => &Sm100BlockScaled,
+        Plan::Cmma => &Cmma,
+        Plan::Scalar => &Scalar,
+    }
+}
+
+/// The kernel of a problem, and why not another one.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Choice {
+    /// The backend that the kernel is part of.
+    pub backend: GemmBackend,
+    /// The name of the kernel, that of its file.
+    pub kernel: &'static str,
+    /// The kernel, and how it runs.
+    pub plan: Plan,
+    /// Kernels that were asked before or compared, and their reasons.
+    pub refusals: Vec<(&'static str, Refusal)>,
+}
+
+impl Choice {
+    /// What cuBLASLt said, where the problem is one that it is made for.
+    pub(crate) fn refused_by_library(&self) -> Option<&Nvfp4Error> {
+        self.refusals.iter().find_map(|refusal| match refusal {
+            (_, Refusal::Library(error)) => Some(error),
+            _ => None,
+        })
+    }
+}
+
+/// The kernel of `problem` on `device`: the first that takes it or, where that one estimates its
+/// time, the one that estimates the least.
+///
+/// # Errors
+/// When the backend that the problem asks for does not take it.
+pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
+    let mut refusals = Vec::new();
+    let mut best: Option<(&dyn Kernel, Candidate)> = None;
+    for kernel in KERNELS {
+        let problem = &seen_by(kernel, problem);
+        let backend = kernel.backend(device, problem);
+        if problem.backend.is_some_and(|asked| asked != backend) {
+            continue;
+        }
+        if let Err(refusal) = kernel.supports(device, problem) {
+            refusals.push((kernel.name(), refusal));
+            continue;
+        }
+        let candidate = kernel.plan(device, problem);
+        match (best, candidate.estimate) {
+            (None, None) => {
+                best = Some((kernel, candidate));
+                break;
+            }
+            (None, Some(_)) => best = Some((kernel, candidate)),
+            (Some((other, of_other)), Some(estimate)) => {
+                let held = of_other.estimate.expect("else it was chosen");
+                let is_slower = estimate >= held;
+                let (name, worse, less) = match is_slower {
+                    true => (kernel.name(), estimate, held),
+                    false => (other.name(), held, estimate),
+                };
+                let refusal = Refusal::Slower {
+                    estimate: worse,
+                    best: less,
+                };
+                refusals.push((name, refusal));
+                if !is_slower {
+                    best = Some((kernel, candidate));
+                }
+            }
+            // What estimates nothing takes what is left.
+            (Some(_), None) => break,
+        }
+    }
+    match best {
+        Some((kernel, candidate)) => Ok(Choice {
+            backend: kernel.backend(device, &seen_by(kernel, problem)),
+            kernel: kernel.name(),
+            plan: candidate.plan,
+            refusals,
+        }),
+        None => Err(refused(device, problem, refusals)),
+    }
+}
+
+/// `problem` as `kernel` is asked about it.
+fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
+    match kernel.takes_mxfp8() {
+        true => *problem,
+        false => problem.without_mxfp8(),
+    }
+}
+
+/// The error of a backend that was asked for and takes nothing.
+fn refused(
+    device: &Device,
+    problem: &Problem,
+    refusals: Vec<(&'static str, Refusal)>,
+) -> Nvfp4Error {
+    let GemmShape { m, n, k } = problem.shape;
+    let name = &device.capabilities.device;
+    let backend = problem.backend;
+    let mut reasons = Vec::new();
+    for (kernel, refusal) in refusals {
+        match refusal {
+            Refusal::Library(error) => return error,
+            refusal => reasons.push(format!("{kernel}: {refusal}")),
+        }
+    }
+    Nvfp4Error::Device {
+        argument: "backend",
+        found: format!("{backend:?} on {name} for {m} x {n} x {k}"),
+        expected: format!("another one ({})", reasons.join("; ")),
+    }
+}
+
+/// A plan that was given, in place of `choice` where that is of the same backend: other devices
+/// keep theirs.
+///
+/// # Errors
+/// When its kernel does not take the problem.
+pub(crate) fn with_plan(
+    device: &Device,
+    problem: &Problem,
+    choice: Choice,
+    plan: Plan,
+) -> Result<Choice, Nvfp4Error> {
+    let is_planned = matches!(
+        choice.backend,
+        GemmBackend::Sm90Wgmma | GemmBackend::Sm100Tcgen05 | GemmBackend::Sm120BlockScaled
+    );
+    if !is_planned {
+        return Ok(choice);
+    }
+    let kernel = kernel_of(plan);
+    if let Err(refusal) = kernel.supports(device, &seen_by(kernel, problem)) {
+        let GemmShape { m, n, k } = problem.shape;
+        return Err(Nvfp4Error::value(
+            "plan",
+            format!("{plan} for {m} x {n} x {k}: {refusal}"),
+            "one that takes the operands",
+        ));
+    }
+    Ok(Choice {
+        kernel: kernel.name(),
+        plan,
+        ..choice
+    })
+}
+
+/// What [`gemm`](super::gemm()) chooses for `problem` on the device behind `client`.
+///
+/// # Errors
+/// As [`plan`].
+pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> {
+    on_device(client, |device| plan(device, problem))
+}
+
+/// The backend of `problem` on a device with these capabilities, where cuBLASLt takes what it is
+/// made for.
+pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
+    let device = Device {
+        capabilities,
+        // No backend depends on it.
+        sms: 1,
+        cublaslt: &|_| Ok(()),
+        tcgen05: &|_| Ok(()),
+    };
+    match plan(&device, problem) {
+        Ok(choice) => choice.backend,
+        Err(_) => GemmBackend::Scalar,
+    }
+}
+
+/// Whether a dense GEMM of two packed operands dequantizes both to bf16 before it multiplies: then
+/// an operand that nothing else reads may as well be quantized to
+/// [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled). The GEMM has the same bits.
+pub fn dequantizes(client: &Client, shape: impl Into<GemmShape>) -> bool {
+    let capabilities = Capabilities::of(client);
+    // The library of other devices need not be asked.
+    capabilities.gemm == GemmBackend::Sm90Wgmma
+        && dequantizes_on(&capabilities, sms(client), shape.into())
+}
+
+/// [`dequantizes`] on a device with so many SMs.
+fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> bool {
+    let device = Device {
+        capabilities,
+        sms,
+        cublaslt: &|_| Ok(()),
+        tcgen05: &|_| Ok(()),
+    };
+    let problem = Problem::new([OperandLayout::Packed; 2], shape);
+    let choice = plan(&device, &problem);
+    choice.is_ok_and(|choice| kernel_of(choice.plan).reads(choice.plan).packed == PackedReads::Bf16)
+}
+
+/// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of
+/// `nvfp4 doctor`.
+pub fn describe(client: &Client, shape: impl Into<GemmShape>, groups: usize) -> Vec<CodePath> {
+    on_device(client, |device| describe_on(device, shape.into(), groups))
+}
+
+/// Which kernels GEMMs of typical shapes take: M = N = K = 4096, eight groups, and M = 1.
+pub fn describe_typical(client: &Client) -> Vec<CodePath> {
+    on_device(client, describe_typical_on)
+}
+
+/// What `ask` finds about the device behind `client`.
+fn on_device<T>(client: &Client, ask: impl FnOnce(&Device) -> T) -> T {
+    ask(&Device {
+        capabilities: &Capabilities::of(client),
+        sms: sms(client),
+        cublaslt: &|problem| cublaslt::supports(client, problem),
+        // The check runs with the first GEMM, which nothing here is.
+        tcgen05: &|tile| self_check::known(client, tile),
+    })
+}
+
+fn describe_typical_on(device: &Device) -> Vec<CodePath> {
+    let shape = GemmShape {
+        m: 4096,
+        n: 4096,
+        k: 4096,
+    };
+    let few = GemmShape { m: 1, ..shape };
+    let weight_only = [OperandLayout::KMajor, OperandLayout::Packed];
+    let mut rows = describe_on(device, shape, 1);
+    let problem = Problem::new(weight_only, few);
+    rows.push(code_path(device, "GEMM, bf16 x NVFP4, M = 1", &problem));
+    rows.extend(describe_on(device, shape, 8));
+    rows
+}
+
+/// [`describe`] on any device.
+fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath> {
+    use OperandLayout::{KMajor, MnMajor, Mxfp8, Packed};
+    let padded = GemmShape {
+        k: shape.k.next_multiple_of(crate::BLOCK),
+        ..shape
+    };
+    let mx = GemmShape {
+        k: shape.k.next_multiple_of(crate::MX_BLOCK),
+        ..shape
+    };
+    let dense = [
+        ("GEMM, NVFP4 x NVFP4", [Packed; 2], padded),
+        ("GEMM, MXFP8 x MXFP8", [Mxfp8; 2], mx),
+        ("GEMM, bf16 x NVFP4", [KMajor, Packed], padded),
+        ("GEMM, bf16 x bf16", [KMajor; 2], shape),
+        ("GEMM, bf16, MN-major", [MnMajor; 2], shape),
+    ];
+    let grouped = [
+        ("M-grouped GEMM, NVFP4", GroupedDim::M, Packed, padded),
+        ("K-grouped GEMM, NVFP4", GroupedDim::K, Packed, padded),
+        ("M-grouped GEMM, MXFP8", GroupedDim::M, Mxfp8, mx),
+        ("K-grouped GEMM, MXFP8", GroupedDim::K, Mxfp8, mx),
+    ];
+    match groups {
+        0 | 1 => dense
+            .map(|(operation, layouts, shape)| {
+                code_path(device, operation, &Problem::new(layouts, shape))
+            })
+            .into(),
+        _ => grouped
+            .map(|(operation, dim, layout, shape)| {
+                let problem = Problem::new([layout; 2], shape).grouped(dim, groups);
+                code_path(device, operation, &problem)
+            })
+            .into(),
+    }
+}
+
+/// The choice for `problem` as a row.
+fn code_path(device: &Device, operation: &'static str, problem: &Problem) -> CodePath {
+    match plan(device, problem) {
+        Ok(choice) => {
+            let refusals = choice.refusals.iter();
+            let reasons: Vec<_> = refusals
+                .map(|(kernel, refusal)| format!("{kernel}: {refusal}"))
+                .collect();
+            let reason = match reasons.is_empty() {
+                true => "it is the first that was asked".into(),
+                false => reasons.join("; "),
+            };
+            let backend = format!("{:?}", choice.backend);
+            CodePath::new(operation, backend, choice.plan.to_string(), reason)
+        }
+        Err(error) => CodePath::new(operation, "none", "none", error.to_string()),
+    }
+}

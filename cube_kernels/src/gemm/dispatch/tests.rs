@@ -1,0 +1,432 @@
+//! What is chosen on every device.
+
+use super::{
+    super::{
+        cublaslt::{CublasLtFormat, CublasLtProblem},
+        epilogue::Factor,
+        heuristics::BAND,
+        tiles::{Multiply, Sm90Tile, Sm100Tile, Sm120Tile, W4a16Tile},
+    },
+    *,
+};
+use crate::cube::{codec::Conversion, ptx::BlockScaled};
+
+const PACKED: [OperandLayout; 2] = [OperandLayout::Packed; 2];
+const WEIGHT_ONLY: [OperandLayout; 2] = [OperandLayout::KMajor, OperandLayout::Packed];
+
+fn device(compute_capability: Option<u32>, gemm: GemmBackend) -> Capabilities {
+    Capabilities {
+        device: "a GPU".into(),
+        runtime: "cuda",
+        compute_capability,
+        conversion: Conversion::Sm80,
+        gemm,
+    }
+}
+
+fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice {
+    let device = Device {
+        capabilities,
+        sms,
+        cublaslt: &|_: &CublasLtProblem| Ok(()),
+        tcgen05: &|_| Ok(()),
+    };
+    plan(&device, problem).unwrap()
+}
+
+/// On an H100.
+fn sm90(problem: &Problem) -> Plan {
+    let choice = choice(&device(Some(90), GemmBackend::Sm90Wgmma), 132, problem);
+    assert_eq!(choice.backend, GemmBackend::Sm90Wgmma);
+    choice.plan
+}
+
+fn dense(m: usize, n: usize, k: usize) -> Plan {
+    sm90(&Problem::new(PACKED, (m, n, k)))
+}
+
+/// The plans that were measured to be the fastest, on an H100.
+#[test]
+fn plans_of_measured_shapes() {
+    let w4a16 = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, BAND);
+    assert_eq!(dense(1, 8192, 8192), Plan::SmallM);
+    assert_eq!(dense(16, 4096, 14336), Plan::SmallM);
+    assert_eq!(dense(16, 4096, 14352), Plan::SmallM);
+    assert_eq!(dense(32, 8192, 8192), w4a16(32, 4));
+    assert_eq!(dense(64, 8192, 8192), w4a16(64, 2));
+    assert_eq!(dense(96, 8192, 8192), w4a16(128, 2));
+    assert_eq!(dense(128, 8192, 8192), w4a16(128, 2));
+    assert_eq!(dense(128, 4096, 4096), w4a16(64, 2));
+    assert_eq!(dense(256, 8192, 8192), w4a16(128, 1));
+    assert_eq!(dense(512, 8192, 8192), w4a16(256, 1));
+    assert_eq!(dense(2048, 2048, 2048), w4a16(256, 1));
+    let bf16 = |tile| Plan::DequantThenBf16(tile, BAND);
+    assert_eq!(dense(8192, 8192, 8192), bf16(Sm90Tile::N256));
+    assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
+}
+
+/// Weight gradients of small models share their tiles out, however the operands are stored.
+#[test]
+fn few_tiles_of_long_contractions_are_shared_out() {
+    let layouts = [OperandLayout::KMajor, OperandLayout::MnMajor];
+    for layout in layouts {
+        let plan = |shape| sm90(&Problem::new([layout; 2], shape));
+        let shared = |tile| Plan::StreamK(tile, BAND);
+        assert_eq!(plan((768, 768, 16384)), shared(Sm90Tile::N128));
+        assert_eq!(plan((512, 512, 16384)), shared(Sm90Tile::N128));
+        // Measured: whole tiles are faster, or as fast.
+        for shape in [
+            (768, 2304, 16384),
+            (768, 4096, 16384),
+            (1024, 1024, 8192),
+            (2048, 2048, 2048),
+            (2048, 6144, 8192),
+            (16384, 768, 2048),
+        ] {
+            let plan = plan(shape);
+            assert!(
+                matches!(plan, Plan::DequantThenBf16(..)),
+                "{shape:?}: {plan}"
+            );
+        }
+    }
+}
+
+/// Where both operands are dequantized, the kernel behind that is the same for a dequantized
+/// one in the place of either.
+#[test]
+fn dequantized_operands_change_no_plan() {
+    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+    let dequantizes = |(m, n, k)| dequantizes_on(&hopper, 132, GemmShape { m, n, k });
+    for shape in [
+        (8192, 4096, 4096),
+        (8192, 8192, 8192),
+        (8192, 14336, 4096),
+        (8192, 2112, 7168),
+    ] {
+        assert!(dequantizes(shape), "{shape:?}");
+        let (packed, values) = (OperandLayout::Packed, OperandLayout::KMajor);
+        for layouts in [[values, packed], [packed, values], [values; 2]] {
+            let plan = sm90(&Problem::new(layouts, shape));
+            let (m, n, k) = shape;
+            assert_eq!(plan, dense(m, n, k), "{shape:?}, {layouts:?}");
+        }
+    }
+    // The last is a weight gradient of few tiles, where dequantizing both operands costs more
+    // than it gains.
+    for shape in [(16, 4096, 4096), (512, 8192, 8192), (4096, 4096, 8192)] {
+        assert!(!dequantizes(shape), "{shape:?}");
+    }
+}
+
+/// Consumer Blackwell: codes go to the instruction, small M with a packed weight has its own
+/// kernel, and what neither takes is left to the portable one.
+#[test]
+fn plans_of_consumer_blackwell() {
+    let blackwell = device(Some(120), GemmBackend::Sm120BlockScaled);
+    let plan = |layouts, shape, dim| {
+        let problem = Problem::new(layouts, shape).grouped(dim, 1);
+        choice(&blackwell, 84, &problem).plan
+    };
+    let tile = |strips| {
+        Plan::BlockScaled(Sm120Tile {
+            strips,
+            multiply: Multiply::Instruction,
+        })
+    };
+    let none = GroupedDim::None;
+    assert_eq!(plan(PACKED, (4096, 4096, 4096), none), tile(2));
+    assert_eq!(plan(PACKED, (64, 8192, 8192), none), tile(1));
+    assert_eq!(plan(PACKED, (4096, 4096, 4096), GroupedDim::M), tile(2));
+    assert_eq!(plan(PACKED, (8, 8192, 8192), none), Plan::SmallM);
+    assert_eq!(plan(WEIGHT_ONLY, (8, 8192, 8192), none), Plan::SmallM);
+    assert_eq!(plan(PACKED, (8, 8192, 48), none), Plan::SmallM);
+    assert_eq!(plan(WEIGHT_ONLY, (64, 8192, 8192), none), Plan::Cmma);
+    assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), Plan::Cmma);
+}
+
+/// Other CUDA devices: small M with a packed weight from sm_80 on, tiles otherwise.
+#[test]
+fn plans_of_other_devices() {
+    let plan = |sm, layouts, shape, dim| {
+        let problem = Problem::new(layouts, shape).grouped(dim, 1);
+        choice(&device(sm, GemmBackend::Cmma), 132, &problem).plan
+    };
+    let (few, tiles, none) = (Plan::SmallM, Plan::Cmma, GroupedDim::None);
+    let datacenter = Some(100);
+    assert_eq!(plan(datacenter, PACKED, (1, 8192, 8192), none), few);
+    assert_eq!(plan(datacenter, PACKED, (16, 10, 96), none), few);
+    assert_eq!(plan(datacenter, PACKED, (17, 8192, 8192), none), tiles);
+    assert_eq!(plan(datacenter, PACKED, (1, 8192, 48), none), few);
+    assert_eq!(plan(datacenter, PACKED, (1, 9, 8192), none), tiles);
+    let bf16 = [OperandLayout::Packed, OperandLayout::KMajor];
+    assert_eq!(plan(datacenter, bf16, (1, 8192, 8192), none), tiles);
+    let grouped = plan(datacenter, PACKED, (1, 8192, 8192), GroupedDim::M);
+    assert_eq!(grouped, tiles);
+    assert_eq!(plan(Some(80), PACKED, (1, 8192, 8192), none), few);
+    assert_eq!(plan(Some(75), PACKED, (1, 8192, 8192), none), tiles);
+    assert_eq!(plan(None, PACKED, (1, 8192, 8192), none), tiles);
+}
+
+/// What the kernel that dequantizes in registers cannot read takes the other one.
+#[test]
+fn plans_of_other_operands() {
+    let is_bf16 = |plan| matches!(plan, Plan::DequantThenBf16(..));
+    assert!(is_bf16(dense(64, 8192, 48)));
+    let (packed, mn_major) = (OperandLayout::Packed, OperandLayout::MnMajor);
+    let shape = (64, 8192, 8192);
+    assert!(is_bf16(sm90(&Problem::new(
+        [packed, OperandLayout::KMajor],
+        shape
+    ))));
+    assert!(is_bf16(sm90(&Problem::new([mn_major, packed], shape))));
+    let depth = Problem::new(PACKED, (4096, 4096, 8192)).grouped(GroupedDim::K, 8);
+    assert!(is_bf16(sm90(&depth)));
+    let rows = Problem::new(PACKED, (8192, 4096, 7168)).grouped(GroupedDim::M, 64);
+    let tile = W4a16Tile {
+        rows_a: 128,
+        ways: 1,
+    };
+    assert_eq!(sm90(&rows), Plan::W4a16(tile, 1));
+    // 176 columns are no multiple of 64: those tiles are for a K-major `b`.
+    let narrow = |b| sm90(&Problem::new([mn_major, b], (8192, 2112, 7168)));
+    assert_eq!(
+        narrow(OperandLayout::KMajor),
+        Plan::DequantThenBf16(Sm90Tile::N176, BAND)
+    );
+    assert_eq!(
+        narrow(mn_major),
+        Plan::DequantThenBf16(Sm90Tile::N128, BAND)
+    );
+    // Few rows of an MN-major `a`: read as they are, or transposed where TMA does not read
+    // them.
+    assert!(is_bf16(sm90(&Problem::new(
+        [mn_major, packed],
+        (16, 8192, 8192)
+    ))));
+    assert_eq!(
+        sm90(&Problem::new([mn_major, packed], (12, 8192, 8192))),
+        Plan::SmallM
+    );
+}
+
+/// A backend that was asked for is taken or refused, never replaced, and `Cmma` is its tiles.
+#[test]
+fn backends_that_are_asked_for() {
+    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+    let device = Device {
+        capabilities: &hopper,
+        sms: 132,
+        cublaslt: &|_| Ok(()),
+        tcgen05: &|_| Ok(()),
+    };
+    let asked = |backend, (m, n, k): (usize, usize, usize)| {
+        let problem = Problem {
+            backend: Some(backend),
+            ..Problem::new(PACKED, (m, n, k))
+        };
+        plan(&device, &problem).map(|choice| choice.plan)
+    };
+    let few = (1, 8192, 8192);
+    assert_eq!(asked(GemmBackend::Sm90Wgmma, few), Ok(Plan::SmallM));
+    assert_eq!(asked(GemmBackend::Cmma, few), Ok(Plan::Cmma));
+    assert_eq!(asked(GemmBackend::Scalar, few), Ok(Plan::Scalar));
+    let format = CublasLtFormat::Nvfp4;
+    assert_eq!(
+        asked(GemmBackend::CublasLt, few),
+        Ok(Plan::CublasLt(format))
+    );
+    assert!(asked(GemmBackend::Sm90Wgmma, (1, 8190, 8192)).is_err());
+    let error = asked(GemmBackend::Sm120BlockScaled, few).unwrap_err();
+    assert!(error.to_string().contains("12.0"), "{error}");
+}
+
+/// Data-center Blackwell: the library, unless it refuses or would dequantize a weight for small
+/// M.
+#[test]
+fn the_library_and_what_it_refuses() {
+    let blackwell = device(Some(100), GemmBackend::CublasLt);
+    let choose = |layouts, shape, takes: bool| {
+        let device = Device {
+            capabilities: &blackwell,
+            sms: 148,
+            cublaslt: &|_| match takes {
+                true => Ok(()),
+                false => Err(Nvfp4Error::value("k", "this", "that")),
+            },
+            tcgen05: &|_| Ok(()),
+        };
+        plan(&device, &Problem::new(layouts, shape)).unwrap()
+    };
+    let (few, many) = ((8, 8192, 8192), (4096, 4096, 4096));
+    let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
+    assert_eq!(choose(PACKED, few, true).plan, nvfp4);
+    assert_eq!(choose(WEIGHT_ONLY, few, true).plan, Plan::SmallM);
+    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    assert_eq!(choose(WEIGHT_ONLY, many, true).plan, bf16);
+    assert_eq!(choose(PACKED, (4096, 4096, 4112), true).plan, Plan::Cmma);
+    let refused = choose(PACKED, many, false);
+    assert_eq!(
+        (refused.backend, refused.plan),
+        (GemmBackend::Cmma, Plan::Cmma)
+    );
+    assert!(refused.refused_by_library().is_some());
+}
+
+/// Data-center Blackwell where the kernel for `tcgen05` is asked for, by `NVFP4_GEMM` or by the
+/// request; what it refuses goes where it would go else.
+#[test]
+fn tcgen05_where_it_is_asked_for() {
+    let tile = |swap_ab| Sm100Tile::instruction(BlockScaled::Nvfp4, swap_ab);
+    let (tcgen05, few) = (Plan::Tcgen05(tile(false)), Plan::Tcgen05(tile(true)));
+    let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
+    let shape = (4096, 4096, 4096);
+    let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
+    let plan = |problem: Problem| choice(&asked, 148, &problem).plan;
+    let dense = Problem::new(PACKED, shape);
+    assert_eq!(plan(dense), tcgen05);
+    assert_eq!(plan(Problem::new(PACKED, (1, 4096, 4096))), few);
+    assert_eq!(plan(dense.grouped(GroupedDim::M, 8)), tcgen05);
+    let mut per_token = dense;
+    per_token.epilogue.a = Factor::PerRow;
+    assert_eq!(plan(per_token), tcgen05);
+    assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), tcgen05);
+    assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
+    assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
+    let unaligned = Problem {
+        aligned: false,
+        ..dense
+    };
+    assert_ne!(plan(unaligned), tcgen05);
+    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    assert_eq!(plan(Problem::new(WEIGHT_ONLY, shape)), bf16);
+
+    // Without that it is a request's backend, or nothing.
+    let library = device(Some(103), GemmBackend::CublasLt);
+    let found = choice(&library, 148, &dense);
+    assert_eq!(found.plan, nvfp4);
+    assert_eq!(found.refusals[0].0, "sm100_block_scaled");
+    let by_request = Problem {
+        backend: Some(GemmBackend::Sm100Tcgen05),
+        ..dense
+    };
+    let found = choice(&library, 148, &by_request);
+    let backend = GemmBackend::Sm100Tcgen05;
+    assert_eq!((found.backend, found.plan), (backend, tcgen05));
+    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+    let hopper = Device {
+        capabilities: &hopper,
+        sms: 132,
+        cublaslt: &|_| Ok(()),
+        tcgen05: &|_| Ok(()),
+    };
+    let error = super::plan(&hopper, &by_request).unwrap_err();
+    assert!(error.to_string().contains("10.0"), "{error}");
+}
+
+/// MXFP8 on data-center Blackwell: the kernel for `tcgen05` unasked, dense and grouped, unless
+/// its self-check of this format fails. Everywhere else, and where only one operand is in it,
+/// it is what bf16 would be.
+#[test]
+fn mxfp8_where_there_are_instructions_for_it() {
+    const MXFP8: [OperandLayout; 2] = [OperandLayout::Mxfp8; 2];
+    const BF16: [OperandLayout; 2] = [OperandLayout::KMajor; 2];
+    let blackwell = device(Some(100), GemmBackend::CublasLt);
+    let plan = |problem: Problem, fails: BlockScaled| {
+        let device = Device {
+            capabilities: &blackwell,
+            sms: 148,
+            cublaslt: &|_| Ok(()),
+            tcgen05: &|tile| match tile.format == fails {
+                true => Err("row 0".into()),
+                false => Ok(()),
+            },
+        };
+        super::plan(&device, &problem).unwrap().plan
+    };
+    let tcgen05 = |swap_ab| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Mxfp8, swap_ab));
+    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    let (m, k) = (GroupedDim::M, GroupedDim::K);
+    let mxfp8 = |m| Problem::new(MXFP8, (m, 4096, 4096));
+    for (problem, own, other) in [
+        (mxfp8(4096), tcgen05(false), bf16),
+        (mxfp8(64), tcgen05(true), bf16),
+        (mxfp8(65), tcgen05(false), bf16),
+        (mxfp8(4096).grouped(m, 8), tcgen05(false), Plan::Cmma),
+        (mxfp8(512).grouped(m, 8), tcgen05(true), Plan::Cmma),
+        (mxfp8(64).grouped(k, 8), tcgen05(false), Plan::Cmma),
+    ] {
+        assert_eq!(plan(problem, BlockScaled::Nvfp4), own, "{problem:?}");
+        assert_eq!(plan(problem, BlockScaled::Mxfp8), other, "{problem:?}");
+    }
+    let mixed = [OperandLayout::Mxfp8, OperandLayout::KMajor];
+    let mixed = Problem::new(mixed, (4096, 4096, 4096));
+    assert_eq!(plan(mixed, BlockScaled::Nvfp4), bf16);
+    for (capability, backend) in [
+        (Some(90), GemmBackend::Sm90Wgmma),
+        (Some(120), GemmBackend::Sm120BlockScaled),
+        (Some(80), GemmBackend::Cmma),
+        (None, GemmBackend::Scalar),
+    ] {
+        let other = device(capability, backend);
+        for grouped in [GroupedDim::None, m, k] {
+            let plan = |layouts| {
+                let problem = Problem::new(layouts, (4096, 4096, 4096)).grouped(grouped, 4);
+                choice(&other, 132, &problem).plan
+            };
+            assert_eq!(plan(MXFP8), plan(BF16), "{backend:?}, {grouped:?}");
+        }
+    }
+}
+
+/// Few rows of `a`, dense or on average of a group along M, are the second operand of the
+/// instructions.
+#[test]
+fn operands_are_exchanged_for_few_rows() {
+    let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
+    let swapped = |m, grouped, groups| {
+        let problem = Problem::new(PACKED, (m, 4096, 4096)).grouped(grouped, groups);
+        match choice(&asked, 148, &problem).plan {
+            Plan::Tcgen05(tile) => tile.swap_ab,
+            plan => panic!("{plan}"),
+        }
+    };
+    assert!(swapped(1, GroupedDim::None, 1));
+    assert!(swapped(64, GroupedDim::None, 1));
+    assert!(!swapped(65, GroupedDim::None, 1));
+    assert!(swapped(8192, GroupedDim::M, 128));
+    assert!(!swapped(8193, GroupedDim::M, 128));
+    assert!(!swapped(16, GroupedDim::K, 8));
+}
+
+/// Every row names a kernel and why it is not another one.
+#[test]
+fn rows_of_every_device() {
+    for (capability, backend) in [
+        (None, GemmBackend::Scalar),
+        (Some(80), GemmBackend::Cmma),
+        (Some(90), GemmBackend::Sm90Wgmma),
+        (Some(100), GemmBackend::CublasLt),
+        (Some(100), GemmBackend::Sm100Tcgen05),
+        (Some(120), GemmBackend::Sm120BlockScaled),
+    ] {
+        let capabilities = device(capability, backend);
+        let device = Device {
+            capabilities: &capabilities,
+            sms: 132,
+            cublaslt: &|_| Ok(()),
+            tcgen05: &|_| Ok(()),
+        };
+        for groups in [1, 8] {
+            let rows = describe_on(&device, (4096, 4096, 4096).into(), groups);
+            for row in rows {
+                assert!(!row.kernel.is_empty() && !row.reason.is_empty(), "{row:?}");
+                let is_nvfp4 = row.operation == "GEMM, NVFP4 x NVFP4";
+                assert!(
+                    !is_nvfp4 || row.backend == format!("{backend:?}"),
+                    "{row:?}"
+                );
+            }
+        }
+    }
+}

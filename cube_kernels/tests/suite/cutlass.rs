@@ -1,0 +1,59 @@
+//! The descriptors of the kernel for `tcgen05`, and how many instructions it issues for a stage,
+//! beside those of CUTLASS's block-scaled kernel, which NVIDIA's compiler makes without a GPU.
+//! Optional: `NVFP4_CUTLASS_PTX` names the folder that `tests/cutlass/compile.py` fills.
+
+use std::{env, fs, path::Path};
+
+use nvfp4_kernels::{
+    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
+    gemm::kernels::{GroupedDim, Sm100Plan, Sm100Tile},
+};
+
+/// Fails where the PTX of CUTLASS's kernel with tiles of 128 x `n` lacks what ours has.
+fn check(ptx: &str, kind: BlockScaled, n: u32, plan: Sm100Plan) {
+    let what = format!("{kind:?}, 128 x {n}");
+    let constants: Vec<&str> = ptx.split(|c: char| !c.is_ascii_digit()).collect();
+    let ids = with_scale_ids(0, 3);
+    let (a_ids, b_ids) = (ids & !0xff, ids & 0xff);
+    for (name, constant) in [
+        (
+            "the instruction descriptor",
+            instruction_descriptor(kind, 128, n).into(),
+        ),
+        ("the places of scales of `a` in it", a_ids.into()),
+        ("the places of scales of `b` in it", b_ids.into()),
+        ("the descriptor of codes", SharedLayout::CODES.bits()),
+        ("the descriptor of scales", SharedLayout::SCALES.bits()),
+    ] {
+        let found = constants.contains(&constant.to_string().as_str());
+        assert!(found, "{what}: {name}, {constant:#x}");
+    }
+    let multiply = match kind {
+        BlockScaled::Nvfp4 => "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
+        BlockScaled::Mxfp8 => "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32",
+    };
+    let count = |instruction| ptx.matches(instruction).count();
+    assert_eq!(count(multiply), 4, "{what}");
+    let copies = plan.atoms() * (1 + plan.b_tiles());
+    let copy = "tcgen05.cp.cta_group::1.32x128b.warpx4";
+    assert_eq!(count(copy), copies, "{what}");
+}
+
+#[test]
+fn descriptors_are_those_of_cutlass() {
+    let test = "cutlass::descriptors_are_those_of_cutlass";
+    let Some(folder) = env::var_os("NVFP4_CUTLASS_PTX") else {
+        println!("SKIPPED: {test}: NVFP4_CUTLASS_PTX names no folder");
+        return;
+    };
+    for (kind, name) in [(BlockScaled::Nvfp4, "nvfp4"), (BlockScaled::Mxfp8, "mxfp8")] {
+        for (n, swap_ab) in [(256, false), (64, true)] {
+            let file = Path::new(&folder).join(format!("{name}-{n}.ptx"));
+            let ptx = fs::read_to_string(&file);
+            let ptx = ptx.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+            let plan = Sm100Plan::new(Sm100Tile::instruction(kind, swap_ab), GroupedDim::None);
+            assert_eq!(plan.b_rows(), n as usize);
+            check(&ptx, kind, n, plan);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! MXFP8 operands for products.
+
+use super::inputs::Generator;
+use cubecl::prelude::*;
+use nvfp4_kernels::{
+    Amax, Format, Layout, Origin, QuantizedTensor, Usage, reference, tensor::DeviceQuantized,
+};
+
+/// An operand from random codes and scales, on both sides.
+pub struct Mxfp8 {
+    pub rows: usize,
+    /// Blocks of 32 in a row.
+    pub blocks: usize,
+    pub codes: Vec<u8>,
+    pub scales: Vec<u8>,
+}
+
+impl Mxfp8 {
+    /// Any codes but NaN, scales from 2^-8 to 2^7.
+    pub fn random(rows: usize, k: usize, seed: u32) -> Self {
+        let blocks = k / 32;
+        let mut random = Generator::new(seed);
+        let mut bytes = |len: usize| -> Vec<u8> {
+            let words = (0..len.div_ceil(4)).map(|_| random.next_u32());
+            words.flat_map(u32::to_le_bytes).take(len).collect()
+        };
+        let number = |byte: u8| if byte & 0x7f == 0x7f { byte ^ 1 } else { byte };
+        Self {
+            rows,
+            blocks,
+            codes: bytes(rows * k).into_iter().map(number).collect(),
+            scales: bytes(rows * blocks)
+                .into_iter()
+                .map(|byte| 119 + byte % 16)
+                .collect(),
+        }
+    }
+
+    pub fn host(&self) -> QuantizedTensor {
+        let layout = Layout::new(Format::Mxfp8, (self.rows, 32 * self.blocks), Usage::Rowwise);
+        let (codes, scales) = (self.codes.clone(), self.scales.clone());
+        QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, Origin::default()).unwrap()
+    }
+
+    pub fn device(&self, client: &Client) -> DeviceQuantized {
+        DeviceQuantized::from_host(client, &self.host())
+    }
+
+    /// The elements, exact in bf16.
+    pub fn decoded(&self) -> Vec<f32> {
+        reference::mx_dequantize(&self.host())
+    }
+}
