@@ -32,8 +32,9 @@
 //! group, which has no stage.
 //!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
-//! inspected; with [`TensorCore::Software`] the same kernel runs on Hopper, with the bits of the
-//! scalar one.
+//! inspected; with [`TensorCore::Software`] the form for NVFP4 runs on Hopper, with the bits of the
+//! scalar kernel. The forms for MXFP8 and for exchanged operands have run on no GPU yet: the model
+//! has executed their operands on CubeCL's CPU runtime, stage by stage.
 
 use cubecl::{prelude::*, server::Handle};
 
