@@ -10,9 +10,11 @@
 //! reorders the sum of one device. The deterministic mode gathers both quantized operands along the
 //! contraction instead, and computes the GEMM of one device on every rank.
 
-use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+mod places;
+
+use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{AmaxGranularity, BlockPosition, Gap, Gaps, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, Storage, Usage};
 use nvfp4_parallel::Reduction;
 
 use super::Nvfp4KernelOps;
@@ -26,6 +28,7 @@ use super::tensors::{
     QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
+use places::{Axis, GapsBetween, Segment, concatenated, positioned};
 
 /// Which dimension of a weight `[d_in, d_out]` is sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,24 +78,6 @@ enum Part {
     Cols(Vec<usize>),
     /// Some of its tokens: rows that are gathered as soon as they are quantized.
     Tokens(usize),
-}
-
-/// Where a segment of a rank's part lies: its first row or column in the part and in the whole, and
-/// its length.
-#[derive(Debug, Clone, Copy)]
-struct Segment {
-    own: usize,
-    whole: usize,
-    len: usize,
-}
-
-/// The stored dimension of an operand along which parts of ranks are concatenated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Axis {
-    /// Stored rows.
-    Outer,
-    /// The contraction.
-    Inner,
 }
 
 impl LinearSharding {
@@ -699,119 +684,4 @@ fn has_one_amax(params: &QuantParams) -> bool {
     params.format.has_global_scale()
         && params.amax == AmaxGranularity::PerTensor
         && !params.is_made_from_codes()
-}
-
-/// What of the whole lies between a rank's segments along one dimension.
-struct GapsBetween {
-    /// 0 for segments of rows, 1 for segments of columns.
-    dim: usize,
-    /// The first row or column behind each gap, and how many are in it.
-    gaps: [(usize, usize); 2],
-}
-
-impl GapsBetween {
-    fn none(dim: usize) -> Self {
-        Self {
-            dim,
-            gaps: [(0, 0); 2],
-        }
-    }
-
-    /// Those between `segments`, unless there are more than a kernel takes.
-    fn of(dim: usize, segments: &[Segment]) -> Option<Self> {
-        let mut between = Self::none(dim);
-        if segments.len() > 1 + between.gaps.len() {
-            return None;
-        }
-        for (gap, pair) in between.gaps.iter_mut().zip(segments.windows(2)) {
-            *gap = (pair[1].own, pair[1].whole - pair[0].whole - pair[0].len);
-        }
-        Some(between)
-    }
-
-    /// The same in stored rows, or in blocks of a stored row, of the tensor along `usage`.
-    fn stored(&self, usage: Usage, block: usize) -> Gaps {
-        let of_rows = (self.dim == 0) == (usage == Usage::Rowwise);
-        let unit = if of_rows { 1 } else { block };
-        let number = |len: usize| u32::try_from(len / unit).expect("fewer than 2^32 of a tensor");
-        let gaps = self.gaps.map(|(at, len)| match len {
-            0 => Gap::default(),
-            len => Gap {
-                at: number(at),
-                len: number(len),
-            },
-        });
-        match (gaps == [Gap::default(); 2], of_rows) {
-            (true, _) => Gaps::None,
-            (false, true) => Gaps::Rows(gaps),
-            (false, false) => Gaps::Blocks(gaps),
-        }
-    }
-}
-
-/// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`, with
-/// `gaps` between its parts.
-fn positioned(
-    params: QuantParams,
-    usage: Usage,
-    (start, whole): ((usize, usize), (usize, usize)),
-    gaps: &GapsBetween,
-) -> QuantParams {
-    let block = params.format.block();
-    let (row, element) = usage.stored_shape(start.0, start.1);
-    let (_, inner) = usage.stored_shape(whole.0, whole.1);
-    let row_blocks = inner.next_multiple_of(params.unit()) / block;
-    params.at(BlockPosition {
-        first: (row * row_blocks + element / block) as u64,
-        row_blocks: Some(
-            row_blocks
-                .try_into()
-                .expect("a row of fewer than 2^36 elements"),
-        ),
-        gaps: gaps.stored(usage, block),
-    })
-}
-
-/// The quantized segments of a matrix, which follow each other along axis `dim` of it.
-fn concatenated<B: Backend>(parts: Vec<QuantizedPair<B>>, dim: usize) -> QuantizedPair<B> {
-    let (rows, cols): (Vec<_>, Vec<_>) = parts.into_iter().map(QuantizedPair::into_options).unzip();
-    QuantizedPair::new(joined(rows, dim), joined(cols, dim))
-}
-
-fn joined<B: Backend>(
-    parts: Vec<Option<QuantizedMatrix<B>>>,
-    dim: usize,
-) -> Option<QuantizedMatrix<B>> {
-    let parts: Vec<_> = parts.into_iter().collect::<Option<_>>()?;
-    let mut layout = parts[0].layout;
-    let lens = parts
-        .iter()
-        .map(|part| [part.layout.rows, part.layout.cols][dim]);
-    match dim {
-        0 => layout.rows = lens.sum(),
-        _ => layout.cols = lens.sum(),
-    }
-    let axis = match (layout.usage, dim) {
-        (Usage::Rowwise, 0) | (Usage::Columnwise, 1) => Axis::Outer,
-        _ => Axis::Inner,
-    };
-    let stored = if axis == Axis::Outer { 0 } else { 1 };
-    // One amax for each stored row follows them; any other is that of all segments.
-    let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
-    let mut amaxes: Vec<_> = (parts.iter())
-        .filter_map(|part| part.amax.clone().into_option())
-        .collect();
-    let amax = match per_row && !amaxes.is_empty() {
-        true => Some(B::float_cat(amaxes, 0)),
-        false => amaxes.pop(),
-    };
-    let (codes, scales) = parts.into_iter().map(QuantizedMatrix::into_packed).unzip();
-    Some(QuantizedMatrix {
-        data: QuantizedData::Packed {
-            codes: B::int_cat(codes, stored),
-            scales: B::int_cat(scales, stored),
-        },
-        amax: amax.into(),
-        layout,
-    })
 }
