@@ -10,10 +10,12 @@ use burn_nvfp4::nn::{
     Embedding, LmHead, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
     RopeCacheConfig,
 };
+use burn_nvfp4::optim::AdamWConfig;
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{
     Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Linear, Nvfp4Recipe, Nvfp4SwiGlu, Nvfp4SwiGluConfig,
 };
+use burn_optim::GradientsParams;
 use nvfp4_kernels::{CrossEntropy, Reduction};
 
 use super::super::on_ranks;
@@ -112,6 +114,39 @@ fn feed_forward() {
                 assert_eq!(bits(down.weight.val()), bits(whole.down.weight.val()));
             });
         }
+    }
+}
+
+/// A rank's part of a weight is quantized from the amax that the optimizer found of it, to the bits
+/// of a pass over it.
+#[test]
+fn amax_of_the_optimizer() {
+    for &(size, by_tokens) in runs() {
+        on_ranks(size, |group| {
+            let (rank, parallel) = (group.rank(), parallel(group, by_tokens));
+            let run = |amax| {
+                let layer = TensorParallelSwiGlu::from_swiglu(swiglu(false), &parallel);
+                let mut layer = layer.unwrap();
+                let config = AdamWConfig {
+                    amax,
+                    ..AdamWConfig::default()
+                };
+                let mut optimizer = config.init();
+                let step = |_| {
+                    let x = tokens(matrix(64, 64, activation(), 3), &parallel);
+                    let x = x.detach().require_grad();
+                    let y = layer.forward(x.clone());
+                    let gradients = y.clone().square().sum().backward();
+                    let dx = x.grad(&gradients).unwrap();
+                    let gradients = GradientsParams::from_grads(gradients, &layer);
+                    layer = optimizer.step(0.05, layer.clone(), gradients);
+                    [bits(y), bits(dx)]
+                };
+                (0..3).map(step).collect::<Vec<_>>()
+            };
+            let what = format!("rank {rank} of {size}, by tokens: {by_tokens}");
+            assert!(run(true) == run(false), "{what}");
+        });
     }
 }
 
