@@ -359,6 +359,18 @@ fn mxfp8_where_there_are_instructions_for_it() {
         assert_eq!(plan(problem, BlockScaled::Nvfp4), own, "{problem:?}");
         assert_eq!(plan(problem, BlockScaled::Mxfp8), other, "{problem:?}");
     }
+    // Where exchanged operands alone come out wrong, they are taken as they are.
+    let hardware = Device {
+        capabilities: &blackwell,
+        sms: 148,
+        cublaslt: &|_| Ok(()),
+        tcgen05: &|tile| match tile.swap_ab {
+            true => Err("row 0".into()),
+            false => Ok(()),
+        },
+    };
+    let few = super::plan(&hardware, &mxfp8(64)).unwrap().plan;
+    assert_eq!(few, tcgen05(false));
     let mixed = [OperandLayout::Mxfp8, OperandLayout::KMajor];
     let mixed = Problem::new(mixed, (4096, 4096, 4096));
     assert_eq!(plan(mixed, BlockScaled::Nvfp4), bf16);

@@ -83,12 +83,9 @@ impl Kernel for Sm100BlockScaled {
 
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
         let GemmShape { n, k, .. } = problem.shape;
-        let asked = problem.backend == Some(GemmBackend::Sm100Tcgen05);
-        let mut checks = false;
         match device.capabilities.gemm {
             GemmBackend::Sm100Tcgen05 => {}
-            GemmBackend::CublasLt if asked => {}
-            GemmBackend::CublasLt if is_default_for(problem) => checks = true,
+            GemmBackend::CublasLt if is_asked_for(problem) || is_default_for(problem) => {}
             GemmBackend::CublasLt => {
                 return Err(Refusal::Device(
                     "it has never run on hardware, and NVFP4_GEMM=tcgen05 does not ask for it",
@@ -115,14 +112,15 @@ impl Kernel for Sm100BlockScaled {
         if !problem.aligned {
             return Err(Refusal::Operands(UNALIGNED));
         }
-        match checks {
-            true => (device.tcgen05)(tile_of(problem)).map_err(Refusal::SelfCheck),
-            false => Ok(()),
-        }
+        checked_tile(device, problem)
+            .map(|_| ())
+            .map_err(Refusal::SelfCheck)
     }
 
-    fn plan(&self, _device: &Device, problem: &Problem) -> Candidate {
-        Plan::Tcgen05(tile_of(problem)).into()
+    fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
+        // `supports` has answered; a check that failed since then has its warning.
+        let tile = checked_tile(device, problem).unwrap_or_else(|_| tile_of(problem));
+        Plan::Tcgen05(tile).into()
     }
 
     fn reads(&self, _plan: Plan) -> Reads {
@@ -170,6 +168,31 @@ fn tile_of(problem: &Problem) -> Sm100Tile {
         problem.block_scaled().unwrap_or(BlockScaled::Nvfp4),
         is_few && problem.grouped != GroupedDim::K,
     )
+}
+
+/// The tile of a problem whose self-check passes, where there is one to pass: operands as they are
+/// where those of the check that are exchanged come out wrong.
+///
+/// # Errors
+/// What the check of the last one found.
+fn checked_tile(device: &Device, problem: &Problem) -> Result<Sm100Tile, String> {
+    let tile = tile_of(problem);
+    if device.capabilities.gemm == GemmBackend::Sm100Tcgen05 || is_asked_for(problem) {
+        return Ok(tile);
+    }
+    let check = |tile| (device.tcgen05)(tile).map(|()| tile);
+    check(tile).or_else(|error| match tile.swap_ab {
+        true => check(Sm100Tile {
+            swap_ab: false,
+            ..tile
+        }),
+        false => Err(error),
+    })
+}
+
+/// Whether a request names the kernel's backend.
+fn is_asked_for(problem: &Problem) -> bool {
+    problem.backend == Some(GemmBackend::Sm100Tcgen05)
 }
 
 /// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors
