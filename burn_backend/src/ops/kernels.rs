@@ -78,10 +78,7 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         rowwise: QuantParams,
         columnwise: QuantParams,
     ) -> ActivationAmaxes<Self> {
-        let values = match grad.into_option() {
-            None => Self::nvfp4_activation(x, activation),
-            Some(grad) => Self::nvfp4_activation_backward(grad, x, activation),
-        };
+        let values = activated::<Self>(x, grad, activation);
         ActivationAmaxes {
             amax: Self::nvfp4_amax_pair(values.clone(), rowwise, columnwise),
             values,
@@ -122,10 +119,7 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         activation: Activation,
         usages: QuantUsages,
     ) -> QuantizedPair<Self> {
-        let values = match grad.into_option() {
-            None => Self::nvfp4_activation(x, activation),
-            Some(grad) => Self::nvfp4_activation_backward(grad, x, activation),
-        };
+        let values = activated::<Self>(x, grad, activation);
         Self::nvfp4_quantize(values, groups, usages)
     }
 
@@ -347,6 +341,18 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let weights = weights.map(|weights| weights.into_primitive());
         Self::from_inner(B::nvfp4_sum_rows(x.into_primitive(), weights, places))
+    }
+}
+
+/// The activation of `x`, or its gradient by that, given `grad`, the gradient of its output.
+fn activated<B: ActivationOps>(
+    x: FloatTensor<B>,
+    grad: MaybeTensor<B>,
+    activation: Activation,
+) -> FloatTensor<B> {
+    match grad.into_option() {
+        None => B::nvfp4_activation(x, activation),
+        Some(grad) => B::nvfp4_activation_backward(grad, x, activation),
     }
 }
 

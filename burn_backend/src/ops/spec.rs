@@ -157,12 +157,16 @@ impl QuantParams {
         self.block == BlockShape::Block1d && self.format.has_global_scale()
     }
 
-    /// Whether one amax of the untransformed matrix serves it.
-    pub(super) fn shares_amax(&self) -> bool {
+    /// Whether one amax of the whole matrix, transformed or not, serves it; none is made by MS-EDEN.
+    pub(super) fn has_one_amax(&self) -> bool {
         self.format.has_global_scale()
             && !self.is_made_from_codes()
             && self.amax == AmaxGranularity::PerTensor
-            && self.hadamard.is_none()
+    }
+
+    /// Whether one amax of the untransformed matrix serves it.
+    pub(super) fn shares_amax(&self) -> bool {
+        self.has_one_amax() && self.hadamard.is_none()
     }
 
     /// Elements to whose multiple the contraction is padded.

@@ -108,28 +108,47 @@ pub(super) fn activation_amaxes(
     row: &QuantParams,
     col: &QuantParams,
 ) -> ActivationAmaxes<CubeBackend> {
-    let (x, grad) = (Source::new(x), grad.map(Source::new));
-    trace_activation(&x, grad.as_ref());
-    let grad = grad.as_ref().map(|grad| &grad.matrix);
-    let (client, matrix) = (&x.tensor.client, &x.matrix);
-    let request = pair_request(row, col);
-    let made = activation_with_amaxes(client, kind, (matrix, grad), &Groups::One, &request);
-    let (made, Amaxes { rows, cols }) = launched(made);
+    let request = Some(pair_request(row, col));
+    let (values, found) = activated((x, grad), kind, &Groups::One, request);
+    let Amaxes { rows, cols } = found.expect("requested");
     let rows = rows.expect("requested");
     // One serves both usages where there is no other.
     let cols = cols.unwrap_or_else(|| rows.clone());
     ActivationAmaxes {
-        values: result(&x.tensor, made),
-        amax: pair_of(&x.tensor, rows, cols),
+        amax: pair_of(&values, rows, cols),
+        values,
     }
 }
 
-fn trace_activation(x: &Source, grad: Option<&Source>) {
+/// The activation of `x`, or its gradient by that given `grad`, and the amax values of the request,
+/// found in the same pass.
+fn activated(
+    (x, grad): (CubeTensor, Option<CubeTensor>),
+    kind: Activation,
+    groups: &Groups,
+    request: Option<AmaxRequest>,
+) -> (CubeTensor, Option<Amaxes>) {
+    let (x, grad) = (Source::new(x), grad.map(Source::new));
     let direction = match grad {
         None => "forward",
         Some(_) => "backward",
     };
     trace_op("activation", direction, x.matrix.rows, x.matrix.cols);
+    let grad = grad.as_ref().map(|grad| &grad.matrix);
+    let (client, matrix) = (&x.tensor.client, &x.matrix);
+    let (made, found) = match (request, grad) {
+        (Some(request), _) => {
+            let made = activation_with_amaxes(client, kind, (matrix, grad), groups, &request);
+            let (made, found) = launched(made);
+            (made, Some(found))
+        }
+        (None, None) => (launched(activation(client, kind, matrix)), None),
+        (None, Some(grad)) => {
+            let made = activation_backward(client, kind, grad, matrix);
+            (launched(made), None)
+        }
+    };
+    (result(&x.tensor, made), found)
 }
 
 /// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
@@ -223,28 +242,11 @@ pub(super) fn quantize_activation(
     kind: Activation,
     usages: QuantUsages,
 ) -> QuantizedPair<CubeBackend> {
-    let x = Source::new(x);
-    let grad = grad.map(Source::new);
-    trace_activation(&x, grad.as_ref());
     let count = groups.count();
     let groups = device_groups(groups);
-    let grad = grad.as_ref().map(|grad| &grad.matrix);
-    let (client, matrix) = (&x.tensor.client, &x.matrix);
-    let (made, found) = match (amax_request(&usages), grad) {
-        (Some(request), _) => {
-            let of = (matrix, grad);
-            let made = activation_with_amaxes(client, kind, of, &groups, &request);
-            let (made, found) = launched(made);
-            (made, Some(found))
-        }
-        (None, None) => (launched(activation(client, kind, matrix)), None),
-        (None, Some(grad)) => {
-            let made = activation_backward(client, kind, grad, matrix);
-            (launched(made), None)
-        }
-    };
+    let (values, found) = activated((x, grad), kind, &groups, amax_request(&usages));
     let source = GroupedSource {
-        x: Source::new(result(&x.tensor, made)),
+        x: Source::new(values),
         count,
         groups,
         found,

@@ -108,7 +108,11 @@ impl LinearSharding {
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(role, x.shape().0);
-        let (x, found) = match (x, [row, col].map(shared_params)) {
+        let one_amax = |spec: Option<&OperandSpec>| {
+            let params = spec?.params().copied();
+            params.filter(QuantParams::has_one_amax)
+        };
+        let (x, found) = match (x, [row, col].map(one_amax)) {
             (
                 QuantSource::Activation {
                     activation,
@@ -268,9 +272,7 @@ impl LinearSharding {
             (Some(found), [row, col]) => {
                 [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
             }
-            (None, [Some(row), Some(col)])
-                if [row, col].map(|it| has_one_amax(&it)) == [true; 2] =>
-            {
+            (None, [Some(row), Some(col)]) if row.has_one_amax() && col.has_one_amax() => {
                 let found = B::nvfp4_amax_pair(x.clone(), row, col);
                 [Some(found.rowwise), Some(found.columnwise)]
             }
@@ -672,16 +674,4 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
         Some(Operand::Quantized(made)) => made,
         _ => unreachable!("a quantized operand was asked for"),
     }
-}
-
-/// The parameters of a quantized operand that has one amax of the whole matrix.
-fn shared_params(spec: Option<&OperandSpec>) -> Option<QuantParams> {
-    spec?.params().copied().filter(has_one_amax)
-}
-
-/// Whether there is one amax of the whole matrix.
-fn has_one_amax(params: &QuantParams) -> bool {
-    params.format.has_global_scale()
-        && params.amax == AmaxGranularity::PerTensor
-        && !params.is_made_from_codes()
 }

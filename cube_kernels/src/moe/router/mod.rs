@@ -45,27 +45,132 @@ pub struct DeviceSortedChoices {
     pub counts: Handle,
 }
 
-fn plan_of(client: &Client, router: Router) -> RouterPlan {
-    RouterPlan {
-        per_lane: router.experts.div_ceil(32),
-        planes: !is_cpu(client),
-        normalizes: router.normalizes(),
-        losses_only: false,
-        conversion: conversion_of(client),
+/// What the kernels are to do for which tokens.
+#[derive(Clone, Copy)]
+struct Request {
+    part: BatchPart,
+    router: Router,
+    /// Only the losses, of given counts of choices.
+    losses_only: bool,
+}
+
+impl Request {
+    fn plan(self, client: &Client) -> RouterPlan {
+        RouterPlan {
+            per_lane: self.router.experts.div_ceil(32),
+            planes: !is_cpu(client),
+            normalizes: self.router.normalizes(),
+            losses_only: self.losses_only,
+            conversion: conversion_of(client),
+        }
+    }
+
+    fn args(self) -> RouterArgsLaunch {
+        let Router { experts, top_k, .. } = self.router;
+        let factors = self.router.factors(self.part.of);
+        RouterArgsLaunch::new(
+            self.part.tokens,
+            experts,
+            top_k,
+            factors.balance,
+            factors.mean,
+            factors.z,
+        )
+    }
+
+    /// Choices, of which there are none for losses only.
+    fn slots(self) -> usize {
+        match self.losses_only {
+            true => 0,
+            false => self.part.tokens * self.router.top_k,
+        }
+    }
+
+    /// Writes `out`, which has memory for it; for losses only its counts are read, and there are no
+    /// choices. The logits were checked.
+    fn forward(self, client: &Client, logits: &Handle, out: &DeviceRouted) {
+        let (tokens, experts, slots) = (self.part.tokens, self.router.experts, self.slots());
+        let chunks = tokens.div_ceil(ROUTER_CHUNK);
+        let words = |len: usize| allocate(client, len * 4);
+        let (values, counts) = (words(chunks * (experts + 1)), words(chunks * experts));
+        let plan = self.plan(client);
+        let dim = CubeDim::new_1d(units(client) as u32);
+        // SAFETY: the kernels stay below the tokens, experts and chunks that the buffers were made
+        // for; chosen experts are below `experts`, since each token has at least `top_k`.
+        unsafe {
+            let sums = || {
+                RouterSumsLaunch::new(
+                    buffer(&values, chunks * (experts + 1)),
+                    buffer(&counts, chunks * experts),
+                )
+            };
+            route_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(chunks as u32, 1, 1),
+                dim,
+                buffer(logits, tokens * experts),
+                RouterOutLaunch::new(
+                    buffer(&out.weights, slots + 2),
+                    buffer(&out.chosen, slots.max(1)),
+                ),
+                sums(),
+                self.args(),
+                plan,
+            );
+            route_sums_kernel::launch_unchecked(
+                client,
+                CubeCount::Static(1, 1, 1),
+                dim,
+                sums(),
+                buffer(&out.counts, experts),
+                buffer(&out.weights, slots + 2),
+                self.args(),
+                plan,
+            );
+        }
+    }
+
+    /// The gradient by the logits, given `grads`, those by the weights of `routed`. All buffers were
+    /// checked.
+    fn backward(
+        self,
+        client: &Client,
+        logits: &Handle,
+        routed: &DeviceRouted,
+        grads: &Handle,
+    ) -> Handle {
+        let (tokens, experts, slots) = (self.part.tokens, self.router.experts, self.slots());
+        let out = allocate(client, tokens * experts * 4);
+        let (count, dim) = cubes(client, tokens.div_ceil(units(client).div_ceil(32)));
+        // SAFETY: the buffers were checked; the kernel stays below the tokens and experts.
+        unsafe {
+            route_backward_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                buffer(logits, tokens * experts),
+                RoutedArgsLaunch::new(
+                    buffer(&routed.weights, slots + 2),
+                    buffer(grads, slots + 2),
+                    buffer(&routed.chosen, slots.max(1)),
+                    buffer(&routed.counts, experts),
+                ),
+                buffer(&out, tokens * experts),
+                self.args(),
+                self.plan(client),
+            );
+        }
+        out
     }
 }
 
-/// Arguments for `tokens` tokens, with losses of `all` tokens.
-fn args(tokens: usize, all: usize, router: Router) -> RouterArgsLaunch {
-    let factors = router.factors(all);
-    RouterArgsLaunch::new(
-        tokens,
-        router.experts,
-        router.top_k,
-        factors.balance,
-        factors.mean,
-        factors.z,
-    )
+/// The request of [`route`].
+fn routing(tokens: usize, router: Router) -> Request {
+    Request {
+        part: BatchPart { tokens, of: tokens },
+        router,
+        losses_only: false,
+    }
 }
 
 fn check(logits: &Handle, tokens: usize, router: Router) -> Result<(), Nvfp4Error> {
@@ -90,50 +195,14 @@ pub fn route(
     router: Router,
 ) -> Result<DeviceRouted, Nvfp4Error> {
     check(logits, tokens, router)?;
-    let Router { experts, top_k, .. } = router;
-    let (slots, chunks) = (tokens * top_k, tokens.div_ceil(ROUTER_CHUNK));
+    let request = routing(tokens, router);
     let words = |len: usize| allocate(client, len * 4);
     let routed = DeviceRouted {
-        weights: words(slots + 2),
-        chosen: words(slots),
-        counts: words(experts),
+        weights: words(request.slots() + 2),
+        chosen: words(request.slots()),
+        counts: words(router.experts),
     };
-    let (values, counts) = (words(chunks * (experts + 1)), words(chunks * experts));
-    let plan = plan_of(client, router);
-    let dim = CubeDim::new_1d(units(client) as u32);
-    // SAFETY: the kernels stay below the tokens, experts and chunks that the buffers were made for;
-    // chosen experts are below `experts`, since each token has at least `top_k`.
-    unsafe {
-        let sums = || {
-            RouterSumsLaunch::new(
-                buffer(&values, chunks * (experts + 1)),
-                buffer(&counts, chunks * experts),
-            )
-        };
-        route_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(chunks as u32, 1, 1),
-            dim,
-            buffer(logits, tokens * experts),
-            RouterOutLaunch::new(
-                buffer(&routed.weights, slots + 2),
-                buffer(&routed.chosen, slots),
-            ),
-            sums(),
-            args(tokens, tokens, router),
-            plan,
-        );
-        route_sums_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(1, 1, 1),
-            dim,
-            sums(),
-            buffer(&routed.counts, experts),
-            buffer(&routed.weights, slots + 2),
-            args(tokens, tokens, router),
-            plan,
-        );
-    }
+    request.forward(client, logits, &routed);
     Ok(routed)
 }
 
@@ -151,33 +220,13 @@ pub fn route_backward(
     (tokens, router): (usize, Router),
 ) -> Result<Handle, Nvfp4Error> {
     check(logits, tokens, router)?;
-    let Router { experts, top_k, .. } = router;
-    let slots = tokens * top_k;
+    let request = routing(tokens, router);
+    let slots = request.slots();
     check_memory("routed", &routed.weights, (slots + 2) * 4)?;
     check_memory("routed", &routed.chosen, slots * 4)?;
-    check_memory("routed", &routed.counts, experts * 4)?;
+    check_memory("routed", &routed.counts, router.experts * 4)?;
     check_memory("grads", grads, (slots + 2) * 4)?;
-    let out = allocate(client, tokens * experts * 4);
-    let (count, dim) = cubes(client, tokens.div_ceil(units(client).div_ceil(32)));
-    // SAFETY: the buffers were checked; the kernel stays below the tokens and experts.
-    unsafe {
-        route_backward_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            buffer(logits, tokens * experts),
-            RoutedArgsLaunch::new(
-                buffer(&routed.weights, slots + 2),
-                buffer(grads, slots + 2),
-                buffer(&routed.chosen, slots),
-                buffer(&routed.counts, experts),
-            ),
-            buffer(&out, tokens * experts),
-            args(tokens, tokens, router),
-            plan_of(client, router),
-        );
-    }
-    Ok(out)
+    Ok(request.backward(client, logits, routed, grads))
 }
 
 /// The balance loss and the mean of the squared log-sums of a batch, as far as the tokens of the
@@ -193,50 +242,21 @@ pub fn router_losses(
     counts: &Handle,
     (part, router): (BatchPart, Router),
 ) -> Result<Handle, Nvfp4Error> {
-    let BatchPart { tokens, of } = part;
-    check(logits, tokens, router)?;
-    let experts = router.experts;
-    check_memory("counts", counts, experts * 4)?;
-    let words = |len: usize| allocate(client, len * 4);
-    let chunks = tokens.div_ceil(ROUTER_CHUNK);
-    let (losses, values) = (words(2), words(chunks * (experts + 1)));
-    let (unused, unused_counts) = (words(1), words(chunks * experts));
-    let plan = RouterPlan {
+    check(logits, part.tokens, router)?;
+    check_memory("counts", counts, router.experts * 4)?;
+    let request = Request {
+        part,
+        router,
         losses_only: true,
-        ..plan_of(client, router)
     };
-    let dim = CubeDim::new_1d(units(client) as u32);
-    // SAFETY: the kernels stay below the tokens, experts and chunks that the buffers were made for;
-    // with losses only they touch neither weights nor choices.
-    unsafe {
-        let sums = || {
-            RouterSumsLaunch::new(
-                buffer(&values, chunks * (experts + 1)),
-                buffer(&unused_counts, chunks * experts),
-            )
-        };
-        route_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(chunks as u32, 1, 1),
-            dim,
-            buffer(logits, tokens * experts),
-            RouterOutLaunch::new(buffer(&losses, 2), buffer(&unused, 1)),
-            sums(),
-            args(tokens, of, router),
-            plan,
-        );
-        route_sums_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(1, 1, 1),
-            dim,
-            sums(),
-            buffer(counts, experts),
-            buffer(&losses, 2),
-            args(tokens, of, router),
-            plan,
-        );
-    }
-    Ok(losses)
+    let out = DeviceRouted {
+        weights: allocate(client, 8),
+        // Nothing is chosen.
+        chosen: allocate(client, 4),
+        counts: counts.clone(),
+    };
+    request.forward(client, logits, &out);
+    Ok(out.weights)
 }
 
 /// The gradient by the logits of [`router_losses`], `f32[part.tokens, experts]`, given `grads`,
@@ -253,37 +273,21 @@ pub fn router_losses_backward(
     grads: &Handle,
     (part, router): (BatchPart, Router),
 ) -> Result<Handle, Nvfp4Error> {
-    let BatchPart { tokens, of } = part;
-    check(logits, tokens, router)?;
-    let experts = router.experts;
-    check_memory("counts", counts, experts * 4)?;
+    check(logits, part.tokens, router)?;
+    check_memory("counts", counts, router.experts * 4)?;
     check_memory("grads", grads, 8)?;
-    let out = allocate(client, tokens * experts * 4);
-    let (count, dim) = cubes(client, tokens.div_ceil(units(client).div_ceil(32)));
-    let plan = RouterPlan {
+    let request = Request {
+        part,
+        router,
         losses_only: true,
-        ..plan_of(client, router)
     };
-    // SAFETY: the buffers were checked; the kernel stays below the tokens and experts, and with
-    // losses only reads neither weights nor choices.
-    unsafe {
-        route_backward_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            buffer(logits, tokens * experts),
-            RoutedArgsLaunch::new(
-                buffer(grads, 2),
-                buffer(grads, 2),
-                buffer(counts, experts),
-                buffer(counts, experts),
-            ),
-            buffer(&out, tokens * experts),
-            args(tokens, of, router),
-            plan,
-        );
-    }
-    Ok(out)
+    // Neither weights nor choices are read.
+    let routed = DeviceRouted {
+        weights: grads.clone(),
+        chosen: counts.clone(),
+        counts: counts.clone(),
+    };
+    Ok(request.backward(client, logits, &routed, grads))
 }
 
 /// Sorts `slots` choices (`u32`, numbers of experts) by expert; see
