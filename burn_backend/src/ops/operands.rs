@@ -11,7 +11,7 @@ use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
 
 use super::dtype::cast;
-use super::spec::{OperandSpec, QuantParams};
+use super::spec::{OperandSpec, QuantParams, QuantRounding};
 use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
@@ -179,8 +179,12 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     let [row_storage, col_storage] = spec.storages;
     if let (OperandSpec::Quantized(row), OperandSpec::Quantized(col)) =
         (*spec.rowwise, *spec.columnwise)
-        && is_one_kernel(groups, &row, &col)
+        && (is_one_kernel(groups, &row, &col) || shares_screening(groups, &row, &col))
     {
+        let x = match row.is_made_from_codes() {
+            true => x.materialized(),
+            false => x,
+        };
         let x = match groups {
             RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
             RowGroups::Whole | RowGroups::Offsets(_) => x,
@@ -221,6 +225,16 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             col_storage,
         ),
     )
+}
+
+/// Whether both tensors are by MS-EDEN of one matrix, whose amax values are found together.
+fn shares_screening<B: Backend>(
+    groups: &RowGroups<B>,
+    row: &QuantParams,
+    col: &QuantParams,
+) -> bool {
+    let is_eden = |params: &QuantParams| matches!(params.rounding, QuantRounding::MsEden(_));
+    matches!(groups, RowGroups::Whole) && is_eden(row) && is_eden(col)
 }
 
 /// Whether one kernel makes both tensors.

@@ -2,23 +2,24 @@
 //! steps.
 //!
 //! The unit of work is a tile of 128 positions along the contraction (a group) by 32 lines. On CUDA
-//! one plane works on a tile: eight neighbouring units share a group, 16 values each, and transform
-//! it by shuffles. Elsewhere, and across a packed source, a cube works on a tile, in `f32` in shared memory, in phases between
-//! barriers; each phase is cut into 256 tasks of 16 values.
+//! one plane works on a tile: eight neighbouring units share two lines and transform them by
+//! shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between barriers;
+//! each phase is cut into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
 
-use crate::HadamardSize;
+use crate::{HadamardSize, tensor::FloatKind};
 
 use super::{
     codec::{
-        Conversion, decode_e4m3, encode_e4m3, magnitude_bits, nearest_codes, round_to_bf16,
+        Conversion, decode_e4m3, magnitude_bits, nearest_codes, round_to_bf16,
         sign_nibbles_of_pairs,
     },
     hadamard::{Signs, unpack_pairs},
     philox::{Random, block_words},
     ptx,
     scale::scale_byte,
+    words::unpack,
 };
 
 /// Lines of a tile.
@@ -217,8 +218,9 @@ pub fn transform_between_segments(
             }
             #[unroll]
             for pair in 0..4usize {
-                let low = values[comptime!(pair * 2)] * comptime!(HadamardSize::H128.factor());
-                let high = values[comptime!(pair * 2 + 1)] * comptime!(HadamardSize::H128.factor());
+                let factor = comptime!(HadamardSize::H128.factor());
+                let low = fma(values[comptime!(pair * 2)], factor, 0.0f32);
+                let high = fma(values[comptime!(pair * 2 + 1)], factor, 0.0f32);
                 let at = base + comptime!(pair * 2 * step);
                 if comptime!(hardware) {
                     let word = ptx::cvt_rn_bf16x2(low, high);
@@ -245,15 +247,31 @@ pub fn segment_amax(block: &Array<f32>) -> u32 {
     bits
 }
 
-/// The codes of a block and its two sums: step 5's `xx` and `xq`.
-#[derive(CubeType)]
-pub struct EdenBlock {
-    /// The codes, two words.
-    pub codes: Vector<u32, Const<2>>,
+/// The two sums of a block of step 5.
+#[derive(CubeType, Clone, Copy)]
+pub struct EdenSums {
     /// `Σ y · y`.
     pub xx: f32,
     /// `Σ y · q`.
     pub xq: f32,
+}
+
+/// The codes of a block, and its sums.
+#[derive(CubeType)]
+pub struct EdenBlock {
+    /// The codes, two words.
+    pub codes: Vector<u32, Const<2>>,
+    /// The sums.
+    pub sums: EdenSums,
+}
+
+/// What the codes of a block stand for, and its sums.
+#[derive(CubeType)]
+pub struct EdenRounded {
+    /// Eight pairs of bf16.
+    pub pairs: Array<u32>,
+    /// The sums.
+    pub sums: EdenSums,
 }
 
 /// The code nearest to a magnitude.
@@ -282,6 +300,15 @@ fn nearest(magnitude: f32) -> Nearest {
         value: sum - place,
         code: bits + (bits >> 22u32),
     }
+}
+
+/// What the code nearest to a magnitude of at most 6 stands for: [`nearest()`] without the code.
+#[cube]
+fn nearest_value(magnitude: f32) -> f32 {
+    let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
+    let binade = f32::reinterpret(binade);
+    let sum = fma(binade, comptime!((1u32 << 22) as f32), magnitude);
+    fma(binade, comptime!(-((1u32 << 22) as f32)), sum)
 }
 
 /// Codes and sums of a block.
@@ -326,7 +353,39 @@ pub fn quantize_block(
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         }
     }
-    EdenBlock { codes, xx, xq }
+    let sums = EdenSums { xx, xq };
+    EdenBlock { codes, sums }
+}
+
+/// [`quantize_block()`] of a block as eight bf16 pairs, to what the codes stand for: fewer
+/// instructions than codes take. Needs PTX.
+#[cube]
+pub fn round_pairs(pairs: &Array<u32>, multiplier: f32) -> EdenRounded {
+    let mut values = Array::<u32>::new(8usize);
+    let mut xx = 0.0f32;
+    let mut xq = 0.0f32;
+    #[unroll]
+    for pair in 0..8usize {
+        let mut two = Array::<u32>::new(2usize);
+        #[unroll]
+        for odd in 0..2usize {
+            let value = unpack(pairs[pair], comptime!(odd as u32), FloatKind::Bf16);
+            let y = value * multiplier;
+            // Saturates at 6, NaN too, which the multiplication made positive.
+            let found = nearest_value(ptx::min_abs(y, 6.0f32));
+            let found = (u32::reinterpret(y) & 0x8000_0000u32) | u32::reinterpret(found);
+            xx = fma(y, y, xx);
+            xq = fma(y, f32::reinterpret(found), xq);
+            two[odd] = found;
+        }
+        // At most two significant bits: a bf16, the upper half, is all of it.
+        values[pair] = ptx::prmt(two[0], two[1], 0x7632u32);
+    }
+    let sums = EdenSums { xx, xq };
+    EdenRounded {
+        pairs: values,
+        sums,
+    }
 }
 
 /// [`quantize_block()`] of a block as eight bf16 pairs. Needs PTX.
@@ -371,18 +430,28 @@ pub fn quantize_pairs(
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         }
     }
-    EdenBlock { codes, xx, xq }
+    let sums = EdenSums { xx, xq };
+    EdenBlock { codes, sums }
+}
+
+/// The correction of a group: step 6.
+#[cube]
+pub fn eden_correction(xx: f32, xq: f32) -> f32 {
+    let ratio = xx / xq;
+    let usable = xq > 0.0f32 && ratio <= f32::MAX;
+    select(usable, ratio, 1.0f32)
 }
 
 /// Step 7's rounding; see
 /// [`reference::round_scale_stochastic`](crate::reference::round_scale_stochastic).
 #[cube]
-pub fn round_scale_stochastic(value: f32, random: u32) -> u32 {
+pub fn round_scale_stochastic(value: f32, random: u32, #[comptime] conversion: Conversion) -> u32 {
     let bits = u32::reinterpret(value);
     let dithered = ((bits + (random << 4u32)) >> 20u32) - 960u32;
     // 2^-6 up to, but not, 448: a difference of bits, because the value is not negative.
     let normal = bits - 0x3C80_0000u32 < 0x0760_0000u32;
-    select(normal, dithered, encode_e4m3(value))
+    // The conversion of two values leaves that of the second, zero, in the upper byte.
+    select(normal, dithered, scale_byte(value, conversion))
 }
 
 /// The eight scale bytes of the group of one line: steps 5 to 7, from the sums and bytes of its
@@ -395,6 +464,7 @@ pub fn correct_group(
     line: usize,
     index: u64,
     random: &Random,
+    #[comptime] conversion: Conversion,
 ) -> Vector<u32, Const<2>> {
     let base = line * comptime!(SUMS);
     let mut group_xx = 0.0f32;
@@ -406,9 +476,7 @@ pub fn correct_group(
         group_xx = fma(weight, xx[base + b], group_xx);
         group_xq = fma(weight, xq[base + b], group_xq);
     }
-    let ratio = group_xx / group_xq;
-    let usable = group_xq > 0.0f32 && ratio <= f32::MAX;
-    let correction = select(usable, ratio, 1.0f32);
+    let correction = eden_correction(group_xx, group_xq);
     let words = block_words(index, random);
     let mut scales = Vector::<u32, Const<2>>::empty();
     #[unroll]
@@ -419,7 +487,8 @@ pub fn correct_group(
             let b = comptime!(half * 4 + i);
             let random = (words[comptime!(b / 2)] >> comptime!(16 * (b as u32 % 2))) & 0xFFFFu32;
             let corrected = decode_e4m3(bytes[base + b]) * correction;
-            word |= round_scale_stochastic(corrected, random) << comptime!(8 * i as u32);
+            word |=
+                round_scale_stochastic(corrected, random, conversion) << comptime!(8 * i as u32);
         }
         scales.insert(half, word);
     }

@@ -52,7 +52,7 @@ pub use dequantize::dequantize;
 pub use describe::describe;
 pub use ms_eden::{
     EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax,
-    ms_eden_as,
+    ms_eden_amax_pair, ms_eden_as,
 };
 pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
@@ -83,8 +83,8 @@ pub mod kernels {
         },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-            EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs,
-            ms_eden_amax_kernel, ms_eden_kernel,
+            EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
+            EdenValuesArgs, ScreenPlan, ms_eden_amax_kernel, ms_eden_kernel, ms_eden_screen_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

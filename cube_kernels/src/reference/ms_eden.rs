@@ -8,7 +8,8 @@
 //! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of
 //! the matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
 //! 1. A line is cut into groups of 128, the last padded with zeros. Each is transformed: signs, a
-//!    butterfly at distances 1, 2, 4, .., 64, one multiplication by [`HadamardSize::factor`],
+//!    butterfly at distances 1, 2, 4, .., 64, `fma(value, factor, +0)` with
+//!    [`HadamardSize::factor`] (so that a sum of zero has no sign, whichever way it came about),
 //!    rounding to bf16. The result `t` has the contraction padded to a multiple of 128: its packed
 //!    tensor is that much longer than the source.
 //! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to `T
@@ -354,7 +355,8 @@ fn transform(values: &mut [f32; EDEN_GROUP], hadamard: &Hadamard) {
         }
     }
     for value in values {
-        *value = half::bf16::from_f32(*value * HadamardSize::H128.factor()).to_f32();
+        let scaled = value.mul_add(HadamardSize::H128.factor(), 0.0);
+        *value = half::bf16::from_f32(scaled).to_f32();
     }
 }
 

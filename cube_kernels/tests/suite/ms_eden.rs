@@ -94,6 +94,45 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
         EdenTarget::Backward,
         &what,
     );
+    check_amax_pair(client, &matrix, x, &what);
+}
+
+/// The amax values along and across the rows, of transforms with different signs, which are found
+/// together.
+fn check_amax_pair<T: Element>(client: &Client, matrix: &Matrix, x: &[T], what: &str) {
+    let transforms = [
+        hadamard(),
+        Hadamard::seeded_with_size(HadamardSize::H128, 78),
+    ];
+    let asked = transforms.each_ref().map(EdenTransform::from);
+    let found = quantize::ms_eden_amax_pair(client, matrix, asked).unwrap();
+    for ((found, usage), transform) in found.iter().zip(USAGES).zip(&transforms) {
+        let (rows, cols) = (matrix.rows, matrix.cols);
+        let expected = reference::ms_eden_amax(x, rows, cols, usage, transform).unwrap();
+        let read = read_f32(client, found);
+        assert!(
+            read.to_bits() == expected.to_bits() || (read.is_nan() && expected.is_nan()),
+            "{what} {rows}x{cols} along {usage:?}, of a pair: amax {read:e} != {expected:e}"
+        );
+    }
+}
+
+/// Tiles whose largest values differ by little or not at all, wherever the larger one is: which of
+/// them the exact kernel looks at must not matter.
+#[test]
+fn amax_pair_of_near_ties() {
+    let client = client!("amax_pair_of_near_ties");
+    let (rows, cols) = (288, 392);
+    let tile = convert::<bf16>(&values(Kind::Normal, 16 * 16, 5));
+    let at = |i: usize| tile[i / cols % 16 * 16 + i % cols % 16];
+    for spike in [0, 17 * cols + 131, 160 * cols + 383, 287 * cols + 391] {
+        let mut x: Vec<bf16> = (0..rows * cols).map(at).collect();
+        for step in [0u16, 1, 64] {
+            x[spike] = bf16::from_bits(x[spike].to_bits() + step);
+            let matrix = upload(&client, &x, rows, cols);
+            check_amax_pair(&client, &matrix, &x, &format!("spike {spike} {step}"));
+        }
+    }
 }
 
 /// NVFP4 operands of all kinds that a forward product has.

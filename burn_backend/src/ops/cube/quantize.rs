@@ -286,19 +286,9 @@ impl GroupedSource {
             let made = launched(made);
             return self.made(made, params, usage, storage);
         }
-        if let (QuantRounding::MsEden(_), Some(_)) = (params.rounding, params.hadamard) {
-            self.trace("ms_eden", usage_name(usage));
-            let source = match groups {
-                Groups::One => EdenSource::Matrix(matrix),
-                groups => EdenSource::Grouped(matrix, groups),
-            };
-            let form = match storage {
-                Storage::Packed => EdenForm::Packed(ScaleLayout::Compact),
-                Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
-            };
+        if is_eden(params) {
             let amax = self.found.is_some().then(|| self.amax(params, usage));
-            let made = ms_eden(&self.x.tensor, source, usage, params, form, amax);
-            return self.made(made, params, usage, storage);
+            return self.eden(params, usage, storage, amax);
         }
         self.trace("quantize", usage_name(usage));
         if params.block == BlockShape::Block2d {
@@ -351,6 +341,27 @@ impl GroupedSource {
         self.made(made, params, usage, storage)
     }
 
+    /// The tensor by MS-EDEN, from an `amax` that was found before, if it was.
+    fn eden(
+        &self,
+        params: &QuantParams,
+        usage: Usage,
+        storage: Storage,
+        amax: Option<Handle>,
+    ) -> QuantizedMatrix<CubeBackend> {
+        self.trace("ms_eden", usage_name(usage));
+        let source = match &self.groups {
+            Groups::One => EdenSource::Matrix(&self.x.matrix),
+            groups => EdenSource::Grouped(&self.x.matrix, groups),
+        };
+        let form = match storage {
+            Storage::Packed => EdenForm::Packed(ScaleLayout::Compact),
+            Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
+        };
+        let made = ms_eden(&self.x.tensor, source, usage, params, form, amax);
+        self.made(made, params, usage, storage)
+    }
+
     /// The rowwise and the columnwise tensor, from one read where one kernel makes both.
     fn both(
         &self,
@@ -360,6 +371,18 @@ impl GroupedSource {
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         let is_2d = [row, col].map(|params| params.block == BlockShape::Block2d);
         let [row_storage, col_storage] = storages;
+        if let (Groups::One, None) = (groups, &self.found)
+            && is_eden(&row)
+            && is_eden(&col)
+        {
+            let transforms = [&row, &col].map(|params| eden_transform(&self.x.tensor, params));
+            let found = quantize::ms_eden_amax_pair(client, matrix, transforms);
+            let [row_amax, col_amax] = launched(found).map(Some);
+            return (
+                self.eden(&row, Usage::Rowwise, row_storage, row_amax),
+                self.eden(&col, Usage::Columnwise, col_storage, col_amax),
+            );
+        }
         if row.is_made_from_codes()
             || col.is_made_from_codes()
             || is_2d == [true, false]
@@ -481,6 +504,11 @@ impl GroupedSource {
     fn trace(&self, op: &'static str, usage: &'static str) {
         trace_op(op, usage, self.x.matrix.rows, self.x.matrix.cols);
     }
+}
+
+/// Whether a tensor is made by MS-EDEN, as it is on the device.
+fn is_eden(params: &QuantParams) -> bool {
+    matches!(params.rounding, QuantRounding::MsEden(_)) && params.hadamard.is_some()
 }
 
 /// The transform of MS-EDEN.

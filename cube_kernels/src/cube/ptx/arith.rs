@@ -16,6 +16,18 @@ pub fn add_rn(a: f32, b: f32) -> f32 {
     f32::reinterpret(sum)
 }
 
+/// `a · b`, which the compiler may not contract with an addition after it: `mul.rn.f32`.
+///
+/// PTX ISA "Floating Point Instructions: mul"; PTX 1.0, all targets.
+#[cube]
+pub fn mul_rn(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let product: f32;
+    gpu_asm!("mul.rn.f32 {}, {}, {};", out(_) product, in(_) a, in(_) b, options(pure, nomem));
+    f32::reinterpret(product)
+}
+
 /// `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.
@@ -150,6 +162,24 @@ pub fn max_nan_abs_bf16x2(a: u32, b: u32) -> u32 {
     let result: u32;
     gpu_asm!(
         "{{ .reg .b32 s, t; abs.bf16x2 s, {a}; abs.bf16x2 t, {b}; max.NaN.bf16x2 {o}, s, t; }}",
+        o = out(_) result, a = in(_) a, b = in(_) b,
+        options(pure, nomem)
+    );
+    u32::reinterpret(result)
+}
+
+/// The products of the halves, all bf16, each rounded once: `fma.rn.bf16x2` with -0, which leaves the
+/// sign of a zero product.
+///
+/// PTX ISA "Half Precision Floating Point Instructions: fma"; PTX 7.0, sm_80 and later, where
+/// `mul.bf16x2` is one of sm_90.
+#[cube]
+pub fn mul_bf16x2(a: u32, b: u32) -> u32 {
+    let a = u32::reinterpret(a);
+    let b = u32::reinterpret(b);
+    let result: u32;
+    gpu_asm!(
+        "{{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 {o}, {a}, {b}, z; }}",
         o = out(_) result, a = in(_) a, b = in(_) b,
         options(pure, nomem)
     );

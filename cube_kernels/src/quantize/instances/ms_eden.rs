@@ -5,8 +5,9 @@ use cubecl::prelude::*;
 use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-        EdenScalesArgs, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch, EdenValuesArgs, Grouping,
-        SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
+        EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
+        EdenValuesArgs, Grouping, ScreenPlan, SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
+        ms_eden_screen_kernel,
     },
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
@@ -30,6 +31,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         e4m3: Some(device.conversion.has_e4m3()),
         ..Expected::NONE
     };
+    let screen = || EdenScreenLaunch::new(b(1), b(64));
     let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
     let out = |form: EdenForm| {
         let packed = |scales| EdenValuesArgs::Packed(EdenPackedLaunch::new(b(BLOCKS), scales));
@@ -53,6 +55,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         },
         redrawn_signs: across,
         unscaled: form == EdenForm::Bf16Unscaled,
+        screened: !packed && source.grouping == Grouping::One,
         conversion: device.conversion,
     };
     let both = [false, true]
@@ -72,6 +75,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 1,
                 EdenStoredArgs::Packed(packed(device)),
                 tiles(),
+                screen(),
                 b(8),
                 signs(),
                 policy(across, true, false, source, form),
@@ -118,9 +122,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 (false, true) => (4, u32::elem_type_native()),
                 (false, false) => (16 / dtype.size(), dtype.storage_type()),
             };
-            let words = dtype.size() == 2 && across;
-            let of_amax = words || dtype.size() == 2 && source.grouping == Grouping::One;
-            let (width, elem) = load(of_amax);
+            let words = dtype.size() == 2;
+            let (width, elem) = load(words);
             let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
@@ -131,13 +134,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 width,
                 EdenStoredArgs::Matrix(b(BLOCKS)),
                 tiles(),
+                screen(),
                 b(8),
                 signs(),
-                policy(across, false, of_amax, source, form),
+                policy(across, false, words, source, form),
                 dtype,
                 elem
             ));
-            let (width, elem) = load(words);
             for (suffix, form) in [("", form)].into_iter().chain(others) {
                 all.push(instance!(
                     device,
@@ -162,6 +165,29 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ));
             }
         }
+    }
+    let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;
+    for (dtype, address) in ELEMENTS.into_iter().filter(elements) {
+        all.push(instance!(
+            device,
+            ms_eden_screen_kernel,
+            format!("{dtype:?}-{address:?}"),
+            Expected::NONE,
+            address,
+            b(BLOCKS),
+            b(BLOCKS),
+            shape(),
+            signs(),
+            signs(),
+            b(64),
+            b(64),
+            b(1),
+            b(1),
+            ScreenPlan {
+                kind: dtype,
+                redrawn_signs: [false, true],
+            }
+        ));
     }
     all
 }

@@ -4,60 +4,50 @@ use cubecl::prelude::*;
 
 use super::{
     arguments::{
-        EdenDraw, EdenInputs, EdenOut, EdenSigns, EdenStored, KeptAmax, atomic_amax, write_amax,
+        EdenDraw, EdenInputs, EdenOut, EdenScreen, EdenSigns, EdenStored, KeptAmax, atomic_amax,
+        write_amax,
     },
     cube_tile::{take_tile, tile_amax},
-    plane_tile::{Reading, plane_amax, take_plane},
-    position::{EdenPolicy, EdenTiles, is_filled, tile_position},
-    result::{Blocks, Team},
+    plane_result::PlaneBlocks,
+    plane_tile::{HeldLines, Reading, plane_amax, take_segments},
+    position::{EdenPolicy, EdenTiles, TURNS, is_filled, tile_position},
+    result::Blocks,
 };
 use crate::{
-    cube::{
-        eden::{TILE, segment_signs, transform_between_segments},
-        hadamard::Signs,
-    },
+    cube::eden::{TILE, transform_between_segments},
     tensor::FloatKind,
 };
 
-/// The units that work on this unit's tile: its plane, or its cube.
+/// The number of the first tile of this unit, and the distance to the next: a plane's, or a cube's.
+#[derive(CubeType)]
+struct Walk {
+    first: usize,
+    step: usize,
+}
+
 #[cube]
-fn team(#[comptime] policy: EdenPolicy) -> Team {
+fn walk(#[comptime] policy: EdenPolicy) -> Walk {
     if comptime!(policy.planes()) {
-        Team {
-            tile: UNIT_POS as usize / 32usize,
-            unit: UNIT_POS_PLANE as usize,
-            units: 32usize.runtime(),
+        let planes = CUBE_DIM as usize / 32usize;
+        Walk {
+            first: CUBE_POS * planes + UNIT_POS as usize / 32usize,
+            step: CUBE_COUNT * planes,
         }
     } else {
-        Team {
-            tile: 0usize.runtime(),
-            unit: UNIT_POS as usize,
-            units: CUBE_DIM as usize,
+        Walk {
+            first: CUBE_POS,
+            step: CUBE_COUNT,
         }
     }
 }
 
-/// Tiles that a cube works on at a time.
-#[cube]
-fn tiles_of_cube(#[comptime] policy: EdenPolicy) -> usize {
-    if comptime!(policy.planes()) {
-        CUBE_DIM as usize / 32usize
-    } else {
-        1usize.runtime()
-    }
-}
-
-/// The signs of this unit's segment of a plane's tile.
-#[cube]
-fn own_signs(signs: &Signs) -> u32 {
-    segment_signs(signs, UNIT_POS_PLANE as usize % 8usize)
-}
-
-/// The amax of the transformed values of a source, or of each of its groups of rows.
+/// The amax of the transformed values of a source, or of each of its groups of rows. Of a source
+/// that was screened, planes look at few tiles.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     source: EdenStored<F, N>,
     tiles: EdenTiles,
+    screen: EdenScreen,
     out: &mut [Atomic<u32>],
     signs: EdenSigns,
     #[comptime] policy: EdenPolicy,
@@ -72,21 +62,23 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
         bits: 0u32,
         part: 0usize,
     };
-    let mut index = CUBE_POS * tiles_of_cube(policy) + team(policy).tile;
+    let tile_walk = walk(policy);
+    let mut index = tile_walk.first;
     let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
-        let reading = Reading {
-            factor,
-            cols: shape.cols,
-            signs: own_signs(&signs),
-        };
+        let reading = Reading::new(factor, shape.cols, &signs, policy);
         while index < count {
             let at = tile_position(index, &tiles, policy);
-            if comptime!(policy.plain()) || is_filled(&at, policy) {
+            let wanted = if comptime!(policy.screened) {
+                screen.may_hold_largest(index)
+            } else {
+                comptime!(policy.plain()) || is_filled(&at, policy)
+            };
+            if wanted {
                 let bits = plane_amax::<F, N>(&source, &at, reading, policy, kind);
                 kept.include(bits, at.part, out, policy);
             }
-            index += CUBE_COUNT * tiles_of_cube(policy);
+            index += tile_walk.step;
         }
     } else {
         let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
@@ -99,7 +91,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
                 kept.include(tile_amax(&tile, across), at.part, out, policy);
                 sync_cube();
             }
-            index += CUBE_COUNT;
+            index += tile_walk.step;
         }
     }
     atomic_amax(out, kept.part, kept.bits, policy);
@@ -119,44 +111,37 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
 ) {
     let across = comptime!(policy.across);
     let shape = &tiles.shape;
-    let mut blocks = Blocks::new(
-        team(policy),
-        comptime!(policy.tiles_of_cube()),
-        policy.unscaled,
-    );
     let random = draw.resolve(policy.device_offset);
     let signs = draw.signs.resolve(policy.redrawn_signs);
     let factor = source.factor();
     let mut kept = write_amax(&from, shape, &mut out, policy);
-    let mut index = CUBE_POS * tiles_of_cube(policy) + team(policy).tile;
+    let tile_walk = walk(policy);
+    let mut index = tile_walk.first;
     let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
-        let reading = Reading {
-            factor,
-            cols: shape.cols,
-            signs: own_signs(&signs),
-        };
+        let mut blocks = PlaneBlocks::new(comptime!(policy.tiles_of_cube()), policy.unscaled);
+        let reading = Reading::new(factor, shape.cols, &signs, policy);
         while index < count {
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 kept.turn_to(at.part, &from, policy);
-                take_plane::<F, N>(
-                    &source,
-                    &mut blocks,
-                    &mut out,
-                    &at,
-                    &kept.scale,
-                    reading,
-                    policy,
-                    kind,
-                );
-                sync_plane();
-                blocks.finish(&at, &mut out, &draw, &random, policy);
-                sync_plane();
+                let held = HeldLines::new::<F, N>(&source, &at, reading, policy);
+                for half in 0..2usize {
+                    for turn in 0..comptime!(TURNS / 2) {
+                        let turn = half * comptime!(TURNS / 2) + turn;
+                        let taken =
+                            held.transformed::<F, N>(&source, turn, &at, reading, policy, kind);
+                        take_segments(&taken, &mut blocks, &mut out, &at, &kept.scale, policy);
+                    }
+                    sync_plane();
+                    blocks.finish(half, &at, &mut out, &draw, &random, policy);
+                    sync_plane();
+                }
             }
-            index += CUBE_COUNT * tiles_of_cube(policy);
+            index += tile_walk.step;
         }
     } else {
+        let mut blocks = Blocks::new(policy.unscaled);
         let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
         while index < count {
             let at = tile_position(index, &tiles, policy);
@@ -170,7 +155,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                 blocks.finish(&at, &mut out, &draw, &random, policy);
                 sync_cube();
             }
-            index += CUBE_COUNT;
+            index += tile_walk.step;
         }
     }
 }

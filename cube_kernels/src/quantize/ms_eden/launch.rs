@@ -10,11 +10,12 @@ use super::{
     },
     arguments::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenScalesArgs,
-        EdenSignsLaunch, EdenStoredArgs, EdenValuesArgs,
+        EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenValuesArgs,
     },
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
     position::{EdenPolicy, EdenTilesLaunch},
+    screen::{Screen, can_screen, screen},
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
@@ -240,7 +241,7 @@ impl EdenTransform {
     }
 
     /// The argument of a kernel; `unread` stands for an offset that there is not.
-    fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
+    pub(super) fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
         let (words, offset) = match &self.redrawn {
             None => (self.hadamard.sign_words(), None),
             Some(RedrawnSigns { seed, offset }) => {
@@ -270,8 +271,46 @@ pub fn ms_eden_amax<'a>(
     usage: Usage,
     transform: impl Into<EdenTransform>,
 ) -> Result<Handle, Nvfp4Error> {
-    let (source, transform) = (source.into(), transform.into());
-    let geometry = Geometry::new(client, source, usage, &transform, None)?;
+    amax_of(client, source.into(), usage, &transform.into(), None)
+}
+
+/// [`ms_eden_amax`] of a matrix along its rows and across them, by the transform for each: the same
+/// values, from one read where the device has matrix instructions for the elements.
+///
+/// # Errors
+/// As [`ms_eden_amax`].
+pub fn ms_eden_amax_pair(
+    client: &Client,
+    matrix: &Matrix,
+    [along, across]: [EdenTransform; 2],
+) -> Result<[Handle; 2], Nvfp4Error> {
+    let source = EdenSource::Matrix(matrix);
+    matrix.check("source")?;
+    along.check()?;
+    across.check()?;
+    let screens = can_screen(client, matrix).then(|| screen(client, matrix, [&along, &across]));
+    let [of_along, of_across] = screens.map_or([None, None], |screens| screens.map(Some));
+    Ok([
+        amax_of(client, source, Usage::Rowwise, &along, of_along.as_ref())?,
+        amax_of(
+            client,
+            source,
+            Usage::Columnwise,
+            &across,
+            of_across.as_ref(),
+        )?,
+    ])
+}
+
+/// [`ms_eden_amax`], of the tiles alone that a `screen` leaves.
+fn amax_of(
+    client: &Client,
+    source: EdenSource,
+    usage: Usage,
+    transform: &EdenTransform,
+    screen: Option<&Screen>,
+) -> Result<Handle, Nvfp4Error> {
+    let geometry = Geometry::new(client, source, usage, transform, None)?;
     let maxima = source.groups().count();
     let out = zeros_of_step(client, maxima);
     if geometry.tile_count == 0 {
@@ -283,6 +322,8 @@ pub fn ms_eden_amax<'a>(
     let (count, dim, address) = geometry.launch();
     let signs = transform.arg(&out);
     let elements = geometry.source.elements(&geometry.policy);
+    // SAFETY: memory that is not read.
+    let unread = || unsafe { EdenScreenLaunch::new(buffer(&out, 1), buffer(&out, 1)) };
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_amax_kernel::launch_unchecked(
@@ -293,9 +334,13 @@ pub fn ms_eden_amax<'a>(
             elements.items(),
             geometry.source.arg(elements),
             geometry.tiles(map, 0),
+            screen.map_or_else(unread, Screen::arg),
             result,
             signs,
-            geometry.policy,
+            EdenPolicy {
+                screened: screen.is_some(),
+                ..geometry.policy
+            },
             elements.kind,
             elements.elem(),
         );
@@ -543,9 +588,7 @@ impl<'a> Geometry<'a> {
         };
         let conversion = Capabilities::of(client).conversion;
         // Planes alone know words.
-        let finds_amax = quantize.is_none();
         let words = conversion.has_ptx()
-            && (across || finds_amax && plan.grouping == Grouping::One)
             && match &source {
                 Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
                 Stored::Packed(_) => false,
@@ -560,6 +603,7 @@ impl<'a> Geometry<'a> {
             numbering,
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
+            screened: false,
             conversion,
         };
         let tiles_of_cube = match policy.planes() {

@@ -3,18 +3,24 @@
 //!
 //! The numbers are those of [`reference::ms_eden`](crate::reference::ms_eden) (specification,
 //! section 9), byte for byte. Two kernels: one finds the largest magnitude of the rotated values,
-//! the other rotates again and quantizes; nothing between them is in memory.
+//! the other rotates again and quantizes; nothing between them is in memory. For a matrix that is
+//! needed along and across its rows a third comes first, which rules out nearly all tiles for the
+//! first one.
 
 mod arguments;
 mod cube_tile;
 mod kernel;
 mod launch;
 mod packed;
+mod plane_exchange;
+mod plane_result;
 mod plane_tile;
 mod position;
 mod result;
+mod screen;
 
 pub use arguments::*;
 pub use kernel::*;
 pub use launch::*;
 pub use position::*;
+pub use screen::{ScreenPlan, ms_eden_screen_kernel};

@@ -1,5 +1,5 @@
-//! A tile of a plane, in registers. Eight neighbouring units share a line, 16 values each, and
-//! transform it by shuffles; a unit has two of eight lines at a time.
+//! A tile of a plane, in registers. Eight neighbouring units share two lines at a time and
+//! transform them by the exchanges of [`plane_exchange`](super::plane_exchange).
 //!
 //! Across a packed source a unit's word of codes is of eight lines: it has the words of its 16 rows
 //! for all turns, and takes two lines of them in each.
@@ -12,20 +12,21 @@ use super::{
         tile::Grouping,
     },
     arguments::{EdenOut, EdenStored, EdenStoredExpand},
-    packed::{decode_block, mask_block},
-    position::{EdenPolicy, Position, TURNS},
-    result::{BlockPlace, Blocks},
+    packed::mask_block,
+    plane_exchange::{Exchange, Segments},
+    plane_result::PlaneBlocks,
+    position::{EdenPolicy, Position, TURNS, slot_of_line},
 };
 use crate::{
     HadamardSize,
     cube::{
-        block::{block_amax, pairs_amax},
-        codec::{BlockFactors, load as load_element},
-        eden::{EdenScale, LINES, flip_segment, quantize_pairs},
-        hadamard::{normalized_pairs, round_normalized},
+        block::pairs_amax,
+        codec::{BlockFactors, decode_e4m3, load as load_element},
+        eden::{EdenScale, LINES, quantize_pairs, round_pairs, segment_signs},
+        hadamard::{Signs, round_normalized},
+        ptx,
         words::unpack,
     },
-    quantize::tile::transform_values,
     tensor::FloatKind,
 };
 
@@ -39,54 +40,138 @@ const LINES_AT_A_TIME: usize = 8;
 #[expand(derive(Clone, Copy))]
 pub(super) struct Reading {
     /// The factor of a packed source with one amax.
-    pub factor: f32,
+    factor: f32,
     /// The columns of a matrix.
-    pub cols: usize,
-    /// The signs of this unit's segments.
-    pub signs: u32,
+    cols: usize,
+    /// The signs of this unit's segment, as they meet what it loads.
+    signs: SegmentSigns,
+    /// What it does in the transform.
+    exchange: Exchange,
+}
+
+#[cube]
+impl Reading {
+    pub fn new(factor: f32, cols: usize, signs: &Signs, #[comptime] policy: EdenPolicy) -> Reading {
+        let own = segment_signs(signs, UNIT_POS_PLANE as usize % 8usize) & 0xFFFFu32;
+        Reading {
+            factor,
+            cols,
+            signs: SegmentSigns::new(own, policy),
+            exchange: Exchange::new(),
+        }
+    }
+}
+
+/// The signs of 16 positions, arranged for what is loaded.
+///
+/// - Words of two elements of one line: bit `j` of either half is the sign of that element of word
+///   `j`.
+/// - Words of one element of two lines: both halves have all signs.
+/// - Codes of a block: the sign bits of its two words.
+/// - Else: the signs, in the lower half.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct SegmentSigns {
+    word: u32,
+    /// That of the second word of codes.
+    next: u32,
+}
+
+#[cube]
+impl SegmentSigns {
+    /// From the signs in the lower half of `signs`.
+    fn new(signs: u32, #[comptime] policy: EdenPolicy) -> SegmentSigns {
+        let mut word = signs;
+        let mut next = 0u32;
+        if comptime!(policy.packed && !policy.across) {
+            word = 0u32;
+            #[unroll]
+            for i in 0..8u32 {
+                word |= ((signs >> i) & 1u32) << comptime!(4 * i + 3);
+                next |= ((signs >> comptime!(8 + i)) & 1u32) << comptime!(4 * i + 3);
+            }
+        } else if comptime!(policy.words && !policy.across) {
+            word = 0u32;
+            #[unroll]
+            for i in 0..8u32 {
+                word |= ((signs >> comptime!(2 * i)) & 1u32) << i;
+                word |= ((signs >> comptime!(2 * i + 1)) & 1u32) << comptime!(16 + i);
+            }
+        } else if comptime!(policy.words) {
+            word |= signs << 16u32;
+        }
+        SegmentSigns { word, next }
+    }
+
+    /// Word `i` of two elements, with their signs.
+    fn of_word(&self, word: u32, #[comptime] i: usize) -> u32 {
+        word ^ ((self.word << comptime!(15 - i as u32)) & 0x8000_8000u32)
+    }
+
+    /// Element `i`, with its sign.
+    fn of_element(&self, value: f32, #[comptime] i: usize) -> f32 {
+        let sign = (self.word << comptime!(31 - i as u32)) & 0x8000_0000u32;
+        f32::reinterpret(u32::reinterpret(value) ^ sign)
+    }
+
+    /// The codes of row `k` of a segment across rows, with its sign.
+    fn of_codes_across(&self, codes: u32, #[comptime] k: usize) -> u32 {
+        codes ^ (((self.word >> comptime!(k as u32)) & 1u32) * 0x8888_8888u32)
+    }
 }
 
 /// The part of a tile that a unit has at a time.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Part {
-    /// The number of its segment in all of its lines.
+    /// The number of its segment in both lines.
     segment: usize,
-    /// Its first line.
-    line: usize,
+    /// The line that it keeps.
+    kept: usize,
+    /// The line that it sends.
+    sent: usize,
 }
 
 /// The part of this unit in turn `turn`. Its lines are neighbours where they are in the source,
 /// else four apart, so that a plane reads neighbouring lines at once.
 #[cube]
-fn part_of(turn: usize, #[comptime] policy: EdenPolicy) -> Part {
+fn part_of(turn: usize, reading: Reading, #[comptime] policy: EdenPolicy) -> Part {
     let unit = UNIT_POS_PLANE as usize;
     let own = unit / 8usize;
-    let line = if comptime!(policy.held_turns() > 1) {
+    let first = if comptime!(policy.held_turns() > 1) {
         own * comptime!(OWN * TURNS) + turn * OWN
     } else if comptime!(policy.across) {
         turn * LINES_AT_A_TIME + own * OWN
     } else {
         turn * LINES_AT_A_TIME + own
     };
+    let step = comptime!(if policy.across {
+        1
+    } else {
+        LINES_AT_A_TIME / OWN
+    });
+    let kept = reading.exchange.line();
     Part {
         segment: unit % 8usize,
-        line,
+        kept: first + kept * step,
+        sent: first + (1usize - kept) * step,
     }
 }
 
-/// The distance from one of a unit's lines to the next.
-const fn line_step(across: bool) -> usize {
-    if across { 1 } else { LINES_AT_A_TIME / OWN }
+/// The number of the first of a part's lines, where they are neighbours.
+#[cube]
+fn first_line(part: Part) -> usize {
+    min(part.kept, part.sent)
 }
 
 /// What a unit has of a packed source across its blocks for all turns: for each of 16 rows the
-/// codes of eight lines, and what multiplies them.
+/// codes of eight lines, with their signs, and what multiplies them.
 #[derive(CubeType)]
-struct Held {
+pub(super) struct HeldLines {
     codes: Array<u32>,
     /// Those of blocks, as pairs of bf16.
     scales: Array<u32>,
+    /// Those of tensors: of each row, or of all.
     tensors: Array<f32>,
 }
 
@@ -95,26 +180,71 @@ fn held_rows(policy: EdenPolicy) -> usize {
     if policy.held_turns() > 1 { 16 } else { 1 }
 }
 
+/// Whether one factor serves all rows. Where that is infinite, what stands for positions outside of
+/// the source is NaN and not zero, as nearly all of such a tensor is.
+fn has_one_factor(plan: SourcePlan) -> bool {
+    plan.grouping == Grouping::One && !plan.per_row
+}
+
 #[cube]
-impl Held {
-    fn new(#[comptime] policy: EdenPolicy) -> Held {
-        Held {
+impl HeldLines {
+    /// Loads what this unit has of a tile of `source` for all turns.
+    pub fn new<F: Numeric, N: Size>(
+        source: &EdenStored<F, N>,
+        at: &Position,
+        reading: Reading,
+        #[comptime] policy: EdenPolicy,
+    ) -> HeldLines {
+        let mut held = HeldLines {
             codes: Array::new(comptime!(held_rows(policy))),
             scales: Array::new(comptime!(held_rows(policy).div_ceil(2))),
-            tensors: Array::new(comptime!(held_rows(policy))),
+            tensors: Array::new(comptime!(match has_one_factor(policy.source) {
+                true => 1,
+                false => held_rows(policy),
+            })),
+        };
+        source.hold(&mut held, at, reading, policy);
+        held
+    }
+
+    /// The lines of turn `turn`, transformed but for the last factors. All units of the plane must
+    /// be here.
+    pub fn transformed<F: Numeric, N: Size>(
+        &self,
+        source: &EdenStored<F, N>,
+        turn: usize,
+        at: &Position,
+        reading: Reading,
+        #[comptime] policy: EdenPolicy,
+        #[comptime] kind: FloatKind,
+    ) -> Taken {
+        let part = part_of(turn, reading, policy);
+        let mut segments = source.load_part(self, part, at, reading, policy, kind);
+        reading.exchange.transform(&mut segments);
+        Taken {
+            segments,
+            line: part.kept,
+            exchange: reading.exchange,
         }
     }
 
     /// The rows of this unit in a tile of `source`, whose factor is `own`.
-    fn load(&mut self, source: &PackedRows, at: &Position, own: f32, #[comptime] plan: SourcePlan) {
+    fn load(
+        &mut self,
+        source: &PackedRows,
+        at: &Position,
+        own: f32,
+        signs: SegmentSigns,
+        #[comptime] plan: SourcePlan,
+    ) {
         if comptime!(plan.grouping == Grouping::One) {
             if is_whole(at) {
-                self.load_rows(source, at, own, plan, false);
+                self.load_rows(source, at, own, signs, plan, false);
             } else {
-                self.load_rows(source, at, own, plan, true);
+                self.load_rows(source, at, own, signs, plan, true);
             }
         } else {
-            self.load_rows(source, at, own, plan, true);
+            self.load_rows(source, at, own, signs, plan, true);
         }
     }
 
@@ -124,6 +254,7 @@ impl Held {
         source: &PackedRows,
         at: &Position,
         own: f32,
+        signs: SegmentSigns,
         #[comptime] plan: SourcePlan,
         #[comptime] checked: bool,
     ) {
@@ -142,6 +273,10 @@ impl Held {
         }
         #[unroll]
         for k in 0..16usize {
+            if comptime!(k == 8) {
+                // All loads at once would take more registers than there are.
+                sync_plane();
+            }
             let row = first + k;
             let mut inside = true.runtime();
             if comptime!(checked) {
@@ -150,7 +285,8 @@ impl Held {
             let block = source.load(row, row + at.padding, column / 16usize, own, inside, plan);
             let low = block.words.extract(0usize);
             let high = block.words.extract(1usize);
-            self.codes[k] = select(eight % 2usize == 1usize, high, low) & mask;
+            let codes = select(eight % 2usize == 1usize, high, low) & mask;
+            self.codes[k] = signs.of_codes_across(codes, k);
             // Four bits of mantissa: the upper half of the `f32` is all of it.
             let scale = u32::reinterpret(block.factors.scale);
             if comptime!(k % 2 == 0) {
@@ -158,14 +294,20 @@ impl Held {
             } else {
                 self.scales[comptime!(k / 2)] |= scale;
             }
-            self.tensors[k] = block.factors.tensor;
+            if comptime!(!has_one_factor(plan)) {
+                self.tensors[k] = block.factors.tensor;
+            }
+        }
+        if comptime!(has_one_factor(plan)) {
+            self.tensors[0] = BlockFactors::new(0u32, own).tensor;
         }
     }
 
-    /// The 32 values of two lines from line `line` of the tile on, line after line.
-    fn values(&self, line: usize) -> Array<f32> {
-        let mut values = Array::<f32>::new(32usize);
-        let shift = u32::cast_from(line % 8usize) * 4u32;
+    /// The values of a part's lines.
+    fn values(&self, part: Part, #[comptime] plan: SourcePlan) -> Segments {
+        let mut segments = Segments::new();
+        let kept = u32::cast_from(part.kept % 8usize) * 4u32;
+        let sent = u32::cast_from(part.sent % 8usize) * 4u32;
         #[unroll]
         for k in 0..16usize {
             let factors = BlockFactors {
@@ -174,15 +316,12 @@ impl Held {
                     comptime!(k as u32 % 2),
                     FloatKind::Bf16,
                 ),
-                tensor: self.tensors[k],
+                tensor: self.tensors[comptime!(if has_one_factor(plan) { 0 } else { k })],
             };
-            let codes = self.codes[k] >> shift;
-            #[unroll]
-            for j in 0..OWN {
-                values[comptime!(j * 16 + k)] = factors.decode(codes >> comptime!(4 * j as u32));
-            }
+            segments.kept[k] = factors.decode_term(self.codes[k] >> kept);
+            segments.sent[k] = factors.decode_term(self.codes[k] >> sent);
         }
-        values
+        segments
     }
 }
 
@@ -191,7 +330,7 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
     /// Loads what a unit has for all turns.
     fn hold(
         &self,
-        held: &mut Held,
+        held: &mut HeldLines,
         at: &Position,
         reading: Reading,
         #[comptime] policy: EdenPolicy,
@@ -202,74 +341,33 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
             EdenStored::Packed(rows) => {
                 if comptime!(policy.held_turns() > 1) {
                     let own = rows.factor_of(at.part, reading.factor, policy.source);
-                    held.load(rows, at, own, policy.source);
+                    held.load(rows, at, own, reading.signs, policy.source);
                 }
             }
         }
     }
 
-    /// The 32 values of a part, line after line; zeros outside of the source.
+    /// The values of a part, with the signs of the transform; zeros outside of the source.
     fn load_part(
         &self,
-        held: &Held,
+        held: &HeldLines,
         part: Part,
         at: &Position,
         reading: Reading,
         #[comptime] policy: EdenPolicy,
         #[comptime] kind: FloatKind,
-    ) -> Array<f32> {
-        let plan = comptime!(policy.source);
+    ) -> Segments {
         #[comptime]
         match self {
-            EdenStored::Matrix(x) => {
-                let load = comptime!(MatrixLoad {
-                    kind,
-                    words: policy.words,
-                    across: policy.across,
-                });
-                matrix_part::<F, N>(x, part, at, reading.cols, load)
-            }
+            EdenStored::Matrix(x) => matrix_part::<F, N>(x, part, at, reading, policy, kind),
             EdenStored::Packed(rows) => {
                 if comptime!(policy.across) {
-                    held.values(part.line)
+                    held.values(part, policy.source)
                 } else {
-                    let own = rows.factor_of(at.part, reading.factor, plan);
-                    packed_along(rows, part, at, own, plan)
+                    packed_along(rows, part, at, reading, policy.source)
                 }
             }
         }
-    }
-}
-
-/// How elements of a matrix are loaded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct MatrixLoad {
-    kind: FloatKind,
-    /// Whether in words of two.
-    words: bool,
-    /// Whether parts lie across the rows.
-    across: bool,
-}
-
-impl MatrixLoad {
-    /// Elements of one that is stored.
-    const fn per_item(self) -> usize {
-        if self.words { 2 } else { 1 }
-    }
-}
-
-/// Element `i` of a vector.
-#[cube]
-fn element<F: Numeric, N: Size>(
-    vector: Vector<F, N>,
-    #[comptime] i: usize,
-    #[comptime] load: MatrixLoad,
-) -> f32 {
-    if comptime!(load.words) {
-        let word = u32::cast_from(vector.extract(comptime!(i / 2)));
-        unpack(word, comptime!(i as u32 % 2), load.kind)
-    } else {
-        load_element::<F>(vector.extract(i), load.kind)
     }
 }
 
@@ -279,78 +377,174 @@ fn is_whole(at: &Position) -> bool {
     at.start + 128usize <= at.end && at.line0 + LINES <= at.lines
 }
 
-/// The 32 values of a part of a matrix. Where all of the tile is in the matrix, one test serves all
+/// The values of a part of a matrix. Where all of the tile is in the matrix, one test serves all
 /// loads: each of its own costs more than a load of two elements.
 #[cube]
 fn matrix_part<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     part: Part,
     at: &Position,
-    cols: usize,
-    #[comptime] load: MatrixLoad,
-) -> Array<f32> {
-    let mut values = Array::<f32>::new(32usize);
-    if comptime!(load.across || load.words) {
+    reading: Reading,
+    #[comptime] policy: EdenPolicy,
+    #[comptime] kind: FloatKind,
+) -> Segments {
+    let mut segments = Segments::new();
+    if comptime!(policy.across || policy.words) {
         if is_whole(at) {
-            fill::<F, N>(&mut values, x, part, at, cols, load, false);
+            fill::<F, N>(&mut segments, x, part, at, reading, policy, kind, false);
         } else {
-            fill::<F, N>(&mut values, x, part, at, cols, load, true);
+            fill::<F, N>(&mut segments, x, part, at, reading, policy, kind, true);
         }
     } else {
-        fill::<F, N>(&mut values, x, part, at, cols, load, true);
+        fill::<F, N>(&mut segments, x, part, at, reading, policy, kind, true);
     }
-    values
+    segments
 }
 
 /// Loads a part of a matrix; outside of it are zeros, if that is `checked`.
 #[cube]
 fn fill<F: Numeric, N: Size>(
-    values: &mut Array<f32>,
+    segments: &mut Segments,
     x: &[Vector<F, N>],
     part: Part,
     at: &Position,
-    cols: usize,
-    #[comptime] load: MatrixLoad,
+    reading: Reading,
+    #[comptime] policy: EdenPolicy,
+    #[comptime] kind: FloatKind,
+    #[comptime] checked: bool,
+) {
+    if comptime!(policy.across) {
+        fill_across::<F, N>(segments, x, part, at, reading, policy, kind, checked);
+    } else {
+        let load = comptime!(LineLoad {
+            kind,
+            words: policy.words,
+            checked,
+        });
+        let (kept, sent) = (part.kept, part.sent);
+        let segment = part.segment;
+        fill_line::<F, N>(&mut segments.kept, x, kept, segment, at, reading, load);
+        fill_line::<F, N>(&mut segments.sent, x, sent, segment, at, reading, load);
+    }
+}
+
+/// How a line of a matrix is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct LineLoad {
+    kind: FloatKind,
+    /// In words of two elements.
+    words: bool,
+    /// Zeros outside of the matrix.
+    checked: bool,
+}
+
+/// Loads a segment of line `line` of a tile along the rows of a matrix.
+#[cube]
+fn fill_line<F: Numeric, N: Size>(
+    values: &mut Array<f32>,
+    x: &[Vector<F, N>],
+    line: usize,
+    segment: usize,
+    at: &Position,
+    reading: Reading,
+    #[comptime] load: LineLoad,
+) {
+    let items = N::value();
+    let width = comptime!(if load.words { 2 * items } else { items });
+    let vectors = reading.cols / width;
+    let row = at.line0 + line;
+    let start = at.start + segment * 16usize;
+    #[unroll]
+    for v in 0..comptime!(16 / width) {
+        let col = start + comptime!(v * width);
+        let mut vector = Vector::<F, N>::new(F::from_int(0));
+        if comptime!(load.checked) {
+            if row < at.lines && col < at.end {
+                vector = x[row * vectors + col / width];
+            }
+        } else {
+            vector = x[row * vectors + col / width];
+        }
+        #[unroll]
+        for i in 0..items {
+            let item = comptime!(v * items + i);
+            if comptime!(load.words) {
+                let word = u32::cast_from(vector.extract(i));
+                let word = reading.signs.of_word(word, item);
+                values[comptime!(2 * item)] = unpack(word, 0u32, load.kind);
+                values[comptime!(2 * item + 1)] = unpack(word, 1u32, load.kind);
+            } else {
+                let value = load_element::<F>(vector.extract(i), load.kind);
+                values[item] = reading.signs.of_element(value, item);
+            }
+        }
+    }
+}
+
+/// Loads a part of two neighbouring columns of a matrix; outside of it are zeros, if that is
+/// `checked`.
+#[cube]
+fn fill_across<F: Numeric, N: Size>(
+    segments: &mut Segments,
+    x: &[Vector<F, N>],
+    part: Part,
+    at: &Position,
+    reading: Reading,
+    #[comptime] policy: EdenPolicy,
+    #[comptime] kind: FloatKind,
     #[comptime] checked: bool,
 ) {
     let items = N::value();
-    let width = comptime!(items * load.per_item());
-    let vectors = cols / width;
-    let across = comptime!(load.across);
-    // Along lines these are the rows, across them the columns.
-    let line = at.line0 + part.line;
-    let start = at.start + part.segment * 16usize;
-    let (outer, inner) = comptime!(if across { (16, OWN) } else { (OWN, 16) });
+    let width = comptime!(if policy.words { 2 * items } else { items });
+    let vectors = reading.cols / width;
+    let first = at.line0 + first_line(part);
+    let keeps_second = part.kept > part.sent;
     #[unroll]
-    for o in 0..outer {
+    for k in 0..16usize {
+        let row = at.start + part.segment * 16usize + k;
+        // Two values, or two words of which the first has both.
+        let mut pair = Array::<f32>::new(2usize);
         #[unroll]
-        for v in 0..comptime!(inner / width) {
-            let mut row = line + comptime!(o * line_step(false));
-            let mut col = start + comptime!(v * width);
-            let mut inside = row < at.lines && col < at.end;
-            if comptime!(across) {
-                row = start + o;
-                col = line + comptime!(v * width);
-                inside = row < at.end && col < at.lines;
-            }
+        for v in 0..comptime!(OWN / width) {
+            let col = first + comptime!(v * width);
             let mut vector = Vector::<F, N>::new(F::from_int(0));
             if comptime!(checked) {
-                if inside {
+                if row < at.end && col < at.lines {
                     vector = x[row * vectors + col / width];
                 }
             } else {
                 vector = x[row * vectors + col / width];
             }
-            #[unroll]
-            for i in 0..width {
-                let target = comptime!(if across {
-                    (v * width + i) * 16 + o
-                } else {
-                    o * 16 + v * width + i
-                });
-                values[target] = element::<F, N>(vector, i, load);
+            if comptime!(policy.words) {
+                let word = reading
+                    .signs
+                    .of_word(u32::cast_from(vector.extract(0usize)), k);
+                segments.kept[k] = half_of(word, keeps_second, kind);
+                segments.sent[k] = half_of(word, !keeps_second, kind);
+            } else {
+                #[unroll]
+                for i in 0..items {
+                    let value = load_element::<F>(vector.extract(i), kind);
+                    pair[comptime!(v * items + i)] = reading.signs.of_element(value, k);
+                }
             }
         }
+        if comptime!(!policy.words) {
+            segments.kept[k] = select(keeps_second, pair[1], pair[0]);
+            segments.sent[k] = select(keeps_second, pair[0], pair[1]);
+        }
+    }
+}
+
+/// The `second` element of a word, or the first.
+#[cube]
+fn half_of(word: u32, second: bool, #[comptime] kind: FloatKind) -> f32 {
+    if comptime!(kind == FloatKind::Bf16) {
+        let selector = select(second, 0x3244u32, 0x1044u32);
+        f32::reinterpret(ptx::prmt_by(word, 0u32, selector))
+    } else {
+        let selector = select(second, 0x4432u32, 0x4410u32);
+        unpack(ptx::prmt_by(word, 0u32, selector), 0u32, kind)
     }
 }
 
@@ -359,42 +553,51 @@ fn packed_along(
     source: &PackedRows,
     part: Part,
     at: &Position,
-    own: f32,
+    reading: Reading,
     #[comptime] plan: SourcePlan,
-) -> Array<f32> {
-    let mut values = Array::<f32>::new(32usize);
-    let first = at.start + part.segment * 16usize;
-    #[unroll]
-    for j in 0..OWN {
-        let row = at.line0 + part.line + comptime!(j * line_step(false));
-        let inside = row < at.lines && first < at.end;
-        let mut block = decode_block(source, own, row, first / 16usize, at, inside, plan);
-        mask_block(&mut block, first, at.end);
-        #[unroll]
-        for i in 0..16usize {
-            values[comptime!(j * 16 + i)] = block[i];
-        }
-    }
-    values
+) -> Segments {
+    let own = source.factor_of(at.part, reading.factor, plan);
+    let kept = packed_line(source, own, part.kept, part.segment, at, reading, plan);
+    // As in `HeldLines::load_rows`.
+    sync_plane();
+    let sent = packed_line(source, own, part.sent, part.segment, at, reading, plan);
+    Segments { kept, sent }
 }
 
-/// Line `j` of a part, transformed but for the factor. All units of the plane must be here.
+/// A segment of line `line` of a tile along the rows of a packed source, whose factor is `own`.
 #[cube]
-fn transformed(
-    values: &Array<f32>,
-    #[comptime] j: usize,
+fn packed_line(
+    source: &PackedRows,
+    own: f32,
+    line: usize,
     segment: usize,
-    signs: u32,
-    #[comptime] policy: EdenPolicy,
+    at: &Position,
+    reading: Reading,
+    #[comptime] plan: SourcePlan,
 ) -> Array<f32> {
+    let first = at.start + segment * 16usize;
+    let row = at.line0 + line;
+    let inside = row < at.lines && first < at.end;
+    let packed = source.load(row, row + at.padding, first / 16usize, own, inside, plan);
+    let low = packed.words.extract(0usize) ^ reading.signs.word;
+    let high = packed.words.extract(1usize) ^ reading.signs.next;
     let mut block = Array::<f32>::new(16usize);
     #[unroll]
-    for i in 0..16usize {
-        block[i] = values[comptime!(j * 16 + i)];
+    for i in 0..8usize {
+        block[i] = packed.factors.decode_term(low >> comptime!(4 * i as u32));
+        block[comptime!(8 + i)] = packed.factors.decode_term(high >> comptime!(4 * i as u32));
     }
-    flip_segment(&mut block, signs);
-    transform_values(&mut block, segment, HadamardSize::H128, policy.conversion);
+    mask_block(&mut block, first, at.end);
     block
+}
+
+/// Two segments of a line, transformed but for the last factors.
+#[derive(CubeType)]
+pub(super) struct Taken {
+    segments: Segments,
+    /// The number of the line in the tile.
+    line: usize,
+    exchange: Exchange,
 }
 
 /// The largest magnitude of a tile after the transform, as bits, as each unit sees its part. What
@@ -408,52 +611,66 @@ pub(super) fn plane_amax<F: Numeric, N: Size>(
     #[comptime] kind: FloatKind,
 ) -> u32 {
     let mut most = 0u32;
-    let mut held = Held::new(policy);
-    source.hold(&mut held, at, reading, policy);
+    let held = HeldLines::new::<F, N>(source, at, reading, policy);
     for turn in 0..TURNS {
-        let part = part_of(turn, policy);
-        let values = source.load_part(&held, part, at, reading, policy, kind);
-        #[unroll]
-        for j in 0..OWN {
-            let block = transformed(&values, j, part.segment, reading.signs, policy);
-            let amax = block_amax(&block, 0usize, policy.conversion);
-            most = max(most, u32::reinterpret(amax));
-        }
+        let part = part_of(turn, reading, policy);
+        let mut segments = source.load_part(&held, part, at, reading, policy, kind);
+        let largest = reading.exchange.largest(&mut segments);
+        most = max(most, u32::reinterpret(largest));
     }
     // Multiplication and rounding keep the order of magnitudes.
     u32::reinterpret(round_normalized(f32::reinterpret(most), HadamardSize::H128))
 }
 
-/// Takes the blocks of a tile.
+/// Takes the two blocks of a line.
 #[cube]
-pub(super) fn take_plane<F: Numeric, N: Size>(
-    source: &EdenStored<F, N>,
-    blocks: &mut Blocks,
+pub(super) fn take_segments(
+    taken: &Taken,
+    blocks: &mut PlaneBlocks,
     out: &mut EdenOut,
     at: &Position,
     global: &EdenScale,
-    reading: Reading,
     #[comptime] policy: EdenPolicy,
-    #[comptime] kind: FloatKind,
 ) {
-    let mut held = Held::new(policy);
-    source.hold(&mut held, at, reading, policy);
-    for turn in 0..TURNS {
-        let part = part_of(turn, policy);
-        let values = source.load_part(&held, part, at, reading, policy, kind);
-        #[unroll]
-        for j in 0..OWN {
-            let block = transformed(&values, j, part.segment, reading.signs, policy);
-            let pairs = normalized_pairs(&block, 16usize, HadamardSize::H128);
-            let amax = pairs_amax(&pairs, 0usize);
-            let scale = global.block_scale(amax, policy.conversion);
-            let multiplier = global.encode_multiplier(scale, policy.conversion);
+    let exchange = taken.exchange;
+    let slot = slot_of_line(taken.line, policy);
+    let row = at.line0 + taken.line;
+    #[unroll]
+    for upper in 0..2usize {
+        let segment = exchange.segment() + comptime!(upper * 4);
+        let pairs = if comptime!(upper == 0) {
+            scaled_pairs(&taken.segments.kept, exchange.low)
+        } else {
+            scaled_pairs(&taken.segments.sent, exchange.high)
+        };
+        let byte = global.block_scale(pairs_amax(&pairs, 0usize), policy.conversion);
+        let multiplier = global.encode_multiplier(byte, policy.conversion);
+        let scale = decode_e4m3(byte);
+        if comptime!(policy.unscaled) {
+            let found = round_pairs(&pairs, multiplier);
+            blocks.take_sums(&found.sums, scale, slot, segment);
+            blocks.take_values(&found.pairs, slot, segment);
+        } else {
             let found = quantize_pairs(&pairs, multiplier, policy.conversion);
-            let place = BlockPlace {
-                line: part.line + comptime!(j * line_step(policy.across)),
-                segment: part.segment,
-            };
-            blocks.take(&found, scale, place, at, out, policy);
+            blocks.take_sums(&found.sums, scale, slot, segment);
+            if row < at.lines {
+                let group = row * at.pitch + at.first;
+                out.values
+                    .store_codes(found.codes, group * 8usize + segment);
+            }
         }
     }
+}
+
+/// A segment times `factor`, as bf16 pairs. A sum of zero has no sign.
+#[cube]
+fn scaled_pairs(values: &Array<f32>, factor: f32) -> Array<u32> {
+    let mut pairs = Array::<u32>::new(8usize);
+    #[unroll]
+    for pair in 0..8usize {
+        let low = ptx::fma_rn(values[comptime!(2 * pair)], factor, 0.0f32);
+        let high = ptx::fma_rn(values[comptime!(2 * pair + 1)], factor, 0.0f32);
+        pairs[pair] = ptx::cvt_rn_bf16x2(low, high);
+    }
+    pairs
 }

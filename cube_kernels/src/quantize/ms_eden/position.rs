@@ -15,8 +15,7 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The source is an NVFP4 tensor.
     pub packed: bool,
-    /// Elements of 16 bits of a matrix are loaded in words of two. Along rows they are not where ptxas
-    /// would spill registers for it: in groups, and where they are quantized.
+    /// Elements of 16 bits of a matrix are loaded in words of two.
     pub words: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
@@ -30,6 +29,8 @@ pub struct EdenPolicy {
     pub redrawn_signs: bool,
     /// The result is codes times scales in bf16.
     pub unscaled: bool,
+    /// Tiles that a screening rules out are left out.
+    pub screened: bool,
     /// Who converts to E2M1.
     pub conversion: Conversion,
 }
@@ -60,8 +61,31 @@ impl EdenPolicy {
 /// How often a plane takes lines of a tile.
 pub(super) const TURNS: usize = 4;
 
+/// Lines of half a tile, which a plane corrects at a time: those of two turns.
+pub(super) const HALF: usize = LINES / 2;
+
 /// Planes of a cube at most.
 const MOST_PLANES: usize = 8;
+
+/// The number of a line among those of its half of a tile.
+#[cube]
+pub(super) fn slot_of_line(line: usize, #[comptime] policy: EdenPolicy) -> usize {
+    if comptime!(policy.held_turns() > 1) {
+        line / 8usize * 4usize + line % 4usize
+    } else {
+        line % HALF
+    }
+}
+
+/// The line of the tile that is number `slot` of half `half`.
+#[cube]
+pub(super) fn line_of_slot(slot: usize, half: usize, #[comptime] policy: EdenPolicy) -> usize {
+    if comptime!(policy.held_turns() > 1) {
+        slot / 4usize * 8usize + half * 4usize + slot % 4usize
+    } else {
+        half * HALF + slot
+    }
+}
 
 /// The tiles of a stored matrix and of its groups; `map` is what
 /// [`map_tiles()`](super::super::tile::map_tiles) wrote.

@@ -1,4 +1,4 @@
-//! From blocks to the result: the correction of rotation groups, and what is written.
+//! From the blocks of a cube to the result: the correction of rotation groups, and what is written.
 
 use cubecl::prelude::*;
 
@@ -25,23 +25,9 @@ pub(super) struct BlockPlace {
     pub segment: usize,
 }
 
-/// The units that work on a tile.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Team {
-    /// The number of the tile among those of the cube.
-    pub tile: usize,
-    /// The number of this unit.
-    pub unit: usize,
-    /// How many they are.
-    pub units: usize,
-}
-
-/// What the blocks of a cube's tiles leave in shared memory until their groups are corrected.
+/// What the blocks of a cube's tile leave in shared memory until their groups are corrected.
 #[derive(CubeType)]
 pub(super) struct Blocks {
-    /// Those that work on this unit's tile.
-    team: Team,
     xx: Shared<[f32]>,
     xq: Shared<[f32]>,
     /// Scale bytes: before the correction, and behind it where the result is not packed.
@@ -52,13 +38,12 @@ pub(super) struct Blocks {
 
 #[cube]
 impl Blocks {
-    pub fn new(team: Team, #[comptime] tiles: usize, #[comptime] unscaled: bool) -> Blocks {
-        let words = comptime!(if unscaled { tiles * LINES * WORDS } else { 1 });
+    pub fn new(#[comptime] unscaled: bool) -> Blocks {
+        let words = comptime!(if unscaled { LINES * WORDS } else { 1 });
         Blocks {
-            team,
-            xx: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
-            xq: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
-            scales: Shared::new_slice(comptime!(tiles * LINES * SUMS)),
+            xx: Shared::new_slice(comptime!(LINES * SUMS)),
+            xq: Shared::new_slice(comptime!(LINES * SUMS)),
+            scales: Shared::new_slice(comptime!(LINES * SUMS)),
             codes: Shared::new_slice(words),
         }
     }
@@ -73,13 +58,12 @@ impl Blocks {
         out: &mut EdenOut,
         #[comptime] policy: EdenPolicy,
     ) {
-        let line = self.team.tile * LINES + place.line;
-        let slot = line * comptime!(SUMS) + place.segment;
-        self.xx[slot] = block.xx;
-        self.xq[slot] = block.xq;
+        let slot = place.line * comptime!(SUMS) + place.segment;
+        self.xx[slot] = block.sums.xx;
+        self.xq[slot] = block.sums.xq;
         self.scales[slot] = scale;
         if comptime!(policy.unscaled) {
-            let word = line * comptime!(WORDS) + place.segment * 2usize;
+            let word = place.line * comptime!(WORDS) + place.segment * 2usize;
             self.codes[word] = block.codes.extract(0usize);
             self.codes[word + 1usize] = block.codes.extract(1usize);
         } else if at.line0 + place.line < at.lines {
@@ -89,8 +73,8 @@ impl Blocks {
         }
     }
 
-    /// Corrects the groups of a tile and writes what remains of it. All units of the team must be
-    /// here, behind a barrier.
+    /// Corrects the groups of a tile and writes what remains of it. All units must be here, behind
+    /// a barrier.
     pub fn finish(
         &mut self,
         at: &Position,
@@ -99,8 +83,7 @@ impl Blocks {
         random: &Random,
         #[comptime] policy: EdenPolicy,
     ) {
-        let first = self.team.tile * LINES;
-        let mut line = self.team.unit;
+        let mut line = UNIT_POS as usize;
         while line < LINES {
             let row = at.line0 + line;
             if row < at.lines {
@@ -111,12 +94,13 @@ impl Blocks {
                     &self.xx,
                     &self.xq,
                     &self.scales,
-                    first + line,
+                    line,
                     index,
                     random,
+                    policy.conversion,
                 );
                 if comptime!(policy.unscaled) {
-                    let slot = (first + line) * comptime!(SUMS);
+                    let slot = line * comptime!(SUMS);
                     #[unroll]
                     for block in 0..8usize {
                         let word = found.extract(comptime!(block / 4));
@@ -130,28 +114,24 @@ impl Blocks {
                 out.values
                     .store_scales(Vector::new(0u32), at, row, policy.across);
             }
-            line += self.team.units;
+            line += CUBE_DIM as usize;
         }
         if comptime!(policy.unscaled) {
-            if comptime!(policy.planes()) {
-                sync_plane();
-            } else {
-                sync_cube();
-            }
-            let mut item = self.team.unit;
+            sync_cube();
+            let mut item = UNIT_POS as usize;
             while item < comptime!(LINES * WORDS) {
                 let line = item / WORDS;
                 let word = item % WORDS;
                 let row = at.line0 + line;
                 if row < at.lines {
-                    let codes = self.codes[(first + line) * comptime!(WORDS) + word];
-                    let scale = self.scales[(first + line) * comptime!(SUMS) + word / 2usize];
+                    let codes = self.codes[line * comptime!(WORDS) + word];
+                    let scale = self.scales[line * comptime!(SUMS) + word / 2usize];
                     let values = unscaled_word(codes, scale_pair(scale), policy.conversion);
                     let group = row * at.pitch + at.first;
                     out.values
                         .store_unscaled(values, group * comptime!(WORDS) + word);
                 }
-                item += self.team.units;
+                item += CUBE_DIM as usize;
             }
         }
     }
@@ -159,7 +139,7 @@ impl Blocks {
 
 #[cube]
 impl EdenValues {
-    fn store_codes(&mut self, codes: Vector<u32, Const<2>>, block: usize) {
+    pub(super) fn store_codes(&mut self, codes: Vector<u32, Const<2>>, block: usize) {
         #[comptime]
         match self {
             EdenValues::Packed(packed) => packed.codes[block] = codes,
@@ -168,7 +148,7 @@ impl EdenValues {
     }
 
     /// Stores the eight scale bytes of a tile's rotation group on line `line`.
-    fn store_scales(
+    pub(super) fn store_scales(
         &mut self,
         bytes: Vector<u32, Const<2>>,
         at: &Position,
@@ -182,7 +162,7 @@ impl EdenValues {
         }
     }
 
-    fn store_unscaled(&mut self, values: Vector<u32, Const<4>>, at: usize) {
+    pub(super) fn store_unscaled(&mut self, values: Vector<u32, Const<4>>, at: usize) {
         #[comptime]
         match self {
             EdenValues::Packed(_) => {}
