@@ -209,6 +209,9 @@ mod tests {
             let found = instruction_descriptor(BlockScaled::Mxfp8, 128, n);
             assert_eq!(found, expected, "128 x {n}: {found:#010x}");
         }
+        // Of two CTAs M alone differs, as in NVFP4.
+        let found = instruction_descriptor(BlockScaled::Mxfp8, 256, 256);
+        assert_eq!(found, 0x10c0_0000, "{found:#010x}");
     }
 
     /// `block32` with a scale for each 32 columns: the four instructions of 128 columns take the

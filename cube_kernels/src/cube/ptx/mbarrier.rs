@@ -17,6 +17,20 @@ pub fn mbarrier_wait_parity(barrier: u32, parity: u32) {
     );
 }
 
+/// [`mbarrier_wait_parity()`] for arrivals of other CTAs of the cluster, which acquires what they
+/// wrote before: with `acquire.cluster`.
+///
+/// PTX 8.0; sm_90 and later.
+#[cube]
+pub fn mbarrier_wait_parity_cluster(barrier: u32, parity: u32) {
+    gpu_asm!(
+        "{{ .reg .pred done;",
+        "WAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{barrier}], {parity};",
+        "@!done bra WAIT; }}",
+        barrier = in(_) barrier, parity = in(_) parity
+    );
+}
+
 /// Arrives once at `barrier` and releases what was written before: `mbarrier.arrive`.
 ///
 /// PTX 7.0 (7.8 for `shared::cta`); sm_80 and later.
@@ -55,4 +69,31 @@ pub fn mbarrier_test_wait_parity(barrier: u32, parity: u32) -> u32 {
         d = out(_) done, barrier = in(_) barrier, parity = in(_) parity
     );
     u32::reinterpret(done)
+}
+
+/// Arrives once at `barrier`, an address that [`mapa()`](super::mapa()) returns, of any CTA of the
+/// cluster, and releases to that CTA what was written before: `mbarrier.arrive.release.cluster`.
+///
+/// PTX 8.0; sm_90 and later.
+#[cube]
+pub fn mbarrier_arrive_cluster(barrier: u32) {
+    gpu_asm!(
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{barrier}];",
+        barrier = in(_) barrier
+    );
+}
+
+/// Counts `bytes` as arrived at `barrier`, as TMA does, an address that [`mapa()`](super::mapa())
+/// returns: `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases
+/// what was written.
+///
+/// PTX 8.0; sm_90 and later.
+///
+/// [`fence_acq_rel_cluster()`]: super::fence_acq_rel_cluster()
+#[cube]
+pub fn mbarrier_complete_tx_cluster(barrier: u32, bytes: u32) {
+    gpu_asm!(
+        "mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [{barrier}], {bytes};",
+        barrier = in(_) barrier, bytes = in(_) bytes
+    );
 }
