@@ -139,7 +139,6 @@ const SHARED: usize = 227 << 10;
 /// operands as they are, and exchanged, whose epilogue exchanges sums among lanes. The accumulators
 /// are in tensor memory and a CTA is alone on its SM, so that neither limits anything.
 const SM100_REGISTERS: usize = 56;
-const SM100_PAIR_REGISTERS: usize = 56;
 const SM100_SWAPPED_REGISTERS: usize = 80;
 
 fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str) {
@@ -160,8 +159,7 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     if plan.core == TensorCore::Instruction {
         assert_eq!(spills(sass), 0, "{name} spills");
         let most = match plan.form {
-            Sm100Form::OneCta => SM100_REGISTERS,
-            Sm100Form::TwoCta => SM100_PAIR_REGISTERS,
+            Sm100Form::OneCta | Sm100Form::TwoCta => SM100_REGISTERS,
             Sm100Form::SwapAb => SM100_SWAPPED_REGISTERS,
         };
         assert!(registers <= most, "{name}: {registers} registers");
@@ -214,6 +212,14 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
         all("UTCCP", "UTCCP.T.S.2CTA");
         all("UTCBAR", "UTCBAR.2CTA.MULTICAST");
         all("UTMALDG", "UTMALDG.2D.2CTA");
+        // Nothing but the barriers of the cluster waits for the memory of other SMs, or empties the
+        // L1 cache.
+        assert!(
+            found("UCGABAR_ARV") > 0,
+            "{name}: no barrier of the cluster"
+        );
+        assert_eq!(found("MEMBAR.ALL.GPU"), found("UCGABAR_ARV"), "{name}");
+        assert_eq!(found("CCTL.IVALL"), found("UCGABAR_WAIT"), "{name}");
     }
     // Around instructions of one thread whose choice ptxas does not understand it makes loops,
     // which elect one thread after another.

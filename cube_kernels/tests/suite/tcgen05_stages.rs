@@ -482,18 +482,21 @@ fn columns_around_a_group_of_mxfp8_are_not_multiplied() {
             row[..columns.start / 32].fill(0xff);
             row[columns.end / 32..].fill(0xff);
         }
-        let plan = Sm100Plan {
-            grouped: GroupedDim::K,
-            ..plan(BlockScaled::Mxfp8, ONE, TensorCore::Instruction)
-        };
         let part = Part {
             lead: columns.start / 32,
             ..Part::of(columns.end)
         };
-        let (found, violations) = execute_stages(&client, &a, &b, part, plan);
-        assert_eq!(violations, [0; VIOLATIONS], "{columns:?}");
         let expected = ordered_sums(&decoded, &b.decoded(), stored, columns.clone());
-        assert_tile(&found, &expected, n, 256, &format!("{columns:?}"));
+        for form in [ONE, TWO] {
+            let what = format!("{form}, {columns:?}");
+            let plan = Sm100Plan {
+                grouped: GroupedDim::K,
+                ..plan(BlockScaled::Mxfp8, form, TensorCore::Instruction)
+            };
+            let (found, violations) = execute_stages(&client, &a, &b, part, plan);
+            assert_eq!(violations, [0; VIOLATIONS], "{what}");
+            assert_tile(&found, &expected, n, 256, &what);
+        }
     }
 }
 

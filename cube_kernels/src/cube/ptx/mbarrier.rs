@@ -83,6 +83,21 @@ pub fn mbarrier_arrive_cluster(barrier: u32) {
     );
 }
 
+/// [`mbarrier_arrive_cluster()`] that releases nothing: `mbarrier.arrive.relaxed.cluster`. Behind a
+/// [`tcgen05_fence_before_thread_sync()`] it orders `tcgen05` operations, as in the examples of PTX
+/// ISA "tcgen05: Memory Consistency Model".
+///
+/// PTX 8.6; sm_90 and later.
+///
+/// [`tcgen05_fence_before_thread_sync()`]: super::tcgen05_fence_before_thread_sync()
+#[cube]
+pub fn mbarrier_arrive_cluster_relaxed(barrier: u32) {
+    gpu_asm!(
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [{barrier}];",
+        barrier = in(_) barrier
+    );
+}
+
 /// Counts `bytes` as arrived at `barrier`, as TMA does, an address that [`mapa()`](super::mapa())
 /// returns: `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases
 /// what was written.

@@ -48,6 +48,7 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
         (GroupedDim::M, ALL_GROUPS),
         (GroupedDim::None, ALL),
         (GroupedDim::None, out(FloatKind::F16, ALL)),
+        (GroupedDim::K, out(FloatKind::F32, PLAIN)),
     ];
     let (one, two, swap) = (Sm100Form::OneCta, Sm100Form::TwoCta, Sm100Form::SwapAb);
     let plan = |format, form, grouped, core| Sm100Plan {

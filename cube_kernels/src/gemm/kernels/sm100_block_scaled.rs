@@ -306,7 +306,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
         GroupedDim::None | GroupedDim::M => b.rows,
     };
     let ctas = plan.ctas();
-    let cubes = (tiles * n.div_ceil(tile.tile_n())).min(sms(client) / ctas) * ctas;
+    let cubes = (tiles * n.div_ceil(tile.tile_n())).min((sms(client) / ctas).max(1)) * ctas;
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked the operands against their shapes, and that the memory
         // holds what `epilogue.kind` reads of it.

@@ -56,7 +56,8 @@ impl Sm100Plan {
         2 * self.stages() + 2
     }
 
-    /// Whether stages have those barriers: TMA of sm_90 cannot signal another CTA's.
+    /// Whether stages have those barriers, of two CTAs with the software model: TMA of sm_90 cannot
+    /// signal another CTA's.
     pub(super) const fn has_arrived(self) -> bool {
         self.ctas() > 1 && matches!(self.core, TensorCore::Software(_))
     }

@@ -5,8 +5,8 @@ use cubecl::prelude::*;
 use super::{sm100_block_scaled_commands::CommandRing, sm100_block_scaled_operands::Sm100Plan};
 use crate::{
     cube::ptx::{
-        mapa, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_wait_parity,
-        mbarrier_wait_parity_cluster,
+        mapa, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_cluster_relaxed,
+        mbarrier_wait_parity, mbarrier_wait_parity_cluster,
     },
     gemm::{arguments::GroupedProblem, scheduler::GroupedDim},
     moe::groups::extent,
@@ -78,22 +78,28 @@ impl CtaState {
 }
 
 /// Waits for the phase of `parity` of `barrier`, at which both CTAs of a pair may arrive.
+///
+/// Only the software model has data for threads of the other CTA. TMA and the tensor cores need no
+/// `acquire.cluster`, which would empty the L1 cache at each wait.
 #[cube]
 pub(super) fn wait(barrier: u32, parity: u32, #[comptime] plan: Sm100Plan) {
-    if comptime!(plan.ctas() == 1) {
-        mbarrier_wait_parity(barrier, parity);
-    } else {
+    if comptime!(plan.has_arrived()) {
         mbarrier_wait_parity_cluster(barrier, parity);
+    } else {
+        mbarrier_wait_parity(barrier, parity);
     }
 }
 
-/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions.
+/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions, behind loads
+/// of tensor memory. `release.cluster` would wait for all that the epilogue has written.
 #[cube]
 pub(super) fn arrive_at_issuer(barrier: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.ctas() == 1) {
         mbarrier_arrive(barrier);
-    } else {
+    } else if comptime!(plan.has_arrived()) {
         mbarrier_arrive_cluster(mapa(barrier, 0u32.runtime()));
+    } else {
+        mbarrier_arrive_cluster_relaxed(mapa(barrier, 0u32.runtime()));
     }
 }
 
