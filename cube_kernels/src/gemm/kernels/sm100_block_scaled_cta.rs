@@ -197,8 +197,8 @@ pub fn sm100_block_scaled_kernel(
         }
         sync_plane();
     } else if comptime!(is_software) {
+        let (ring, board) = (cta.ring, board_at + 4u32);
         if rank == 0u32 {
-            let (ring, board) = (cta.ring, board_at + 4u32);
             run_engine(
                 &operands,
                 model,

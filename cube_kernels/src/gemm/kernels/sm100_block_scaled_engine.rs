@@ -237,7 +237,7 @@ pub fn is_bad_instruction(
     });
     // Types, and M / 128; every other bit is zero.
     let expected = comptime!(instruction_descriptor(kind, 128 * ctas, 8) & !free);
-    idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32 || n % ctas != 0u32
+    idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32 || n / ctas * ctas != n
 }
 
 /// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators of all CTAs, 32
