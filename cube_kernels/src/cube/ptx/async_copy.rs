@@ -4,6 +4,9 @@
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
+#[cfg(doc)]
+use super::mapa;
+
 /// Starts a copy of `width` bytes (4, 8 or 16, and aligned to it) from device to shared memory:
 /// `cp.async.cg` of 16 bytes, which bypass the L1 cache, `cp.async.ca` of fewer. Part of the group
 /// that [`cp_async_commit_group()`] closes.
@@ -96,8 +99,7 @@ pub fn cp_async_bulk(target: u32, source: u64, bytes: u32, barrier: u32) {
 
 /// Lets TMA copy a box of the matrix of `map`, from `column` and `row` on, to the shared memory of
 /// this CTA at `target`; the bytes arrive at `barrier`, which may be that of the other CTA of the
-/// [pair](super::tcgen05_mma()), by an address that [`mapa()`](super::mapa()) returns:
-/// `cp.async.bulk.tensor.2d` with `cta_group::2`.
+/// pair, by an address that [`mapa()`] returns: `cp.async.bulk.tensor.2d` with `cta_group::2`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk.tensor"; PTX 8.6, sm_100a and
 /// sm_103a. It has never run: no such GPU was at hand.

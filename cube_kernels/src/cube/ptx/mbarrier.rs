@@ -3,6 +3,9 @@
 
 use cubecl::prelude::*;
 
+#[cfg(doc)]
+use super::{fence_acq_rel_cluster, mapa, tcgen05_fence_before_thread_sync};
+
 /// Waits until the phase of `parity` of `barrier` is complete, and acquires what was written
 /// before: `mbarrier.try_wait.parity`, repeated until it succeeds.
 ///
@@ -71,8 +74,8 @@ pub fn mbarrier_test_wait_parity(barrier: u32, parity: u32) -> u32 {
     u32::reinterpret(done)
 }
 
-/// Arrives once at `barrier`, an address that [`mapa()`](super::mapa()) returns, of any CTA of the
-/// cluster, and releases to that CTA what was written before: `mbarrier.arrive.release.cluster`.
+/// Arrives once at `barrier`, an address that [`mapa()`] returns, of any CTA of the cluster, and
+/// releases to that CTA what was written before: `mbarrier.arrive.release.cluster`.
 ///
 /// PTX 8.0; sm_90 and later.
 #[cube]
@@ -88,8 +91,6 @@ pub fn mbarrier_arrive_cluster(barrier: u32) {
 /// ISA "tcgen05: Memory Consistency Model".
 ///
 /// PTX 8.6; sm_90 and later.
-///
-/// [`tcgen05_fence_before_thread_sync()`]: super::tcgen05_fence_before_thread_sync()
 #[cube]
 pub fn mbarrier_arrive_cluster_relaxed(barrier: u32) {
     gpu_asm!(
@@ -98,13 +99,11 @@ pub fn mbarrier_arrive_cluster_relaxed(barrier: u32) {
     );
 }
 
-/// Counts `bytes` as arrived at `barrier`, as TMA does, an address that [`mapa()`](super::mapa())
-/// returns: `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases
-/// what was written.
+/// Counts `bytes` as arrived, as TMA does, at `barrier`, an address that [`mapa()`] returns:
+/// `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases what was
+/// written.
 ///
 /// PTX 8.0; sm_90 and later.
-///
-/// [`fence_acq_rel_cluster()`]: super::fence_acq_rel_cluster()
 #[cube]
 pub fn mbarrier_complete_tx_cluster(barrier: u32, bytes: u32) {
     gpu_asm!(
