@@ -405,8 +405,12 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 /// Names of the functions behind `#[cube(launch…)]`.
 fn launched(text: &str) -> Vec<String> {
     let mut names = Vec::new();
-    for (start, _) in text.match_indices("#[cube(launch") {
-        let (_, rest) = text[start..].split_once("fn ").unwrap();
+    for attribute in text.split("#[cube(").skip(1) {
+        // A long attribute has a line for each of its arguments.
+        if !attribute.trim_start().starts_with("launch") {
+            continue;
+        }
+        let (_, rest) = attribute.split_once("fn ").unwrap();
         let name = rest.split(['<', '(']).next().unwrap();
         names.push(name.trim().to_owned());
     }
