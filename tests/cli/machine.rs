@@ -158,6 +158,7 @@ fn the_oracle_writes_a_report() {
         "integer-gemm-m-grouped",
         "integer-gemm-k-grouped",
         "integer-gemm-mxfp8",
+        "integer-gemm-two-cta",
         "integer-gemm-swap-ab",
         "cvt-rs-order",
     ] {
@@ -168,7 +169,7 @@ fn the_oracle_writes_a_report() {
     }
     assert_eq!(report["device"], "cpu");
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!(report["passed"], 9);
+    assert_eq!(report["passed"], 10);
 
     let only = ["--report", path, "--only", "scale-copy-dump"];
     succeeds(nvfp4("oracle tcgen05 --device cpu", &only));

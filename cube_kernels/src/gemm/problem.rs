@@ -12,7 +12,8 @@ use super::{
     output::Output,
     scheduler::{GroupArgs, GroupedDim},
     tiles::{
-        Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile,
+        Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore,
+        W4a16Tile,
     },
 };
 use crate::{
@@ -135,8 +136,7 @@ pub struct Device<'a> {
     pub sms: usize,
     /// What cuBLASLt answers on it.
     pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
-    /// What the self-check of the kernel for `tcgen05` found on it, for a format and an order of
-    /// operands.
+    /// What the self-check of the kernel for `tcgen05` found on it, for a format and a form.
     pub tcgen05: &'a dyn Fn(Sm100Tile) -> Result<(), String>,
 }
 
@@ -225,8 +225,12 @@ impl fmt::Display for Plan {
                     BlockScaled::Nvfp4 => "",
                     BlockScaled::Mxfp8 => " on MXFP8",
                 };
+                let ctas = match tile.form {
+                    Sm100Form::TwoCta => " of two CTAs",
+                    Sm100Form::OneCta | Sm100Form::SwapAb => "",
+                };
                 let (m, n) = (tile.tile_m(), tile.tile_n());
-                write!(f, "{by}{format}, {m} x {n} tiles")
+                write!(f, "{by}{format}, {m} x {n} tiles{ctas}")
             }
             Self::Cmma => f.write_str("cmma 16x16x16, tiles dequantized in shared memory"),
             Self::Scalar => f.write_str("one thread for each output element"),

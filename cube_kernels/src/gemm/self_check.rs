@@ -8,7 +8,10 @@ use std::{
 
 use cubecl::{client::Client, dry_run::launch_mode};
 
-use super::{exact::ExactGemm, tiles::Sm100Tile};
+use super::{
+    exact::ExactGemm,
+    tiles::{Sm100Form, Sm100Tile},
+};
 use crate::{Nvfp4Error, cube::ptx::BlockScaled, tensor::Matrix};
 
 /// The GEMMs of the check of `tile`: every form for which it is a default, with tails of rows,
@@ -21,7 +24,11 @@ fn cases(client: &Client, tile: Sm100Tile) -> Result<Vec<ExactGemm>, Nvfp4Error>
         ExactGemm::dense(client, format, (130, 264, 352), per_row)?,
         ExactGemm::m_grouped(client, format, &[3, 0, 129, 40], (136, 96))?,
     ];
-    if !tile.swap_ab {
+    if tile.form == Sm100Form::TwoCta {
+        // More rows than a tile has.
+        cases.push(ExactGemm::dense(client, format, (389, 264, 96), per_row)?);
+    }
+    if tile.form == Sm100Form::OneCta {
         let unaligned: &[usize] = match tile.format {
             BlockScaled::Nvfp4 => &[16, 0, 304, 48],
             BlockScaled::Mxfp8 => &[32, 0, 288, 64],
@@ -71,15 +78,10 @@ pub(crate) fn once(
     FOUND.of(name(client, tile), || check(client, tile, multiply))
 }
 
-/// A device, and what of the kernel is checked there by itself: each format, and operands as they
-/// are and exchanged.
+/// A device, and what of the kernel is checked there by itself: each format in each form.
 fn name(client: &Client, tile: Sm100Tile) -> String {
-    let order = if tile.swap_ab {
-        " with exchanged operands"
-    } else {
-        ""
-    };
-    format!("{:?}{order} on {:?}", tile.format, client.service_id())
+    let (format, form) = (tile.format, tile.form);
+    format!("{format:?}, {form}, on {:?}", client.service_id())
 }
 
 /// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
@@ -142,7 +144,7 @@ mod tests {
     fn forms_are_checked_by_themselves() {
         let client = cubecl::Device::Cpu(Default::default()).client();
         let tiles = BlockScaled::ALL
-            .map(|format| [false, true].map(|swap_ab| Sm100Tile::instruction(format, swap_ab)));
+            .map(|format| Sm100Form::ALL.map(|form| Sm100Tile::instruction(format, form)));
         let mut names: Vec<String> = tiles
             .as_flattened()
             .iter()
@@ -150,7 +152,7 @@ mod tests {
             .collect();
         names.sort();
         names.dedup();
-        assert_eq!(names.len(), 4, "{names:?}");
+        assert_eq!(names.len(), 6, "{names:?}");
         // And what it computes is right by the kernels of any device.
         for tile in tiles.as_flattened() {
             let own = |case: &ExactGemm| {
@@ -192,7 +194,7 @@ mod tests {
     #[test]
     fn wrong_results_do_not_pass() {
         let client = cubecl::Device::Cpu(Default::default()).client();
-        let tile = Sm100Tile::instruction(BlockScaled::Mxfp8, false);
+        let tile = Sm100Tile::instruction(BlockScaled::Mxfp8, Sm100Form::OneCta);
         let zeros = |case: &ExactGemm| {
             let len = case.a.outer() * case.b.outer();
             let handle = client.create_from_slice(&vec![0; 4 * len]);

@@ -1,6 +1,8 @@
 //! The shapes of tiles that the kernels are compiled for. A kernel adds what follows from its own
 //! layout of shared memory in an `impl` of its own.
 
+use std::fmt;
+
 use crate::cube::ptx::BlockScaled;
 
 /// Rows of `a` in a tile: 64 for each consumer warpgroup.
@@ -231,7 +233,7 @@ impl Sm120Tile {
     }
 }
 
-/// Rows of the first operand of a `tcgen05` instruction: the lanes of tensor memory.
+/// Rows of the first operand of a `tcgen05` instruction in a CTA: the lanes of tensor memory.
 pub const SM100_TILE_M: usize = 128;
 /// Rows of the second operand: the columns of its accumulators.
 pub const SM100_TILE_N: usize = 256;
@@ -282,10 +284,16 @@ pub enum Fault {
     WrongStride,
     /// The instruction descriptor names the next scale of each word.
     WrongScaleId,
+    /// Of two CTAs: stages are multiplied without waiting for those of the odd CTA.
+    NoPeerWait,
+    /// Of two CTAs: each has the other one's half of the rows of `b`.
+    WrongHalf,
+    /// Of two CTAs: each has the scales of its own half of `b` alone, twice.
+    HalfOfScales,
 }
 
 impl Fault {
-    /// All of them but none.
+    /// Those of every form.
     pub const INJECTED: [Self; 9] = [
         Self::NoFullWait,
         Self::NoAccumulatorWait,
@@ -297,6 +305,49 @@ impl Fault {
         Self::WrongStride,
         Self::WrongScaleId,
     ];
+    /// Those of [`Sm100Form::TwoCta`] alone.
+    pub const OF_PAIRS: [Self; 3] = [Self::NoPeerWait, Self::WrongHalf, Self::HalfOfScales];
+}
+
+/// How a tile of the `tcgen05` kernel is shared out to instructions and CTAs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Sm100Form {
+    /// A CTA multiplies 128 rows of `a` by 256 of `b`.
+    OneCta,
+    /// Two CTAs of a cluster multiply 256 rows of each, with one instruction for both: a CTA has
+    /// half of the rows of either in its shared memory, and 128 rows of the output.
+    TwoCta,
+    /// `b` is the first operand of the instructions and `a` the second, whose width follows the rows
+    /// that there are: for few rows of `a`. Not with groups along K.
+    SwapAb,
+}
+
+impl Sm100Form {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::OneCta, Self::TwoCta, Self::SwapAb];
+
+    /// CTAs that share a tile.
+    pub const fn ctas(self) -> usize {
+        match self {
+            Self::TwoCta => 2,
+            Self::OneCta | Self::SwapAb => 1,
+        }
+    }
+
+    /// Whether the first operand of the instructions is `b`.
+    pub const fn swaps_ab(self) -> bool {
+        matches!(self, Self::SwapAb)
+    }
+}
+
+impl fmt::Display for Sm100Form {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OneCta => "one CTA",
+            Self::TwoCta => "two CTAs",
+            Self::SwapAb => "exchanged operands",
+        })
+    }
 }
 
 /// How the `tcgen05` kernel runs.
@@ -304,9 +355,8 @@ impl Fault {
 pub struct Sm100Tile {
     /// The format of both operands.
     pub format: BlockScaled,
-    /// Whether `b` is the first operand of the instructions and `a` the second, whose width follows
-    /// the rows that there are: for few rows of `a`. Not with groups along K.
-    pub swap_ab: bool,
+    /// How a tile is shared out.
+    pub form: Sm100Form,
     /// Who multiplies.
     pub core: TensorCore,
     /// In software: the seed of delays and of the order of commands, or 0 for none and the order in
@@ -316,10 +366,10 @@ pub struct Sm100Tile {
 
 impl Sm100Tile {
     /// Of `format`, with the instructions.
-    pub const fn instruction(format: BlockScaled, swap_ab: bool) -> Self {
+    pub const fn instruction(format: BlockScaled, form: Sm100Form) -> Self {
         Self {
             format,
-            swap_ab,
+            form,
             core: TensorCore::Instruction,
             seed: 0,
         }
@@ -336,19 +386,17 @@ impl Sm100Tile {
 
     /// Rows of `a`.
     pub const fn tile_m(self) -> usize {
-        if self.swap_ab {
-            SM100_SWAP_AB_N
-        } else {
-            SM100_TILE_M
+        match self.form {
+            Sm100Form::OneCta | Sm100Form::TwoCta => self.form.ctas() * SM100_TILE_M,
+            Sm100Form::SwapAb => SM100_SWAP_AB_N,
         }
     }
 
     /// Rows of `b`.
     pub const fn tile_n(self) -> usize {
-        if self.swap_ab {
-            SM100_TILE_M
-        } else {
-            SM100_TILE_N
+        match self.form {
+            Sm100Form::OneCta | Sm100Form::TwoCta => SM100_TILE_N,
+            Sm100Form::SwapAb => SM100_TILE_M,
         }
     }
 }

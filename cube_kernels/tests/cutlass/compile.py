@@ -38,8 +38,8 @@ class Stub(types.ModuleType):
         return Stub("value")
 
 
-def compile_one(cutlass_folder, name, n):
-    """Compiles the kernel with tiles of 128 x n; its PTX goes where the environment says."""
+def compile_one(cutlass_folder, name, m, n):
+    """Compiles the kernel with tiles of m x n, 256 rows on two CTAs; its PTX goes where the environment says."""
     sys.modules["torch"] = sys.modules["cutlass.torch"] = Stub("torch")
     import cuda.bindings.driver as cuda
     import cutlass
@@ -63,7 +63,7 @@ def compile_one(cutlass_folder, name, n):
         return make_ptr(dtype, 4096, cute.AddressSpace.gmem, assumed_align=alignment)
 
     cute.compile(
-        example.Sm100BlockScaledPersistentDenseGemmKernel(block, (128, n), (1, 1)),
+        example.Sm100BlockScaledPersistentDenseGemmKernel(block, (m, n), (m // 128, 1)),
         pointer(element, 16),
         pointer(element, 16),
         pointer(scale, 32),
@@ -77,26 +77,27 @@ def compile_one(cutlass_folder, name, n):
 
 
 def main():
-    if len(sys.argv) == 4:
-        compile_one(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    if len(sys.argv) == 5:
+        compile_one(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
         return
     if len(sys.argv) != 3:
         sys.exit("usage: compile.py CUTLASS_FOLDER PTX_FOLDER")
     cutlass_folder, out = (pathlib.Path(path).resolve() for path in sys.argv[1:])
     out.mkdir(parents=True, exist_ok=True)
     for name in ("nvfp4", "mxfp8"):
-        for n in (256, 64):
+        for m, n in ((128, 256), (256, 256), (128, 64)):
             with tempfile.TemporaryDirectory() as dump:
                 settings = {
                     "CUTE_DSL_ARCH": "sm_100a",
                     "CUTE_DSL_KEEP_PTX": "1",
                     "CUTE_DSL_DUMP_DIR": dump,
                 }
-                command = [sys.executable, os.path.abspath(__file__), cutlass_folder, name, str(n)]
+                script = os.path.abspath(__file__)
+                command = [sys.executable, script, cutlass_folder, name, str(m), str(n)]
                 subprocess.run(command, env=os.environ | settings, cwd=dump, check=True)
                 (ptx,) = pathlib.Path(dump).glob("*.ptx")
-                (out / f"{name}-{n}.ptx").write_text(ptx.read_text())
-                print(f"{name}-{n}.ptx")
+                (out / f"{name}-{m}x{n}.ptx").write_text(ptx.read_text())
+                print(f"{name}-{m}x{n}.ptx")
 
 
 if __name__ == "__main__":

@@ -6,19 +6,21 @@ use std::{env, fs, path::Path};
 
 use nvfp4_kernels::{
     cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
-    gemm::kernels::{GroupedDim, Sm100Plan, Sm100Tile},
+    gemm::kernels::{GroupedDim, Sm100Form, Sm100Plan, Sm100Tile},
 };
 
-/// Fails where the PTX of CUTLASS's kernel with tiles of 128 x `n` lacks what ours has.
-fn check(ptx: &str, kind: BlockScaled, n: u32, plan: Sm100Plan) {
-    let what = format!("{kind:?}, 128 x {n}");
+/// Fails where the PTX of CUTLASS's kernel with the tiles of `plan` lacks what ours has.
+fn check(ptx: &str, plan: Sm100Plan) {
+    let (kind, ctas) = (plan.format, plan.ctas());
+    let (m, n) = (128 * ctas as u32, plan.b_rows() as u32);
+    let what = format!("{kind:?}, {m} x {n}");
     let constants: Vec<&str> = ptx.split(|c: char| !c.is_ascii_digit()).collect();
     let ids = with_scale_ids(0, 3);
     let (a_ids, b_ids) = (ids & !0xff, ids & 0xff);
     for (name, constant) in [
         (
             "the instruction descriptor",
-            instruction_descriptor(kind, 128, n).into(),
+            instruction_descriptor(kind, m, n).into(),
         ),
         ("the places of scales of `a` in it", a_ids.into()),
         ("the places of scales of `b` in it", b_ids.into()),
@@ -29,14 +31,24 @@ fn check(ptx: &str, kind: BlockScaled, n: u32, plan: Sm100Plan) {
         assert!(found, "{what}: {name}, {constant:#x}");
     }
     let multiply = match kind {
-        BlockScaled::Nvfp4 => "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
-        BlockScaled::Mxfp8 => "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32",
+        BlockScaled::Nvfp4 => "kind::mxf4nvf4.block_scale.block16",
+        BlockScaled::Mxfp8 => "kind::mxf8f6f4.block_scale.block32",
     };
-    let count = |instruction| ptx.matches(instruction).count();
-    assert_eq!(count(multiply), 4, "{what}");
+    let count = |instruction: &str| ptx.matches(instruction).count();
+    let multiply = format!("tcgen05.mma.cta_group::{ctas}.{multiply}");
+    assert_eq!(count(&multiply), 4, "{what}");
     let copies = plan.atoms() * (1 + plan.b_tiles());
-    let copy = "tcgen05.cp.cta_group::1.32x128b.warpx4";
-    assert_eq!(count(copy), copies, "{what}");
+    let copy = format!("tcgen05.cp.cta_group::{ctas}.32x128b.warpx4");
+    assert_eq!(count(&copy), copies, "{what}");
+    if ctas == 2 {
+        // Both CTAs' bytes, and a commit that arrives in both.
+        let bytes = ctas * plan.stage_bytes();
+        assert!(
+            constants.contains(&bytes.to_string().as_str()),
+            "{what}: {bytes} bytes"
+        );
+        assert!(count("multicast::cluster.b64") > 0, "{what}");
+    }
 }
 
 #[test]
@@ -47,13 +59,13 @@ fn descriptors_are_those_of_cutlass() {
         return;
     };
     for (kind, name) in [(BlockScaled::Nvfp4, "nvfp4"), (BlockScaled::Mxfp8, "mxfp8")] {
-        for (n, swap_ab) in [(256, false), (64, true)] {
-            let file = Path::new(&folder).join(format!("{name}-{n}.ptx"));
+        for form in Sm100Form::ALL {
+            let plan = Sm100Plan::new(Sm100Tile::instruction(kind, form), GroupedDim::None);
+            let (m, n) = (128 * plan.ctas(), plan.b_rows());
+            let file = Path::new(&folder).join(format!("{name}-{m}x{n}.ptx"));
             let ptx = fs::read_to_string(&file);
             let ptx = ptx.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-            let plan = Sm100Plan::new(Sm100Tile::instruction(kind, swap_ab), GroupedDim::None);
-            assert_eq!(plan.b_rows(), n as usize);
-            check(&ptx, kind, n, plan);
+            check(&ptx, plan);
         }
     }
 }

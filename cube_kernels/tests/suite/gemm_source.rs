@@ -9,8 +9,8 @@ use nvfp4_kernels::{
     gemm::{
         GemmInstance,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Plan,
-            Sm120Plan, SmallMShape, StreamKPlan, TensorCore, W4a16Plan, sm100_units,
+            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Form,
+            Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore, W4a16Plan, sm100_units,
         },
     },
     tensor::FloatKind,
@@ -158,9 +158,9 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     );
     if plan.core == TensorCore::Instruction {
         assert_eq!(spills(sass), 0, "{name} spills");
-        let most = match plan.swap_ab {
-            true => SM100_SWAPPED_REGISTERS,
-            false => SM100_REGISTERS,
+        let most = match plan.form {
+            Sm100Form::OneCta | Sm100Form::TwoCta => SM100_REGISTERS,
+            Sm100Form::SwapAb => SM100_SWAPPED_REGISTERS,
         };
         assert!(registers <= most, "{name}: {registers} registers");
     }
@@ -174,13 +174,17 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     }
     // Codes of both operands, and the scales of one and one or two times 128 rows, for each time
     // that the compiler has unrolled the loop.
-    let boxes = found("UTMALDG");
+    let (boxes, tiles) = (found("UTMALDG"), 1 + plan.b_tiles());
+    // Two CTAs read scales in boxes too.
+    let (of_stage, copies) = match plan.ctas() {
+        1 => (2, tiles),
+        _ => (2 + tiles, 0),
+    };
     assert!(
-        boxes > 0 && boxes.is_multiple_of(2),
+        boxes > 0 && boxes.is_multiple_of(of_stage),
         "{name}: {boxes} UTMALDG"
     );
-    let tiles = 1 + plan.b_tiles();
-    assert_eq!(found("UBLKCP"), boxes / 2 * tiles, "{name}");
+    assert_eq!(found("UBLKCP"), boxes / of_stage * copies, "{name}");
     let (multiply, copies, commits) = match plan.core {
         // Of each K tile: four multiplications; copies for each 128 rows, in NVFP4 for each of the
         // four and in MXFP8 for all of them; and a commit. One commit more for each tile of the
@@ -196,6 +200,26 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
         ("UTCBAR", commits),
     ] {
         assert_eq!(found(opcode), expected, "{name}: {opcode}");
+    }
+    if plan.ctas() == 2 && plan.core == TensorCore::Instruction {
+        // Each of them is that of two CTAs, and a commit arrives in both.
+        let all = |opcode, of_two: &str| {
+            let lines = sass.lines().filter(|line| line.contains(of_two));
+            assert_eq!(lines.count(), found(opcode), "{name}: {opcode}, {of_two}");
+        };
+        all("UTCOMMA", "UTCOMMA.2CTA");
+        all("UTCQMMA", "UTCQMMA.2CTA");
+        all("UTCCP", "UTCCP.T.S.2CTA");
+        all("UTCBAR", "UTCBAR.2CTA.MULTICAST");
+        all("UTMALDG", "UTMALDG.2D.2CTA");
+        // Nothing but the barriers of the cluster waits for the memory of other SMs, or empties the
+        // L1 cache.
+        assert!(
+            found("UCGABAR_ARV") > 0,
+            "{name}: no barrier of the cluster"
+        );
+        assert_eq!(found("MEMBAR.ALL.GPU"), found("UCGABAR_ARV"), "{name}");
+        assert_eq!(found("CCTL.IVALL"), found("UCGABAR_WAIT"), "{name}");
     }
     // Around instructions of one thread whose choice ptxas does not understand it makes loops,
     // which elect one thread after another.
@@ -299,10 +323,10 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
         GemmInstance::Sm100BlockScaled(plan) => match plan.core {
             TensorCore::Instruction => true,
             // The other forms with the groups that they treat in their own way.
-            TensorCore::Software(_) => match (plan.format, plan.swap_ab) {
-                (BlockScaled::Nvfp4, false) => plan.grouped != GroupedDim::None,
-                (BlockScaled::Mxfp8, false) => plan.grouped == GroupedDim::K,
-                (_, true) => plan.grouped == GroupedDim::M,
+            TensorCore::Software(_) => match (plan.format, plan.form) {
+                (BlockScaled::Nvfp4, Sm100Form::OneCta) => plan.grouped != GroupedDim::None,
+                (BlockScaled::Mxfp8, Sm100Form::OneCta) => plan.grouped == GroupedDim::K,
+                (_, Sm100Form::TwoCta | Sm100Form::SwapAb) => plan.grouped == GroupedDim::M,
             },
         },
         GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {

@@ -23,33 +23,32 @@ use nvfp4_kernels::{
     gemm::{
         self, Device, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
-        kernels::{Fault, Sm100Tile, TensorCore},
+        kernels::{Fault, Sm100Form, Sm100Tile, TensorCore},
     },
     moe::GroupOffsets,
     quantize,
     tensor::{FloatKind, Matrix},
 };
 
-/// The kernel in software, with `fault` and `seed`.
+/// The kernel in software on one CTA, with `fault` and `seed`.
 fn software(fault: Fault, seed: u32) -> Plan {
+    in_form(Sm100Form::OneCta, fault, seed)
+}
+
+/// The same in `form`.
+fn in_form(form: Sm100Form, fault: Fault, seed: u32) -> Plan {
     Plan::Tcgen05(Sm100Tile {
         core: TensorCore::Software(fault),
         seed,
-        ..Sm100Tile::instruction(BlockScaled::Nvfp4, false)
+        ..Sm100Tile::instruction(BlockScaled::Nvfp4, form)
     })
 }
 
-/// The plain sums in software.
-fn sums(
-    client: &Client,
-    a: &Packed,
-    b: &Packed,
-    fault: Fault,
-    seed: u32,
-) -> Result<Vec<f32>, Nvfp4Error> {
+/// The plain sums of `plan`.
+fn sums(client: &Client, a: &Packed, b: &Packed, plan: Plan) -> Result<Vec<f32>, Nvfp4Error> {
     let (a, b) = (a.device(client), b.device(client));
     let request = Gemm::new(&a, &b).out(FloatKind::F32);
-    let found = multiply(client, request.plan(software(fault, seed)))?;
+    let found = multiply(client, request.plan(plan))?;
     Ok(read_matrix(client, &found))
 }
 
@@ -87,7 +86,7 @@ fn dense_has_the_bits_of_the_scalar_kernel() {
         let expected = expected(&client, &a, &b);
         assert!(expected.iter().any(|sum| *sum != 0.0));
         for seed in [0, 1, 2] {
-            let found = sums(&client, &a, &b, Fault::None, seed).unwrap();
+            let found = sums(&client, &a, &b, software(Fault::None, seed)).unwrap();
             assert_floats(&found, &expected, &format!("{m} x {n} x {k}, seed {seed}"));
         }
     }
@@ -104,7 +103,7 @@ fn many_tiles_and_stages() {
         (128, 256, 8192, 5),
     ] {
         let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
-        let found = sums(&client, &a, &b, Fault::None, seed).unwrap();
+        let found = sums(&client, &a, &b, software(Fault::None, seed)).unwrap();
         let what = format!("{m} x {n} x {k}, seed {seed}");
         assert_floats(&found, &expected(&client, &a, &b), &what);
     }
@@ -119,7 +118,7 @@ fn nan_scales_stay_in_their_row_and_column() {
     let (mut a, mut b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     a.scales[7 * a.blocks + a.blocks - 1] = 0x7f;
     b.scales[260 * b.blocks + 2] = 0x7f;
-    let found = sums(&client, &a, &b, Fault::None, 3).unwrap();
+    let found = sums(&client, &a, &b, software(Fault::None, 3)).unwrap();
     for (i, value) in found.iter().enumerate() {
         let (row, column) = (i / n, i % n);
         assert_eq!(
@@ -320,16 +319,19 @@ enum Caught {
     Violation(&'static str),
 }
 
-/// Each fault is noticed: in the bits of the result, or because a command is not what the PTX ISA
-/// asks for. The contraction takes more stages than the ring has, so that one that is released too
-/// early is filled again.
-#[test]
-fn injected_faults_are_caught() {
-    let client = hopper!("gemm_tcgen05::injected_faults_are_caught");
-    let (m, n, k) = (128, 256, 2560);
+/// Each fault of operands as they are is noticed: in the bits of the result, or because a command is
+/// not what the PTX ISA asks for. The contraction takes more stages than the ring has, so that one
+/// that is released too early is filled again.
+pub fn check_faults(client: &Client, form: Sm100Form) {
+    let (m, n, k) = (128 * form.ctas(), 256, 2560);
     let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
-    let expected = expected(&client, &a, &b);
-    for (fault, seed, caught) in [
+    let expected = expected(client, &a, &b);
+    let of_pairs = match form.ctas() {
+        1 => &[][..],
+        _ => &Fault::OF_PAIRS[..],
+    };
+    let of_pairs = of_pairs.iter().map(|fault| (*fault, 0, Caught::Wrong));
+    let of_all = [
         (Fault::NoFullWait, 0, Caught::Wrong),
         (Fault::NoAccumulatorWait, 0, Caught::Wrong),
         (Fault::EarlyStageReuse, 0, Caught::Wrong),
@@ -352,8 +354,10 @@ fn injected_faults_are_caught() {
             0,
             Caught::Violation("instruction descriptors"),
         ),
-    ] {
-        let found = sums(&client, &a, &b, fault, seed);
+    ];
+    assert_eq!(of_all.map(|(fault, ..)| fault), Fault::INJECTED);
+    for (fault, seed, caught) in of_all.into_iter().chain(of_pairs) {
+        let found = sums(client, &a, &b, in_form(form, fault, seed));
         match (caught, found) {
             (Caught::Wrong, Ok(found)) => {
                 let same = |(x, y): (&f32, &f32)| x.to_bits() == y.to_bits();
@@ -377,8 +381,15 @@ fn injected_faults_are_caught() {
     }
     // In the order in which they were issued, copies to shared columns do no harm: it is the other
     // order that finds them.
-    let found = sums(&client, &a, &b, Fault::SharedScaleColumns, 0).unwrap();
+    let in_order = in_form(form, Fault::SharedScaleColumns, 0);
+    let found = sums(client, &a, &b, in_order).unwrap();
     assert_floats(&found, &expected, "shared columns in order");
+}
+
+#[test]
+fn injected_faults_are_caught() {
+    let client = hopper!("gemm_tcgen05::injected_faults_are_caught");
+    check_faults(&client, Sm100Form::OneCta);
 }
 
 /// Data-center Blackwell: grouped and per-token GEMMs take the kernel unasked, if its self-check
@@ -420,8 +431,9 @@ fn the_self_check_decides() {
         assert_eq!(*kernel, "sm100_block_scaled");
         assert!(refusal.to_string().contains("row 3"), "{refusal}");
     }
-    // Where the check passes the plan asks again, which a device answers from memory.
-    assert_eq!(checks.get(), 9);
+    // Where the check passes the plan asks again, which a device answers from memory; where that of
+    // two CTAs does not, one CTA is checked.
+    assert_eq!(checks.get(), 11);
     // What the kernel does not take, what cuBLASLt takes, and what was asked for is not checked.
     let narrow = Problem::new([OperandLayout::Packed; 2], (4096, 4100, 4096));
     let narrow = narrow.grouped(GroupedDim::K, 8);
@@ -433,7 +445,7 @@ fn the_self_check_decides() {
     };
     let choice = chosen(asked, wrong());
     assert_eq!(choice.backend, GemmBackend::Sm100Tcgen05);
-    assert_eq!(checks.get(), 9);
+    assert_eq!(checks.get(), 11);
 }
 
 /// A device that lacks the instructions says so, and the kernel says what it does not take.

@@ -1,8 +1,9 @@
-//! The kernel for `tcgen05` in MXFP8 and with exchanged operands, with its tensor core in software,
+//! The kernel for `tcgen05` in MXFP8, on two CTAs and with exchanged operands, with its tensor core in software,
 //! on a Hopper GPU (`NVFP4_TEST_DEVICE=cuda`): against the scalar kernel, bit for bit, which
 //! multiplies MXFP8 operands dequantized to bf16. Products are exact, and the order of sums is the
 //! same.
 
+use crate::gemm_tcgen05::check_faults;
 use crate::support::{
     device::{assert_floats, read_f32, read_f32s, read_matrix, upload},
     epilogue::{Epilogue, check_epilogues},
@@ -20,25 +21,27 @@ use nvfp4_kernels::{
     format::swizzle::swizzle,
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
-        kernels::{Fault, Sm100Tile, TensorCore},
+        kernels::{Fault, Sm100Form, Sm100Tile, TensorCore},
     },
     moe::GroupOffsets,
     quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-/// What the module `gemm_tcgen05` does not test: formats, and whether operands are exchanged.
-const FORMS: [(BlockScaled, bool); 3] = [
-    (BlockScaled::Mxfp8, false),
-    (BlockScaled::Nvfp4, true),
-    (BlockScaled::Mxfp8, true),
+/// What the module `gemm_tcgen05` does not test: formats and forms.
+const FORMS: [(BlockScaled, Sm100Form); 5] = [
+    (BlockScaled::Mxfp8, Sm100Form::OneCta),
+    (BlockScaled::Nvfp4, Sm100Form::TwoCta),
+    (BlockScaled::Mxfp8, Sm100Form::TwoCta),
+    (BlockScaled::Nvfp4, Sm100Form::SwapAb),
+    (BlockScaled::Mxfp8, Sm100Form::SwapAb),
 ];
 
 /// The kernel in software, with `fault` and `seed`.
-fn software((format, swap_ab): (BlockScaled, bool), fault: Fault, seed: u32) -> Plan {
+fn software((format, form): (BlockScaled, Sm100Form), fault: Fault, seed: u32) -> Plan {
     Plan::Tcgen05(Sm100Tile {
         format,
-        swap_ab,
+        form,
         core: TensorCore::Software(fault),
         seed,
     })
@@ -101,6 +104,8 @@ fn dense_has_the_bits_of_the_scalar_kernel() {
             (5, 1000, 160),
             (65, 248, 2080),
             (17, 264, 96),
+            (257, 264, 352),
+            (389, 136, 1440),
         ]
         .into_iter()
         .enumerate()
@@ -150,6 +155,7 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     for form in FORMS {
         for sizes in [
             vec![0, 1, 63, 64, 65, 0, 127, 128, 129],
+            vec![257, 0, 256, 255],
             vec![0, 0],
             vec![300],
             many.clone(),
@@ -178,38 +184,38 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Groups along K of MXFP8 begin at any multiple of 32, within a stage too: they are read where
-/// they are.
+/// Groups along K, those of MXFP8 at any multiple of 32, within a stage too, where they are read as
+/// they are; those of NVFP4 are moved.
 #[test]
-fn groups_along_k_of_mxfp8_have_the_bits_of_the_scalar_kernel() {
-    let client =
-        hopper!("gemm_tcgen05_forms::groups_along_k_of_mxfp8_have_the_bits_of_the_scalar_kernel");
+fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
+    let client = hopper!("gemm_tcgen05_forms::groups_along_k_have_the_bits_of_the_scalar_kernel");
     let many: Vec<usize> = (0..40).map(|i| 32 * (i % 6)).collect();
-    for sizes in [
-        vec![32, 0, 96, 320, 64],
-        vec![0, 0],
-        vec![128, 256],
-        vec![1024, 32],
-        many,
-    ] {
-        for (m, n, seed) in [(130, 264, 0), (40, 136, 1)] {
-            let (count, k) = (sizes.len(), sizes.iter().sum::<usize>().max(32));
-            let form = (BlockScaled::Mxfp8, false);
-            let left = random(&client, form.0, (m, k), 1);
-            let right = random(&client, form.0, (n, k), 2);
-            let groups = offsets(&client, &sizes);
-            let held: Vec<f32> = (0..count * m * n).map(|i| (i % 7) as f32).collect();
-            let run = |with: &dyn for<'a> Fn(Gemm<'a>) -> Gemm<'a>| -> Vec<f32> {
-                let target = upload(&client, &held, count * m, n);
-                let gemm = Gemm::new(&left, &right)
-                    .target(Target::Accumulate(&target))
-                    .k_grouped(&groups);
-                read_matrix(&client, &multiply(&client, with(gemm)).unwrap())
-            };
-            let expected = run(&|gemm| gemm.backend(GemmBackend::Scalar));
-            let found = run(&|gemm| gemm.plan(software(form, Fault::None, seed)));
-            let what = format!("columns {sizes:?}, {m} x {n}, seed {seed}");
-            assert_floats(&found, &expected, &what);
+    for form in FORMS.into_iter().filter(|(_, form)| !form.swaps_ab()) {
+        for sizes in [
+            vec![32, 0, 96, 320, 64],
+            vec![0, 0],
+            vec![128, 256],
+            vec![1024, 32],
+            many.clone(),
+        ] {
+            for (m, n, seed) in [(130, 264, 0), (40, 136, 1)] {
+                let (count, k) = (sizes.len(), sizes.iter().sum::<usize>().max(32));
+                let left = random(&client, form.0, (m, k), 1);
+                let right = random(&client, form.0, (n, k), 2);
+                let groups = offsets(&client, &sizes);
+                let held: Vec<f32> = (0..count * m * n).map(|i| (i % 7) as f32).collect();
+                let run = |with: &dyn for<'a> Fn(Gemm<'a>) -> Gemm<'a>| -> Vec<f32> {
+                    let target = upload(&client, &held, count * m, n);
+                    let gemm = Gemm::new(&left, &right)
+                        .target(Target::Accumulate(&target))
+                        .k_grouped(&groups);
+                    read_matrix(&client, &multiply(&client, with(gemm)).unwrap())
+                };
+                let expected = run(&|gemm| gemm.backend(GemmBackend::Scalar));
+                let found = run(&|gemm| gemm.plan(software(form, Fault::None, seed)));
+                let what = format!("{form:?}, columns {sizes:?}, {m} x {n}, seed {seed}");
+                assert_floats(&found, &expected, &what);
+            }
         }
     }
 }
@@ -338,6 +344,36 @@ fn nan_scales_stay_in_their_row_and_column() {
             assert_eq!(value.is_nan(), expected, "{form:?}: ({row}, {column})");
         }
     }
+}
+
+/// The second CTA has rows of its own, which other forms' tiles of the same problem do not: a GEMM
+/// of it alone, of both, and of both with a tail in either.
+#[test]
+fn both_ctas_write_their_rows() {
+    let client = hopper!("gemm_tcgen05_forms::both_ctas_write_their_rows");
+    let form = (BlockScaled::Nvfp4, Sm100Form::TwoCta);
+    for (m, n, k) in [
+        (100, 256, 256),
+        (129, 128, 256),
+        (255, 136, 1536),
+        (512, 8, 64),
+    ] {
+        let a = random(&client, form.0, (m, k), 7);
+        let b = random(&client, form.0, (n, k), 8);
+        for seed in 0..4 {
+            let (expected, found) = both(&client, [&a, &b], software(form, Fault::None, seed));
+            let what = format!("{m} x {n} x {k}, seed {seed}");
+            assert_floats(&found.unwrap(), &expected, &what);
+        }
+    }
+}
+
+/// The faults of one CTA are noticed in two of them too, and so are those of two alone: stages that
+/// are not waited for, the other half of `b`, the scales of one half of it.
+#[test]
+fn injected_faults_of_two_ctas_are_caught() {
+    let client = hopper!("gemm_tcgen05_forms::injected_faults_of_two_ctas_are_caught");
+    check_faults(&client, Sm100Form::TwoCta);
 }
 
 /// What is particular to the forms is noticed when it is wrong: the place of a scale in its word in

@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     cube::{codec::Conversion, ptx::BlockScaled},
     gemm::{
         GemmInstance,
-        kernels::{Fault, GroupedDim, Multiply, Sm100Plan, TensorCore},
+        kernels::{Fault, GroupedDim, Multiply, Sm100Form, Sm100Plan, TensorCore},
     },
     registry::{self, DummyDevice, Expected, Instance},
 };
@@ -358,29 +358,34 @@ fn statements(source: &str) -> Vec<String> {
 #[test]
 fn injected_faults_are_in_the_source() {
     let instances = instances(Conversion::Hardware);
-    let source = |fault: Fault| {
-        let plan = Sm100Plan {
-            format: BlockScaled::Nvfp4,
-            swap_ab: false,
-            grouped: GroupedDim::None,
-            core: TensorCore::Software(fault),
+    for form in [Sm100Form::OneCta, Sm100Form::TwoCta] {
+        let source = |fault: Fault| {
+            let plan = Sm100Plan {
+                format: BlockScaled::Nvfp4,
+                form,
+                grouped: GroupedDim::None,
+                core: TensorCore::Software(fault),
+            };
+            let is_it = |instance: &&Instance| {
+                instance.gemm == Some(GemmInstance::Sm100BlockScaled(plan))
+                    && instance.name.contains("-Bf16-false-")
+            };
+            let Instance { name, kernel, .. } = instances.iter().find(is_it).unwrap();
+            statements(&sources::cuda_source(name, &**kernel))
         };
-        let is_it = |instance: &&Instance| {
-            instance.gemm == Some(GemmInstance::Sm100BlockScaled(plan))
-                && instance.name.contains("-Bf16-false-")
+        let plain = source(Fault::None);
+        assert_eq!(source(Fault::WrongSwizzle), plain);
+        let mut all = BTreeSet::from([plain]);
+        let of_pairs = match form.ctas() {
+            1 => &[][..],
+            _ => &Fault::OF_PAIRS[..],
         };
-        let Instance { name, kernel, .. } = instances.iter().find(is_it).unwrap();
-        statements(&sources::cuda_source(name, &**kernel))
-    };
-    let plain = source(Fault::None);
-    assert_eq!(source(Fault::WrongSwizzle), plain);
-    let mut all = BTreeSet::from([plain]);
-    for fault in Fault::INJECTED {
-        if fault != Fault::WrongSwizzle {
-            assert!(all.insert(source(fault)), "{fault:?}");
+        let faults = || Fault::INJECTED.iter().chain(of_pairs);
+        for fault in faults().filter(|fault| **fault != Fault::WrongSwizzle) {
+            assert!(all.insert(source(*fault)), "{form}: {fault:?}");
         }
+        assert_eq!(all.len(), faults().count(), "{form}");
     }
-    assert_eq!(all.len(), Fault::INJECTED.len());
 }
 
 /// All files with Rust source in `folder` and below.
@@ -400,8 +405,12 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 /// Names of the functions behind `#[cube(launch…)]`.
 fn launched(text: &str) -> Vec<String> {
     let mut names = Vec::new();
-    for (start, _) in text.match_indices("#[cube(launch") {
-        let (_, rest) = text[start..].split_once("fn ").unwrap();
+    for attribute in text.split("#[cube(").skip(1) {
+        // A long attribute has a line for each of its arguments.
+        if !attribute.trim_start().starts_with("launch") {
+            continue;
+        }
+        let (_, rest) = attribute.split_once("fn ").unwrap();
         let name = rest.split(['<', '(']).next().unwrap();
         names.push(name.trim().to_owned());
     }

@@ -14,8 +14,8 @@ use nvfp4_kernels::{
     cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
     format::swizzle::swizzle,
     gemm::kernels::sm100_block_scaled_engine::{
-        BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, TMEM_WORDS, VIOLATIONS,
-        execute_copy, execute_mma,
+        BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, Peer, TMEM_WORDS,
+        VIOLATIONS, execute_copy, execute_mma,
     },
     reference,
 };
@@ -72,6 +72,7 @@ fn execute_kernel(
         shared: BASE.runtime(),
         bytes,
         tmem: 0usize.runtime(),
+        peer: Peer::None,
     };
     if UNIT_POS == 0u32 {
         for c in 0..count {

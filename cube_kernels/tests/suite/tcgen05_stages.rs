@@ -1,6 +1,6 @@
 //! The operands that the kernel for `tcgen05` computes for its instructions, on stages as it lays
 //! them out, by the software model on CubeCL's CPU runtime or any other device: both formats,
-//! operands as they are and exchanged, and groups along K.
+//! operands as they are, shared out to two CTAs, and exchanged, and groups along K.
 
 use crate::support::{
     device::{read_u32, upload_bytes},
@@ -10,19 +10,21 @@ use crate::support::{
 use crate::tcgen05_model::{BASE, expected, ordered_sums, sums};
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    cube::ptx::BlockScaled,
+    cube::ptx::{BlockScaled, instruction_descriptor},
     format::swizzle::swizzle,
     gemm::kernels::{
-        Fault, GroupedDim, Sm100Plan, TensorCore,
+        Fault, GroupedDim, Sm100Form, Sm100Plan, TensorCore,
         sm100_block_scaled_engine::{
-            BAD_INSTRUCTION, BAD_SHARED, Command, Memory, TMEM_WORDS, VIOLATIONS, execute_copy,
-            execute_mma,
+            BAD_INSTRUCTION, BAD_SHARED, Command, Memory, Peer, TMEM_WORDS, VIOLATIONS,
+            execute_copy, execute_mma, is_bad_instruction,
         },
         sm100_block_scaled_operands as operands,
     },
 };
 
 const NVFP4: BlockScaled = BlockScaled::Nvfp4;
+const ONE: Sm100Form = Sm100Form::OneCta;
+const TWO: Sm100Form = Sm100Form::TwoCta;
 
 /// What a tile is made of beside its operands.
 #[derive(Clone, Copy)]
@@ -59,11 +61,17 @@ fn execute_stages_kernel(
     part: &[u32],
     #[comptime] plan: Sm100Plan,
 ) {
+    // Of two CTAs the odd one's stages lie behind those of the even one.
     let memory = Memory {
         shared: BASE.runtime(),
         bytes: comptime!(plan.operands() as u32).runtime(),
         tmem: 0usize.runtime(),
+        peer: comptime!(match plan.ctas() {
+            1 => Peer::None,
+            _ => Peer::Adjacent,
+        }),
     };
+    let lanes = comptime!(128 * plan.ctas() as u32);
     let (k, lead) = (part[0], part[1]);
     if UNIT_POS == 0u32 {
         for k_tile in 0..k.div_ceil(comptime!(plan.format.tile_k() as u32)) {
@@ -94,7 +102,7 @@ fn execute_stages_kernel(
                             b_scales: 0u32.runtime(),
                             accumulate: 0u32.runtime(),
                         };
-                        for lane in 0..128u32 {
+                        for lane in 0..lanes {
                             execute_copy(shared, tmem, memory, command, lane, violations);
                         }
                     }
@@ -117,13 +125,67 @@ fn execute_stages_kernel(
                         accumulate: mma.accumulate,
                     };
                     let kind = comptime!(plan.format);
-                    for lane in 0..128u32 {
+                    for lane in 0..lanes {
                         execute_mma(shared, tmem, memory, command, lane, violations, kind);
                     }
                 }
             }
         }
     }
+}
+
+/// What the kernel loads for a CTA of a tile at the first row of either operand.
+struct Loads {
+    /// The first rows of `a` and of `b` that it has the codes of.
+    rows: [usize; 2],
+    /// Which 128 rows of `a` it has the scales of.
+    a_tile: usize,
+    /// The same of `b`, one after another.
+    b_tiles: Vec<usize>,
+}
+
+/// Writes what each CTA loads: first rows of `a` and `b`, the tile of scales of `a`, and up to two
+/// of `b`.
+#[cube(launch_unchecked)]
+fn loads_kernel(out: &mut [u32], #[comptime] plan: Sm100Plan) {
+    if UNIT_POS == 0u32 {
+        for rank in 0..comptime!(plan.ctas() as u32) {
+            let share = operands::cta_share(rank, plan);
+            let first = (rank * 5u32) as usize;
+            out[first] = share.a;
+            out[first + 1usize] = share.b;
+            out[first + 2usize] = share.a_tile;
+            #[unroll]
+            for part in 0..comptime!(plan.b_tiles()) {
+                out[first + 3usize + part] = operands::scales_of_part(rank, part, plan);
+            }
+        }
+    }
+}
+
+/// What the kernel loads for each CTA that shares a tile.
+fn loads(client: &Client, plan: Sm100Plan) -> Vec<Loads> {
+    let len = 5 * plan.ctas();
+    let out = upload_bytes(client, &vec![0; 4 * len]);
+    // SAFETY: five words for each CTA.
+    unsafe {
+        loads_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(1),
+            BufferArg::from_raw_parts(out.clone(), len),
+            plan,
+        );
+    }
+    let words = read_u32(client, &out, len);
+    let words: Vec<usize> = words.into_iter().map(|word| word as usize).collect();
+    (words.chunks(5))
+        .map(|words| Loads {
+            rows: [words[0], words[1]],
+            a_tile: words[2],
+            b_tiles: words[3..3 + plan.b_tiles()].to_vec(),
+        })
+        .collect()
 }
 
 /// An operand of the instruction as it is stored, in either format.
@@ -164,28 +226,33 @@ impl<'a> From<&'a Mxfp8> for Stored<'a> {
     }
 }
 
-/// The memory of all stages of the kernel, each with the K tile of its number: codes as TMA leaves
-/// them, zeros behind the last row and column, and the scales that there are; anything elsewhere.
-fn stages_of_kernel(a: &Stored, b: &Stored, plan: Sm100Plan) -> Vec<u8> {
+/// The memory of all stages of a CTA, each with the K tile of its number: codes as TMA leaves them,
+/// zeros behind the last row and column, and the scales that there are; anything elsewhere. Two CTAs
+/// read scales in boxes as high as a stage: behind the last column those of other rows, and zeros
+/// behind the last of all.
+fn stages_of_cta(a: &Stored, b: &Stored, loads: &Loads, plan: Sm100Plan) -> Vec<u8> {
     let mut bytes = vec![0x77u8; plan.operands()];
+    let (in_boxes, whole) = (plan.ctas() > 1, plan.atoms() * 512);
     let atoms = a.blocks.div_ceil(4);
+    let a_tiles = [loads.a_tile];
     for stage in 0..a.bytes.div_ceil(128) {
         let count = (atoms - stage * plan.atoms()).min(plan.atoms()) * 512;
-        for (stored, rows, codes_at, scales_at, tiles) in [
-            (a, 128, 0, plan.a_scales_at(), 1),
+        for (stored, first, rows, codes_at, scales_at, tiles) in [
+            (a, loads.rows[0], 128, 0, plan.a_scales_at(), &a_tiles[..]),
             (
                 b,
-                plan.b_rows(),
+                loads.rows[1],
+                plan.b_rows_of_cta(),
                 plan.b_codes_at(),
                 plan.b_scales_at(),
-                plan.b_tiles(),
+                &loads.b_tiles[..],
             ),
         ] {
             for row in 0..rows {
                 for byte in 0..128 {
-                    let column = stage * 128 + byte;
-                    let code = match row < stored.rows && column < stored.bytes {
-                        true => stored.codes[row * stored.bytes + column],
+                    let (from, column) = (first + row, stage * 128 + byte);
+                    let code = match from < stored.rows && column < stored.bytes {
+                        true => stored.codes[from * stored.bytes + column],
                         false => 0,
                     };
                     let part = (byte / 16) ^ (row % 8);
@@ -197,10 +264,16 @@ fn stages_of_kernel(a: &Stored, b: &Stored, plan: Sm100Plan) -> Vec<u8> {
             scales.extend_from_slice(stored.scales);
             let all = stored.first + stored.rows;
             let swizzled = swizzle(&scales, all, stored.blocks);
-            for tile in 0..all.div_ceil(128) {
+            for (part, tile) in tiles.iter().enumerate() {
                 let from = (tile * atoms + stage * plan.atoms()) * 512;
-                let to = scales_at + (stage * tiles + tile) * plan.atoms() * 512;
-                bytes[to..to + count].copy_from_slice(&swizzled[from..from + count]);
+                let to = scales_at + (stage * tiles.len() + part) * whole;
+                if in_boxes {
+                    let there = swizzled.iter().skip(from).copied();
+                    let with_zeros = there.chain(std::iter::repeat(0)).take(whole);
+                    bytes.splice(to..to + whole, with_zeros);
+                } else if *tile < all.div_ceil(128) {
+                    bytes[to..to + count].copy_from_slice(&swizzled[from..from + count]);
+                }
             }
         }
     }
@@ -220,8 +293,13 @@ fn execute_stages<'a>(
         first: part.b_row,
         ..b.into()
     };
-    let shared = stages_of_kernel(&a.into(), &b, plan);
-    let poison = vec![0x7fff_ffffu32; TMEM_WORDS];
+    let a = a.into();
+    let ctas = loads(client, plan);
+    let shared: Vec<u8> = (ctas.iter())
+        .flat_map(|loads| stages_of_cta(&a, &b, loads, plan))
+        .collect();
+    let words = plan.ctas() * TMEM_WORDS;
+    let poison = vec![0x7fff_ffffu32; words];
     let tmem = upload_bytes(client, bytemuck::cast_slice(&poison));
     let violations = upload_bytes(client, &[0; 4 * VIOLATIONS]);
     let part = [part.k, part.lead, part.n, part.b_row].map(|it| it as u32);
@@ -236,7 +314,7 @@ fn execute_stages<'a>(
             CubeCount::Static(1, 1, 1),
             CubeDim::new_1d(1),
             arg(&upload_bytes(client, &shared), shared.len() / 4),
-            arg(&tmem, TMEM_WORDS),
+            arg(&tmem, words),
             arg(&violations, VIOLATIONS),
             arg(
                 &upload_bytes(client, bytemuck::cast_slice(&part)),
@@ -245,18 +323,19 @@ fn execute_stages<'a>(
             plan,
         );
     }
-    let tmem = read_u32(client, &tmem, TMEM_WORDS);
+    let tmem = read_u32(client, &tmem, words);
+    let ctas = tmem.chunks(TMEM_WORDS);
     (
-        sums(&tmem, plan.b_rows()),
+        ctas.flat_map(|tmem| sums(tmem, plan.b_rows())).collect(),
         read_u32(client, &violations, VIOLATIONS),
     )
 }
 
 /// A plan without groups.
-fn plan(format: BlockScaled, swap_ab: bool, core: TensorCore) -> Sm100Plan {
+fn plan(format: BlockScaled, form: Sm100Form, core: TensorCore) -> Sm100Plan {
     Sm100Plan {
         format,
-        swap_ab,
+        form,
         grouped: GroupedDim::None,
         core,
     }
@@ -277,15 +356,23 @@ fn assert_tile(found: &[f32], expected: &[f32], n: usize, width: usize, what: &s
 }
 
 /// The operands that the kernel computes for its instructions, on the stages as it lays them out:
-/// whole and partial K tiles, with and without a second 128 rows of `b`.
+/// whole and partial K tiles, with and without a second 128 rows of `b`, and of two CTAs with and
+/// without rows of `a` in the odd one.
 #[test]
 fn the_operands_of_the_kernel_multiply_its_stages() {
     let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_its_stages");
     for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
-        for (m, n, k) in [(128, 256, 1024), (128, 104, 32), (77, 136, 608)] {
-            let what = format!("{m} x {n} x {k}");
+        for (form, (m, n, k)) in [
+            (ONE, (128, 256, 1024)),
+            (ONE, (128, 104, 32)),
+            (ONE, (77, 136, 608)),
+            (TWO, (256, 256, 1280)),
+            (TWO, (128, 104, 32)),
+            (TWO, (201, 136, 608)),
+        ] {
+            let what = format!("{form}, {m} x {n} x {k}");
             let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
-            let plan = plan(NVFP4, false, core);
+            let plan = plan(NVFP4, form, core);
             let (found, violations) = execute_stages(&client, &a, &b, Part::of(k), plan);
             assert_eq!(violations, [0; VIOLATIONS], "{what}");
             assert_tile(&found, &expected(&a, &b), n, 256, &what);
@@ -298,10 +385,17 @@ fn the_operands_of_the_kernel_multiply_its_stages() {
 fn the_operands_of_the_kernel_multiply_mxfp8() {
     let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_mxfp8");
     for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
-        for (m, n, k) in [(128, 256, 512), (128, 104, 32), (77, 136, 224)] {
-            let what = format!("{m} x {n} x {k}");
+        for (form, (m, n, k)) in [
+            (ONE, (128, 256, 512)),
+            (ONE, (128, 104, 32)),
+            (ONE, (77, 136, 224)),
+            (TWO, (256, 256, 640)),
+            (TWO, (128, 104, 32)),
+            (TWO, (201, 136, 224)),
+        ] {
+            let what = format!("{form}, {m} x {n} x {k}");
             let (a, b) = (Mxfp8::random(m, k, 3), Mxfp8::random(n, k, 4));
-            let plan = plan(BlockScaled::Mxfp8, false, core);
+            let plan = plan(BlockScaled::Mxfp8, form, core);
             let (found, violations) = execute_stages(&client, &a, &b, Part::of(k), plan);
             assert_eq!(violations, [0; VIOLATIONS], "{what}");
             let expected = ordered_sums(&a.decoded(), &b.decoded(), k, 0..k);
@@ -329,7 +423,7 @@ fn the_operands_of_the_kernel_multiply_few_rows() {
             ..Part::of(k)
         };
         let (a, b) = (Packed::random(m, k, 3), Packed::random(rows, k, 4));
-        let own = plan(NVFP4, true, TensorCore::Instruction);
+        let own = plan(NVFP4, Sm100Form::SwapAb, TensorCore::Instruction);
         let (found, violations) = execute_stages(&client, &a, &b, part, own);
         assert_eq!(violations, [0; VIOLATIONS], "{what}");
         assert_tile(&found, &expected(&a, &b), rows, 64, &what);
@@ -339,7 +433,11 @@ fn the_operands_of_the_kernel_multiply_few_rows() {
         // The ring has seven stages, half as wide in MXFP8.
         let k = k / 2 / 32 * 32;
         let (a, b) = (Mxfp8::random(m, k, 3), Mxfp8::random(rows, k, 4));
-        let own = plan(BlockScaled::Mxfp8, true, TensorCore::Instruction);
+        let own = plan(
+            BlockScaled::Mxfp8,
+            Sm100Form::SwapAb,
+            TensorCore::Instruction,
+        );
         let part = Part { k, ..part };
         let (found, violations) = execute_stages(&client, &a, &b, part, own);
         assert_eq!(violations, [0; VIOLATIONS], "MXFP8, {what}");
@@ -359,11 +457,15 @@ fn columns_behind_a_group_are_not_multiplied() {
         for row in a.scales.chunks_mut(stored / 16) {
             row[k / 16..].fill(0x7f);
         }
-        let plan = plan(NVFP4, false, TensorCore::Instruction);
-        let (found, violations) = execute_stages(&client, &a, &b, Part::of(k), plan);
-        assert_eq!(violations, [0; VIOLATIONS], "{k}");
-        let (a, b) = (a.columns(0..k / 16), b.columns(0..k / 16));
-        assert_tile(&found, &expected(&a, &b), n, 256, &k.to_string());
+        let (own_a, own_b) = (a.columns(0..k / 16), b.columns(0..k / 16));
+        let expected = expected(&own_a, &own_b);
+        for form in [ONE, TWO] {
+            let what = format!("{form}, {k}");
+            let plan = plan(NVFP4, form, TensorCore::Instruction);
+            let (found, violations) = execute_stages(&client, &a, &b, Part::of(k), plan);
+            assert_eq!(violations, [0; VIOLATIONS], "{what}");
+            assert_tile(&found, &expected, n, 256, &what);
+        }
     }
 }
 
@@ -380,30 +482,30 @@ fn columns_around_a_group_of_mxfp8_are_not_multiplied() {
             row[..columns.start / 32].fill(0xff);
             row[columns.end / 32..].fill(0xff);
         }
-        let plan = Sm100Plan {
-            grouped: GroupedDim::K,
-            ..plan(BlockScaled::Mxfp8, false, TensorCore::Instruction)
-        };
         let part = Part {
             lead: columns.start / 32,
             ..Part::of(columns.end)
         };
-        let (found, violations) = execute_stages(&client, &a, &b, part, plan);
-        assert_eq!(violations, [0; VIOLATIONS], "{columns:?}");
         let expected = ordered_sums(&decoded, &b.decoded(), stored, columns.clone());
-        assert_tile(&found, &expected, n, 256, &format!("{columns:?}"));
+        for form in [ONE, TWO] {
+            let what = format!("{form}, {columns:?}");
+            let plan = Sm100Plan {
+                grouped: GroupedDim::K,
+                ..plan(BlockScaled::Mxfp8, form, TensorCore::Instruction)
+            };
+            let (found, violations) = execute_stages(&client, &a, &b, part, plan);
+            assert_eq!(violations, [0; VIOLATIONS], "{what}");
+            assert_tile(&found, &expected, n, 256, &what);
+        }
     }
 }
 
-/// The faults that are in operands: the model reports them, or the sums are wrong.
+/// The faults that are in operands, and in what each of two CTAs loads of them: the model reports
+/// them, or the sums are wrong.
 #[test]
 fn faults_of_operands_are_noticed() {
     let client = client!("tcgen05_model::faults_of_operands_are_noticed");
-    let (a, b) = (Packed::random(128, 512, 3), Packed::random(256, 512, 4));
-    let own = expected(&a, &b);
-    let (x, y) = (Mxfp8::random(128, 512, 3), Mxfp8::random(256, 512, 4));
-    let of_mxfp8 = ordered_sums(&x.decoded(), &y.decoded(), 512, 0..512);
-    for (fault, kinds) in [
+    let of_all = [
         (Fault::WrongScaleColumn, [None, None]),
         (
             Fault::WrongInstructionDescriptor,
@@ -412,21 +514,81 @@ fn faults_of_operands_are_noticed() {
         (Fault::WrongStride, [Some(BAD_SHARED), Some(BAD_SHARED)]),
         // Any byte of a word of scales is one of MXFP8.
         (Fault::WrongScaleId, [Some(BAD_INSTRUCTION), None]),
-    ] {
-        let core = TensorCore::Software(fault);
-        let part = Part::of(512);
-        let nvfp4 = execute_stages(&client, &a, &b, part, plan(NVFP4, false, core));
-        let mxfp8 = plan(BlockScaled::Mxfp8, false, core);
-        let mxfp8 = execute_stages(&client, &x, &y, part, mxfp8);
-        let found = [(nvfp4, &own), (mxfp8, &of_mxfp8)];
-        for (((found, violations), expected), kind) in found.into_iter().zip(kinds) {
-            match kind {
-                Some(kind) => assert!(violations[kind] > 0, "{fault:?}: {violations:?}"),
-                None => {
-                    assert_eq!(violations, [0; VIOLATIONS], "{fault:?}");
-                    assert_ne!(found, *expected, "{fault:?}");
+    ];
+    let of_pairs = [
+        (Fault::WrongHalf, [None, None]),
+        (Fault::HalfOfScales, [None, None]),
+    ];
+    for (form, of_form) in [(ONE, &[][..]), (TWO, &of_pairs)] {
+        let (m, n, k) = (128 * form.ctas(), 256, 512);
+        let (a, b) = (Packed::random(m, k, 3), Packed::random(n, k, 4));
+        let own = expected(&a, &b);
+        let (x, y) = (Mxfp8::random(m, k, 3), Mxfp8::random(n, k, 4));
+        let of_mxfp8 = ordered_sums(&x.decoded(), &y.decoded(), k, 0..k);
+        for (fault, kinds) in of_all.iter().chain(of_form) {
+            let core = TensorCore::Software(*fault);
+            let part = Part::of(k);
+            let nvfp4 = execute_stages(&client, &a, &b, part, plan(NVFP4, form, core));
+            let mxfp8 = plan(BlockScaled::Mxfp8, form, core);
+            let mxfp8 = execute_stages(&client, &x, &y, part, mxfp8);
+            let found = [(nvfp4, &own), (mxfp8, &of_mxfp8)];
+            for (((found, violations), expected), kind) in found.into_iter().zip(kinds) {
+                let what = format!("{form}, {fault:?}");
+                match kind {
+                    Some(kind) => assert!(violations[*kind] > 0, "{what}: {violations:?}"),
+                    None => {
+                        assert_eq!(violations, [0; VIOLATIONS], "{what}");
+                        assert_ne!(found, *expected, "{what}");
+                    }
                 }
             }
         }
+    }
+}
+
+/// Writes which of `idescs` are no instruction descriptors of `kind` for `ctas` CTAs.
+#[cube(launch_unchecked)]
+fn bad_instructions_kernel(
+    idescs: &[u32],
+    out: &mut [u32],
+    #[comptime] kind: BlockScaled,
+    #[comptime] ctas: u32,
+) {
+    if UNIT_POS == 0u32 {
+        for i in 0..idescs.len() {
+            out[i] = u32::cast_from(is_bad_instruction(idescs[i], kind, ctas));
+        }
+    }
+}
+
+/// An instruction for two CTAs is none of one, nor the other way, and two have as many rows of `b`
+/// each.
+#[test]
+fn instructions_are_of_as_many_ctas() {
+    let client = client!("tcgen05_model::instructions_are_of_as_many_ctas");
+    let of = |m, n| instruction_descriptor(NVFP4, m, n);
+    let idescs = [
+        of(128, 256),
+        of(256, 256),
+        of(256, 128),
+        of(256, 136),
+        of(128, 136),
+    ];
+    for (ctas, expected) in [(1, [0, 1, 1, 1, 0]), (2, [1, 0, 0, 1, 1])] {
+        let bytes = upload_bytes(&client, bytemuck::cast_slice(&idescs));
+        let out = upload_bytes(&client, &[0xff; 4 * 5]);
+        // SAFETY: five words each.
+        unsafe {
+            bad_instructions_kernel::launch_unchecked(
+                &client,
+                CubeCount::Static(1, 1, 1),
+                CubeDim::new_1d(1),
+                BufferArg::from_raw_parts(bytes, 5),
+                BufferArg::from_raw_parts(out.clone(), 5),
+                NVFP4,
+                ctas,
+            );
+        }
+        assert_eq!(read_u32(&client, &out, 5), expected, "{ctas}");
     }
 }

@@ -1,7 +1,11 @@
-//! Asynchronous copies from device to shared memory: of single units (`cp.async`), and in bulk
-//! (`cp.async.bulk`).
+//! Asynchronous copies from device to shared memory: of single units (`cp.async`), in bulk
+//! (`cp.async.bulk`), and of boxes of a matrix (`cp.async.bulk.tensor`).
 
 use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+#[cfg(doc)]
+use super::mapa;
 
 /// Starts a copy of `width` bytes (4, 8 or 16, and aligned to it) from device to shared memory:
 /// `cp.async.cg` of 16 bytes, which bypass the L1 cache, `cp.async.ca` of fewer. Part of the group
@@ -90,5 +94,27 @@ pub fn cp_async_bulk(target: u32, source: u64, bytes: u32, barrier: u32) {
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
         "[{t}], [{s}], {n}, [{b}];",
         t = in(_) target, s = in(_) source, n = in(_) bytes, b = in(_) barrier
+    );
+}
+
+/// Lets TMA copy a box of the matrix of `map`, from `column` and `row` on, to the shared memory of
+/// this CTA at `target`; the bytes arrive at `barrier`, which may be that of the other CTA of the
+/// pair, by an address that [`mapa()`] returns: `cp.async.bulk.tensor.2d` with `cta_group::2`.
+///
+/// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk.tensor"; PTX 8.6, sm_100a and
+/// sm_103a. It has never run: no such GPU was at hand.
+#[cube]
+pub fn cp_async_bulk_tensor_2d_pair(
+    target: u32,
+    map: &TensorMap<u32, Tiled>,
+    column: i32,
+    row: i32,
+    barrier: u32,
+) {
+    let map = tensor_map_address(map);
+    gpu_asm!(
+        "cp.async.bulk.tensor.2d.cta_group::2.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "[{t}], [{m}, {{{c}, {r}}}], [{b}];",
+        t = in(_) target, m = in(_) map, c = in(_) column, r = in(_) row, b = in(_) barrier
     );
 }

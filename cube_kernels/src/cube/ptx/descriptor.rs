@@ -205,9 +205,13 @@ mod tests {
     /// Those of the same kernel compiled for E4M3 elements with UE8M0 scales of 32.
     #[test]
     fn instruction_descriptors_of_nvidia_for_mxfp8() {
-        for (n, expected) in [(256, 0x08c0_0000), (64, 0x0890_0000)] {
-            let found = instruction_descriptor(BlockScaled::Mxfp8, 128, n);
-            assert_eq!(found, expected, "128 x {n}: {found:#010x}");
+        for (m, n, expected) in [
+            (256, 256, 0x10c0_0000),
+            (128, 256, 0x08c0_0000),
+            (128, 64, 0x0890_0000),
+        ] {
+            let found = instruction_descriptor(BlockScaled::Mxfp8, m, n);
+            assert_eq!(found, expected, "{m} x {n}: {found:#010x}");
         }
     }
 

@@ -19,6 +19,7 @@
 mod arith;
 mod async_copy;
 mod bar;
+mod cluster;
 mod cvt;
 mod cvta;
 mod descriptor;
@@ -37,6 +38,7 @@ mod wgmma_gemm;
 pub use arith::*;
 pub use async_copy::*;
 pub use bar::*;
+pub use cluster::*;
 pub use cvt::*;
 pub use cvta::*;
 pub use descriptor::*;

@@ -1,6 +1,6 @@
-//! The instructions of the fifth-generation tensor cores, `tcgen05`, for one CTA (`cta_group::1`).
-//! PTX ISA "TensorCore 5th Generation Family Instructions"; PTX 8.6, sm_100a and sm_103a, unless a
-//! wrapper says otherwise.
+//! The instructions of the fifth-generation tensor cores, `tcgen05`, for one CTA (`cta_group::1`) and
+//! for two of a cluster (`cta_group::2`). PTX ISA "TensorCore 5th Generation Family Instructions";
+//! PTX 8.6, sm_100a and sm_103a, unless a wrapper says otherwise.
 //!
 //! Accumulators and block scales are in tensor memory (TMEM): 128 lanes of 512 columns of 32 bits
 //! in each SM, addressed as `lane << 16 | column`. Operands are in shared memory and addressed by
@@ -8,6 +8,12 @@
 //! [`tcgen05_mma()`] and [`tcgen05_commit()`]: the one that [`elect_sync()`] chooses. A
 //! thread that an index chooses makes ptxas repeat the election in a loop around each of these
 //! instructions.
+//!
+//! A wrapper with `ctas` takes 1 or 2, the same number in all of a kernel. A pair is the CTAs `2 i`
+//! and `2 i + 1` of a cluster. Its even CTA issues for both: an address or a descriptor names the
+//! same place in the memory of either. A multiplication has the even CTA's rows of `a` and then the
+//! odd one's, and so of `b`; the accumulators of a row of `a`, and the scales of both operands for
+//! them, are in the tensor memory of the CTA that has the row.
 //!
 //! These instructions have never run: no such GPU was at hand. Their machine code was inspected.
 
@@ -38,40 +44,44 @@ pub fn elect_sync() -> u32 {
 }
 
 /// Allocates `columns` columns of tensor memory (32 to 512, a power of two) and stores their
-/// address to shared memory at `target`: `tcgen05.alloc`. One warp, all of its threads. It waits
-/// until another CTA of the SM has freed enough.
+/// address to shared memory at `target`: `tcgen05.alloc`. One warp, all of its threads; of a pair,
+/// one in each CTA. It waits until another CTA of the SM has freed enough.
 #[cube]
-pub fn tcgen05_alloc(target: u32, #[comptime] columns: u32) {
+pub fn tcgen05_alloc(target: u32, #[comptime] columns: u32, #[comptime] ctas: usize) {
     gpu_asm!(
-        "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{t}], {c};",
-        t = in(_) target, c = const columns
+        "tcgen05.alloc.cta_group::{g}.sync.aligned.shared::cta.b32 [{t}], {c};",
+        g = const ctas, t = in(_) target, c = const columns
     );
 }
 
 /// Promises that this CTA allocates no more: `tcgen05.relinquish_alloc_permit`. The warp that
 /// allocated.
 #[cube]
-pub fn tcgen05_relinquish_alloc_permit() {
-    gpu_asm!("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
+pub fn tcgen05_relinquish_alloc_permit(#[comptime] ctas: usize) {
+    gpu_asm!(
+        "tcgen05.relinquish_alloc_permit.cta_group::{g}.sync.aligned;",
+        g = const ctas
+    );
 }
 
 /// Frees what [`tcgen05_alloc()`] allocated: `tcgen05.dealloc`. One warp, all of its threads,
-/// behind all accesses of the CTA.
+/// behind all accesses of the CTA; of a pair, one in each CTA, behind those of both.
 #[cube]
-pub fn tcgen05_dealloc(address: u32, #[comptime] columns: u32) {
+pub fn tcgen05_dealloc(address: u32, #[comptime] columns: u32, #[comptime] ctas: usize) {
     gpu_asm!(
-        "tcgen05.dealloc.cta_group::1.sync.aligned.b32 {a}, {c};",
-        a = in(_) address, c = const columns
+        "tcgen05.dealloc.cta_group::{g}.sync.aligned.b32 {a}, {c};",
+        g = const ctas, a = in(_) address, c = const columns
     );
 }
 
 /// Copies 32 lines of 16 bytes from shared memory to four columns of tensor memory, line `i` to the
-/// lanes `i`, `i + 32`, `i + 64` and `i + 96`: `tcgen05.cp.32x128b.warpx4`. One thread.
+/// lanes `i`, `i + 32`, `i + 64` and `i + 96`: `tcgen05.cp.32x128b.warpx4`. One thread; of a pair,
+/// each CTA's shared memory goes to its own tensor memory.
 #[cube]
-pub fn tcgen05_cp_32x128b_warpx4(target: u32, source: u64) {
+pub fn tcgen05_cp_32x128b_warpx4(target: u32, source: u64, #[comptime] ctas: usize) {
     gpu_asm!(
-        "tcgen05.cp.cta_group::1.32x128b.warpx4 [{t}], {s};",
-        t = in(_) target, s = in(_) source
+        "tcgen05.cp.cta_group::{g}.32x128b.warpx4 [{t}], {s};",
+        g = const ctas, t = in(_) target, s = in(_) source
     );
 }
 
@@ -102,7 +112,7 @@ pub struct MmaOperands {
 /// PTX 8.8 for the names `block16` of `scale_vec::4X`, which ptxas refuses for the family target
 /// sm_100f, and `block32` of `scale_vec::1X`.
 #[cube]
-pub fn tcgen05_mma(operands: MmaOperands, #[comptime] kind: BlockScaled) {
+pub fn tcgen05_mma(operands: MmaOperands, #[comptime] kind: BlockScaled, #[comptime] ctas: usize) {
     let MmaOperands {
         d,
         a,
@@ -115,18 +125,18 @@ pub fn tcgen05_mma(operands: MmaOperands, #[comptime] kind: BlockScaled) {
     if comptime!(kind == BlockScaled::Nvfp4) {
         gpu_asm!(
             "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
-            "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16",
+            "tcgen05.mma.cta_group::{g}.kind::mxf4nvf4.block_scale.block16",
             "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
             d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
-            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
+            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate, g = const ctas
         );
     } else {
         gpu_asm!(
             "{{ .reg .pred accumulate; setp.ne.b32 accumulate, {p}, 0;",
-            "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32",
+            "tcgen05.mma.cta_group::{g}.kind::mxf8f6f4.block_scale.block32",
             "[{d}], {a}, {b}, {i}, [{sfa}], [{sfb}], accumulate; }}",
             d = in(_) d, a = in(_) a, b = in(_) b, i = in(_) idesc,
-            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate
+            sfa = in(_) a_scales, sfb = in(_) b_scales, p = in(_) accumulate, g = const ctas
         );
     }
 }
@@ -138,6 +148,18 @@ pub fn tcgen05_commit(barrier: u32) {
     gpu_asm!(
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{b}];",
         b = in(_) barrier
+    );
+}
+
+/// [`tcgen05_commit()`] in a pair, which arrives at the barrier at `barrier` in the shared memory of
+/// each CTA of the cluster whose bit `mask` has: `tcgen05.commit` with `multicast::cluster`.
+#[cube]
+pub fn tcgen05_commit_multicast(barrier: u32, #[comptime] mask: u16) {
+    gpu_asm!(
+        "{{ .reg .b16 ctas; mov.b16 ctas, {m};",
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
+        "[{b}], ctas; }}",
+        b = in(_) barrier, m = const mask
     );
 }
 

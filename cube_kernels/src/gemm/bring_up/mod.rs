@@ -13,7 +13,7 @@ use super::{
     Gemm,
     exact::{ExactGemm, inexact},
     gemm,
-    kernels::Sm100Tile,
+    kernels::{Sm100Form, Sm100Tile},
     problem::Plan,
 };
 use crate::{
@@ -98,6 +98,8 @@ pub enum Check {
     IntegerKGrouped,
     /// GEMMs of MXFP8 operands with exact sums, dense and grouped.
     IntegerMxfp8,
+    /// GEMMs on two CTAs with exact sums, dense and M-grouped, in both formats.
+    IntegerTwoCta,
     /// GEMMs with exchanged operands and exact sums, dense and M-grouped, in both formats.
     IntegerSwapAb,
     /// The kernel and cuBLASLt on the same operands.
@@ -108,7 +110,7 @@ pub enum Check {
 
 impl Check {
     /// All of them, in order.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::TmemRoundTrip,
         Self::ScaleCopy,
         Self::OneHotMma,
@@ -117,6 +119,7 @@ impl Check {
         Self::IntegerMGrouped,
         Self::IntegerKGrouped,
         Self::IntegerMxfp8,
+        Self::IntegerTwoCta,
         Self::IntegerSwapAb,
         Self::CublasLt,
         Self::CvtRs,
@@ -133,6 +136,7 @@ impl Check {
             Self::IntegerMGrouped => "integer-gemm-m-grouped",
             Self::IntegerKGrouped => "integer-gemm-k-grouped",
             Self::IntegerMxfp8 => "integer-gemm-mxfp8",
+            Self::IntegerTwoCta => "integer-gemm-two-cta",
             Self::IntegerSwapAb => "integer-gemm-swap-ab",
             Self::CublasLt => "equal-to-cublaslt",
             Self::CvtRs => "cvt-rs-order",
@@ -169,22 +173,22 @@ impl Check {
                     (300, 520, 2048),
                 ];
                 let cases = shapes.map(|shape| ExactGemm::dense(client, NVFP4, shape, false));
-                device.integers(client, false, cases)
+                device.integers(client, Sm100Form::OneCta, cases)
             }
             Self::IntegerPerToken => {
                 let shapes = [(130, 264, 352), (64, 128, 1024)];
                 let cases = shapes.map(|shape| ExactGemm::dense(client, NVFP4, shape, true));
-                device.integers(client, false, cases)
+                device.integers(client, Sm100Form::OneCta, cases)
             }
             Self::IntegerMGrouped => {
                 let groups: [&[usize]; 3] = [&[0, 1, 127, 129, 0, 65], &[300], &[5, 0]];
                 let case = |sizes: &[usize]| ExactGemm::m_grouped(client, NVFP4, sizes, (264, 224));
-                device.integers(client, false, groups.map(case))
+                device.integers(client, Sm100Form::OneCta, groups.map(case))
             }
             Self::IntegerKGrouped => {
                 let groups: [&[usize]; 3] = [&[64, 0, 320, 128], &[1024, 64, 0], &[16, 0, 80, 304]];
                 let case = |sizes: &[usize]| ExactGemm::k_grouped(client, NVFP4, sizes, (130, 264));
-                device.integers(client, false, groups.map(case))
+                device.integers(client, Sm100Form::OneCta, groups.map(case))
             }
             Self::IntegerMxfp8 => {
                 let cases = [
@@ -193,7 +197,17 @@ impl Check {
                     ExactGemm::m_grouped(client, MXFP8, &[0, 1, 129, 65], (264, 224)),
                     ExactGemm::k_grouped(client, MXFP8, &[32, 0, 320, 96], (130, 264)),
                 ];
-                device.integers(client, false, cases)
+                device.integers(client, Sm100Form::OneCta, cases)
+            }
+            Self::IntegerTwoCta => {
+                let cases = [
+                    ExactGemm::dense(client, NVFP4, (256, 256, 256), false),
+                    ExactGemm::dense(client, NVFP4, (389, 520, 1376), true),
+                    ExactGemm::m_grouped(client, NVFP4, &[0, 1, 257, 129, 300], (264, 224)),
+                    ExactGemm::dense(client, MXFP8, (389, 264, 736), false),
+                    ExactGemm::m_grouped(client, MXFP8, &[0, 1, 257, 129], (264, 224)),
+                ];
+                device.integers(client, Sm100Form::TwoCta, cases)
             }
             Self::IntegerSwapAb => {
                 let cases = [
@@ -203,7 +217,7 @@ impl Check {
                     ExactGemm::dense(client, MXFP8, (9, 136, 352), false),
                     ExactGemm::m_grouped(client, MXFP8, &[0, 1, 65, 17, 130], (264, 224)),
                 ];
-                device.integers(client, true, cases)
+                device.integers(client, Sm100Form::SwapAb, cases)
             }
             Self::CublasLt => match device {
                 TestDevice::Sm100 => equal_to_cublaslt(client),
@@ -258,11 +272,11 @@ impl TestDevice {
         }
     }
 
-    /// Computes each of `cases`, with exchanged operands or not, and compares.
+    /// Computes each of `cases` in `form`, and compares.
     fn integers<const N: usize>(
         self,
         client: &Client,
-        swap_ab: bool,
+        form: Sm100Form,
         cases: [Result<ExactGemm, Nvfp4Error>; N],
     ) -> Outcome {
         let on = match self {
@@ -275,7 +289,7 @@ impl TestDevice {
         for case in cases {
             found = case.map_err(|error| error.to_string()).and_then(|case| {
                 notes.push(case.what.clone());
-                let output = self.multiply(client, &case, swap_ab);
+                let output = self.multiply(client, &case, form);
                 let output = output.map_err(|error| format!("{}: {error}", case.what))?;
                 case.compare(client, &output)
             });
@@ -291,14 +305,14 @@ impl TestDevice {
         self,
         client: &Client,
         case: &ExactGemm,
-        swap_ab: bool,
+        form: Sm100Form,
     ) -> Result<Matrix, Nvfp4Error> {
         let request = Gemm::of_exact(case);
         let format = match case.a.layout.format {
             Format::Mxfp8 => BlockScaled::Mxfp8,
             Format::Nvfp4 | Format::Mxfp4 => BlockScaled::Nvfp4,
         };
-        let tile = Sm100Tile::instruction(format, swap_ab);
+        let tile = Sm100Tile::instruction(format, form);
         let request = match self {
             Self::Sm100 => request
                 .backend(GemmBackend::Sm100Tcgen05)

@@ -5,7 +5,7 @@ use super::{
         cublaslt::{CublasLtFormat, CublasLtProblem},
         epilogue::Factor,
         heuristics::BAND,
-        tiles::{Multiply, Sm90Tile, Sm100Tile, Sm120Tile, W4a16Tile},
+        tiles::{Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, W4a16Tile},
     },
     *,
 };
@@ -277,19 +277,21 @@ fn the_library_and_what_it_refuses() {
 /// request; what it refuses goes where it would go else.
 #[test]
 fn tcgen05_where_it_is_asked_for() {
-    let tile = |swap_ab| Sm100Tile::instruction(BlockScaled::Nvfp4, swap_ab);
-    let (tcgen05, few) = (Plan::Tcgen05(tile(false)), Plan::Tcgen05(tile(true)));
+    let of = |form| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Nvfp4, form));
+    let (tcgen05, few) = (of(Sm100Form::OneCta), of(Sm100Form::SwapAb));
+    let large = of(Sm100Form::TwoCta);
     let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
     let shape = (4096, 4096, 4096);
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
     let plan = |problem: Problem| choice(&asked, 148, &problem).plan;
     let dense = Problem::new(PACKED, shape);
-    assert_eq!(plan(dense), tcgen05);
+    assert_eq!(plan(dense), large);
+    assert_eq!(plan(Problem::new(PACKED, (1024, 1024, 4096))), tcgen05);
     assert_eq!(plan(Problem::new(PACKED, (1, 4096, 4096))), few);
-    assert_eq!(plan(dense.grouped(GroupedDim::M, 8)), tcgen05);
+    assert_eq!(plan(dense.grouped(GroupedDim::M, 8)), large);
     let mut per_token = dense;
     per_token.epilogue.a = Factor::PerRow;
-    assert_eq!(plan(per_token), tcgen05);
+    assert_eq!(plan(per_token), large);
     assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), tcgen05);
     assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
     assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
@@ -297,7 +299,7 @@ fn tcgen05_where_it_is_asked_for() {
         aligned: false,
         ..dense
     };
-    assert_ne!(plan(unaligned), tcgen05);
+    assert!(!matches!(plan(unaligned), Plan::Tcgen05(_)));
     let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
     assert_eq!(plan(Problem::new(WEIGHT_ONLY, shape)), bf16);
 
@@ -312,7 +314,7 @@ fn tcgen05_where_it_is_asked_for() {
     };
     let found = choice(&library, 148, &by_request);
     let backend = GemmBackend::Sm100Tcgen05;
-    assert_eq!((found.backend, found.plan), (backend, tcgen05));
+    assert_eq!((found.backend, found.plan), (backend, large));
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
     let hopper = Device {
         capabilities: &hopper,
@@ -344,33 +346,40 @@ fn mxfp8_where_there_are_instructions_for_it() {
         };
         super::plan(&device, &problem).unwrap().plan
     };
-    let tcgen05 = |swap_ab| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Mxfp8, swap_ab));
+    let tcgen05 = |form| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Mxfp8, form));
+    let (one, two, swap) = (Sm100Form::OneCta, Sm100Form::TwoCta, Sm100Form::SwapAb);
     let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
     let (m, k) = (GroupedDim::M, GroupedDim::K);
     let mxfp8 = |m| Problem::new(MXFP8, (m, 4096, 4096));
     for (problem, own, other) in [
-        (mxfp8(4096), tcgen05(false), bf16),
-        (mxfp8(64), tcgen05(true), bf16),
-        (mxfp8(65), tcgen05(false), bf16),
-        (mxfp8(4096).grouped(m, 8), tcgen05(false), Plan::Cmma),
-        (mxfp8(512).grouped(m, 8), tcgen05(true), Plan::Cmma),
-        (mxfp8(64).grouped(k, 8), tcgen05(false), Plan::Cmma),
+        (mxfp8(4096), tcgen05(two), bf16),
+        (mxfp8(64), tcgen05(swap), bf16),
+        (mxfp8(65), tcgen05(one), bf16),
+        (mxfp8(4096).grouped(m, 8), tcgen05(two), Plan::Cmma),
+        (mxfp8(4096).grouped(m, 32), tcgen05(one), Plan::Cmma),
+        (mxfp8(512).grouped(m, 8), tcgen05(swap), Plan::Cmma),
+        (mxfp8(64).grouped(k, 8), tcgen05(one), Plan::Cmma),
+        (mxfp8(4096).grouped(k, 8), tcgen05(one), Plan::Cmma),
     ] {
         assert_eq!(plan(problem, BlockScaled::Nvfp4), own, "{problem:?}");
         assert_eq!(plan(problem, BlockScaled::Mxfp8), other, "{problem:?}");
     }
-    // Where exchanged operands alone come out wrong, they are taken as they are.
-    let hardware = Device {
-        capabilities: &blackwell,
-        sms: 148,
-        cublaslt: &|_| Ok(()),
-        tcgen05: &|tile| match tile.swap_ab {
-            true => Err("row 0".into()),
-            false => Ok(()),
-        },
-    };
-    let few = super::plan(&hardware, &mxfp8(64)).unwrap().plan;
-    assert_eq!(few, tcgen05(false));
+    // Where one form alone comes out wrong, another one is taken: one CTA, with operands as they
+    // are.
+    for (wrong, problem) in [(swap, mxfp8(64)), (two, mxfp8(4096))] {
+        let hardware = Device {
+            capabilities: &blackwell,
+            sms: 148,
+            cublaslt: &|_| Ok(()),
+            tcgen05: &|tile| match tile.form == wrong {
+                true => Err("row 0".into()),
+                false => Ok(()),
+            },
+        };
+        let plan = |problem| super::plan(&hardware, &problem).unwrap().plan;
+        assert_eq!(plan(problem), tcgen05(one), "{wrong}");
+        assert_eq!(plan(mxfp8(65)), tcgen05(one), "{wrong}");
+    }
     let mixed = [OperandLayout::Mxfp8, OperandLayout::KMajor];
     let mixed = Problem::new(mixed, (4096, 4096, 4096));
     assert_eq!(plan(mixed, BlockScaled::Nvfp4), bf16);
@@ -399,7 +408,7 @@ fn operands_are_exchanged_for_few_rows() {
     let swapped = |m, grouped, groups| {
         let problem = Problem::new(PACKED, (m, 4096, 4096)).grouped(grouped, groups);
         match choice(&asked, 148, &problem).plan {
-            Plan::Tcgen05(tile) => tile.swap_ab,
+            Plan::Tcgen05(tile) => tile.form.swaps_ab(),
             plan => panic!("{plan}"),
         }
     };
@@ -409,6 +418,30 @@ fn operands_are_exchanged_for_few_rows() {
     assert!(swapped(8192, GroupedDim::M, 128));
     assert!(!swapped(8193, GroupedDim::M, 128));
     assert!(!swapped(16, GroupedDim::K, 8));
+}
+
+/// Two CTAs share a tile where there is one of 256 x 256 for each pair of SMs, and groups along M
+/// have as many rows on average.
+#[test]
+fn two_ctas_share_the_tiles_of_large_problems() {
+    let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
+    let form = |shape: (usize, usize, usize), grouped, groups| {
+        let problem = Problem::new(PACKED, shape).grouped(grouped, groups);
+        match choice(&asked, 148, &problem).plan {
+            Plan::Tcgen05(tile) => tile.form,
+            plan => panic!("{plan}"),
+        }
+    };
+    let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
+    let (one, two) = (Sm100Form::OneCta, Sm100Form::TwoCta);
+    // 74 tiles.
+    assert_eq!(form((256, 74 * 256, 4096), none, 1), two);
+    assert_eq!(form((256, 73 * 256, 4096), none, 1), one);
+    assert_eq!(form((255, 74 * 256, 4096), none, 1), one);
+    assert_eq!(form((8192, 8192, 4096), none, 1), two);
+    assert_eq!(form((8192, 8192, 4096), m, 32), two);
+    assert_eq!(form((8192, 8192, 4096), m, 33), one);
+    assert_eq!(form((8192, 8192, 4096), k, 8), one);
 }
 
 /// Every row names a kernel and why it is not another one.

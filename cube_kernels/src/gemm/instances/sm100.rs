@@ -7,8 +7,8 @@ use crate::{
     cube::ptx::BlockScaled,
     gemm::{
         kernels::{
-            EpilogueKind, Factor, Fault, GroupedDim, Sm100Plan, SoftwareTensorCoreLaunch,
-            SwizzledScalesLaunch, TensorCore, sm100_block_scaled_kernel,
+            EpilogueKind, Factor, Fault, GroupedDim, ScaleMapsLaunch, Sm100Form, Sm100Plan,
+            SoftwareTensorCoreLaunch, SwizzledScalesLaunch, TensorCore, sm100_block_scaled_kernel,
             sm100_probe::{PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel},
             sm100_units,
         },
@@ -43,29 +43,44 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
         (GroupedDim::M, PLAIN),
         (GroupedDim::None, out(FloatKind::F16, ALL)),
     ];
-    let plan = |format, swap_ab, grouped, core| Sm100Plan {
+    let pairs = [
+        (GroupedDim::None, PLAIN),
+        (GroupedDim::M, ALL_GROUPS),
+        (GroupedDim::None, ALL),
+        (GroupedDim::None, out(FloatKind::F16, ALL)),
+        (GroupedDim::K, out(FloatKind::F32, PLAIN)),
+    ];
+    let (one, two, swap) = (Sm100Form::OneCta, Sm100Form::TwoCta, Sm100Form::SwapAb);
+    let plan = |format, form, grouped, core| Sm100Plan {
         format,
-        swap_ab,
+        form,
         grouped,
         core,
     };
     let (nvfp4, mxfp8) = (BlockScaled::Nvfp4, BlockScaled::Mxfp8);
     let mut plans = Vec::new();
     for core in [TensorCore::Instruction, TensorCore::Software(Fault::None)] {
-        plans.extend(forms.map(|(dim, kind)| (plan(nvfp4, false, dim, core), kind)));
-        plans.extend(forms.map(|(dim, kind)| (plan(mxfp8, false, dim, core), unscaled(kind))));
-        plans.extend(swapped.map(|(dim, kind)| (plan(nvfp4, true, dim, core), kind)));
-        plans.extend(swapped.map(|(dim, kind)| (plan(mxfp8, true, dim, core), unscaled(kind))));
+        plans.extend(forms.map(|(dim, kind)| (plan(nvfp4, one, dim, core), kind)));
+        plans.extend(forms.map(|(dim, kind)| (plan(mxfp8, one, dim, core), unscaled(kind))));
+        plans.extend(pairs.map(|(dim, kind)| (plan(nvfp4, two, dim, core), kind)));
+        plans.extend(pairs.map(|(dim, kind)| (plan(mxfp8, two, dim, core), unscaled(kind))));
+        plans.extend(swapped.map(|(dim, kind)| (plan(nvfp4, swap, dim, core), kind)));
+        plans.extend(swapped.map(|(dim, kind)| (plan(mxfp8, swap, dim, core), unscaled(kind))));
     }
     for fault in Fault::INJECTED {
         let (none, core) = (GroupedDim::None, TensorCore::Software(fault));
-        plans.push((plan(nvfp4, false, none, core), PLAIN));
+        plans.push((plan(nvfp4, one, none, core), PLAIN));
+    }
+    for fault in Fault::INJECTED.into_iter().chain(Fault::OF_PAIRS) {
+        let (none, core) = (GroupedDim::None, TensorCore::Software(fault));
+        plans.push((plan(nvfp4, two, none, core), PLAIN));
     }
     for format in BlockScaled::ALL {
-        for swap_ab in [false, true] {
+        for form in Sm100Form::ALL {
             let core = TensorCore::Software(Fault::WrongScaleId);
-            let other = plan(format, swap_ab, GroupedDim::None, core);
-            if (format, swap_ab) != (nvfp4, false) {
+            let other = plan(format, form, GroupedDim::None, core);
+            // Those of NVFP4 that are not exchanged are above.
+            if format == mxfp8 || form == swap {
                 plans.push((other, unscaled(PLAIN)));
             }
         }
@@ -74,7 +89,7 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
     for (plan, kind) in plans {
         let Sm100Plan {
             format,
-            swap_ab,
+            form,
             grouped,
             core,
         } = plan;
@@ -83,10 +98,17 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
             TensorCore::Software(_) => (Architectures::Sm90a, Expected::default()),
         };
         let name = format!("{grouped:?}-{:?}-{}-{core:?}", kind.out, kind.accumulate);
-        let order = if swap_ab { "-swapped" } else { "" };
+        let order = match form {
+            Sm100Form::OneCta => "",
+            Sm100Form::TwoCta => "-two",
+            Sm100Form::SwapAb => "-swapped",
+        };
         let codes = |rows| {
             map(device, [rows, 32], u32::elem_type_native()).with_swizzle(TensorMapSwizzle::B128)
         };
+        let scales = || map(device, [plan.atoms(), 128], u32::elem_type_native());
+        let maps: Option<ScaleMapsLaunch> =
+            (plan.ctas() > 1).then(|| ScaleMapsLaunch::new(scales(), scales()));
         let instance = instance!(
             device,
             units sm100_units(core),
@@ -95,8 +117,13 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
             expected,
             AddressType::U32,
             codes(128),
-            codes(plan.b_rows()),
-            SwizzledScalesLaunch::new(device.buffer(BLOCKS), device.buffer(BLOCKS), 2),
+            codes(plan.b_rows_of_cta()),
+            SwizzledScalesLaunch::new(
+                device.buffer(BLOCKS),
+                device.buffer(BLOCKS),
+                2,
+                maps.into(),
+            ),
             problem(device, 1),
             epilogue(device, kind),
             SoftwareTensorCoreLaunch::new(device.buffer(256), device.buffer(4), 0),

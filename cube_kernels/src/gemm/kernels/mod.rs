@@ -46,7 +46,9 @@ pub use super::{
     materialize::{decode, dequantize_unscaled_kernel, transpose_kernel, transposed},
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
-    tiles::{CmmaTile, Fault, Multiply, Sm90Tile, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile},
+    tiles::{
+        CmmaTile, Fault, Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile,
+    },
 };
 pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
@@ -59,7 +61,7 @@ pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
 pub use sm100_block_scaled_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
 pub use sm100_block_scaled_cta::{sm100_block_scaled_kernel, units as sm100_units};
 pub use sm100_block_scaled_operands::Sm100Plan;
-pub use sm100_block_scaled_stage::SwizzledScalesLaunch;
+pub use sm100_block_scaled_stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};
 pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
 pub use sm120_nvfp4_stage::Pieces;
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};

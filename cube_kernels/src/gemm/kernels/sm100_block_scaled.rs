@@ -7,6 +7,11 @@
 //! stages. A stage has 128 bytes of 128 rows of `a` and of 256 of `b`, 256 columns of NVFP4 or 128
 //! of MXFP8, with their scales in 128x4 tiles of 512 bytes.
 //!
+//! For many rows of `a` two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`]). One
+//! thread of the even CTA issues the instructions, which read the shared memory and write the tensor
+//! memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes a stage with the
+//! scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
+//!
 //! For few rows of `a` the operands are exchanged, as CUTLASS and DeepGEMM do ("swap A and B"): 128
 //! rows of `b` are the lanes, and up to 64 of `a` the columns, of which an instruction multiplies
 //! as many as there are, in steps of eight. More CTAs then read the weights, and nothing is
@@ -18,6 +23,9 @@
 //! | empty, for each stage | `tcgen05.commit` | its instructions have completed |
 //! | accumulators full | `tcgen05.commit` | the tile has been multiplied |
 //! | accumulators empty | 128 | the epilogue has read them |
+//!
+//! Of two CTAs the even one alone waits for full stages and empty accumulators: the bytes and the
+//! epilogues of both arrive at its barriers. Its commits arrive at those of both.
 //!
 //! Each stage has its own columns of tensor memory for scales: the PTX ISA orders `tcgen05.cp`
 //! before a later `tcgen05.mma`, but not behind an earlier one.
@@ -32,9 +40,9 @@
 //! group, which has no stage.
 //!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
-//! inspected; with [`TensorCore::Software`] the form for NVFP4 runs on Hopper, with the bits of the
-//! scalar kernel. The forms for MXFP8 and for exchanged operands have run on no GPU yet: the model
-//! has executed their operands on CubeCL's CPU runtime, stage by stage.
+//! inspected; with [`TensorCore::Software`] the form for NVFP4 on one CTA runs on Hopper, with the
+//! bits of the scalar kernel. The forms for MXFP8, for two CTAs and for exchanged operands have run
+//! on no GPU yet: the model has executed their operands on CubeCL's CPU runtime, stage by stage.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -43,7 +51,7 @@ use super::{
     sm100_block_scaled_cta::{sm100_block_scaled_kernel, units},
     sm100_block_scaled_engine::{TMEM_WORDS, VIOLATIONS},
     sm100_block_scaled_operands::{ATOM, Sm100Plan},
-    sm100_block_scaled_stage::SwizzledScalesLaunch,
+    sm100_block_scaled_stage::{ScaleMapsLaunch, SwizzledScalesLaunch},
 };
 use crate::{
     Nvfp4Error,
@@ -60,7 +68,7 @@ use crate::{
             misfit, sms,
         },
         scheduler::GroupedDim,
-        tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, Sm100Tile, TensorCore},
+        tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, Sm100Form, Sm100Tile, TensorCore},
     },
     memory::{address_type, allocate, download},
     zeroed::zeros,
@@ -119,7 +127,7 @@ impl Kernel for Sm100BlockScaled {
 
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         // `supports` has answered; a check that failed since then has its warning.
-        let tile = checked_tile(device, problem).unwrap_or_else(|_| tile_of(problem));
+        let tile = checked_tile(device, problem).unwrap_or_else(|_| tile_of(device, problem));
         Plan::Tcgen05(tile).into()
     }
 
@@ -156,37 +164,45 @@ fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
         BlockScaled::Nvfp4 => OperandLayout::Packed,
         BlockScaled::Mxfp8 => OperandLayout::Mxfp8,
     };
-    let is_swapped_k = tile.swap_ab && launch.groups.grouping == GroupedDim::K;
+    let is_swapped_k = tile.form.swaps_ab() && launch.groups.grouping == GroupedDim::K;
     [launch.a.layout, launch.b.layout] == [layout; 2] && !is_swapped_k
 }
 
 /// The tile of a problem: with exchanged operands for up to 64 rows of `a`, or as many in each
-/// group along M on average. Not measured: no such GPU was at hand.
-fn tile_of(problem: &Problem) -> Sm100Tile {
-    let is_few = problem.shape.m <= SM100_SWAP_AB_N * problem.groups;
-    Sm100Tile::instruction(
-        problem.block_scaled().unwrap_or(BlockScaled::Nvfp4),
-        is_few && problem.grouped != GroupedDim::K,
-    )
+/// group along M on average; on two CTAs where there are 256 rows or more and a tile for each pair
+/// of SMs. Not measured: no such GPU was at hand.
+fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
+    let GemmShape { m, n, .. } = problem.shape;
+    let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
+    let of = |form| Sm100Tile::instruction(format, form);
+    let pairs = of(Sm100Form::TwoCta);
+    let tiles = m.div_ceil(pairs.tile_m()) * n.div_ceil(pairs.tile_n());
+    let is_large = m >= pairs.tile_m() * problem.groups && tiles >= device.sms / 2;
+    match problem.grouped {
+        GroupedDim::K => of(Sm100Form::OneCta),
+        _ if m <= SM100_SWAP_AB_N * problem.groups => of(Sm100Form::SwapAb),
+        _ if is_large => pairs,
+        _ => of(Sm100Form::OneCta),
+    }
 }
 
-/// The tile of a problem whose self-check passes, where there is one to pass: operands as they are
-/// where those of the check that are exchanged come out wrong.
+/// The tile of a problem whose self-check passes, where there is one to pass: on one CTA with
+/// operands as they are where the check of another form finds it wrong.
 ///
 /// # Errors
 /// What the check of the last one found.
 fn checked_tile(device: &Device, problem: &Problem) -> Result<Sm100Tile, String> {
-    let tile = tile_of(problem);
+    let tile = tile_of(device, problem);
     if device.capabilities.gemm == GemmBackend::Sm100Tcgen05 || is_asked_for(problem) {
         return Ok(tile);
     }
     let check = |tile| (device.tcgen05)(tile).map(|()| tile);
-    check(tile).or_else(|error| match tile.swap_ab {
-        true => check(Sm100Tile {
-            swap_ab: false,
+    check(tile).or_else(|error| match tile.form {
+        Sm100Form::OneCta => Err(error),
+        Sm100Form::TwoCta | Sm100Form::SwapAb => check(Sm100Tile {
+            form: Sm100Form::OneCta,
             ..tile
         }),
-        false => Err(error),
     })
 }
 
@@ -236,6 +252,23 @@ fn codes_map(
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
+/// How TMA reads the block scales at `scales` for two CTAs: a row is one of `atoms` 128x4 tiles, and
+/// a box those of a stage.
+fn scales_map(scales: &Handle, atoms: usize, plan: Sm100Plan) -> TensorMapArg<Tiled> {
+    let words = ATOM / 4;
+    // SAFETY: the caller checked that the memory holds so many tiles.
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(scales.clone(), [words, 1].into(), [atoms, words].into())
+    };
+    TensorMapArg::new(
+        TiledArgs {
+            tile_size: [plan.atoms(), words].into(),
+        },
+        tensor,
+        u32::elem_type_native(),
+    )
+}
+
 /// Queues the GEMM: `m` rows of `n`, dense or with groups along M, or as many for each group along
 /// K.
 ///
@@ -272,13 +305,14 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
         GroupedDim::K => groups.groups * n,
         GroupedDim::None | GroupedDim::M => b.rows,
     };
-    let cubes = (tiles * n.div_ceil(tile.tile_n())).min(sms(client));
+    let ctas = plan.ctas();
+    let cubes = (tiles * n.div_ceil(tile.tile_n())).min((sms(client) / ctas).max(1)) * ctas;
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked the operands against their shapes, and that the memory
         // holds what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
-    let words = |tiles: usize| tiles * k.div_ceil(tile.format.atom_k()) * ATOM / 4;
+    let atoms = |tiles: usize| tiles * k.div_ceil(tile.format.atom_k());
     let bytes = rows * n * epilogue.kind.out.size();
     let software = match tile.core {
         TensorCore::Instruction => None,
@@ -300,10 +334,16 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
         }
     };
     // Those of the instruction.
-    let (first, second) = match tile.swap_ab {
+    let (first, second) = match tile.form.swaps_ab() {
         true => ((b, n_tiles), (a, m_tiles)),
         false => ((a, m_tiles), (b, n_tiles)),
     };
+    let scales =
+        |(operand, tiles): (&Materialized, usize)| memory(&operand.scales, atoms(tiles) * ATOM / 4);
+    let map =
+        |(operand, tiles): (&Materialized, usize)| scales_map(&operand.scales, atoms(tiles), plan);
+    let maps: Option<ScaleMapsLaunch> =
+        (ctas > 1).then(|| ScaleMapsLaunch::new(map(first), map(second)));
     // SAFETY: the kernel masks what it writes by rows and columns, clamps which scales it
     // reads, and reads codes through maps.
     unsafe {
@@ -313,12 +353,8 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
             CubeDim::new_1d(units(tile.core)),
             address_type(rows * n),
             codes_map(first.0, k, SM100_TILE_M, tile),
-            codes_map(second.0, k, plan.b_rows(), tile),
-            SwizzledScalesLaunch::new(
-                memory(&first.0.scales, words(first.1)),
-                memory(&second.0.scales, words(second.1)),
-                m_tiles as u32,
-            ),
+            codes_map(second.0, k, plan.b_rows_of_cta(), tile),
+            SwizzledScalesLaunch::new(scales(first), scales(second), m_tiles as u32, maps.into()),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),
                 memory(&groups.offsets, groups.groups + 1),

@@ -15,10 +15,10 @@ use super::{
 };
 use crate::{
     cube::ptx::{
-        BlockScaled, MmaOperands, ld_shared, ld_shared_v2, mbarrier_arrive,
-        mbarrier_test_wait_parity, mbarrier_wait_parity, named_barrier_sync, nanosleep, st_shared,
-        st_shared_v2, tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16,
-        tcgen05_mma,
+        BlockScaled, MmaOperands, ld_shared, ld_shared_v2, mapa, mbarrier_arrive,
+        mbarrier_arrive_cluster, mbarrier_test_wait_parity, mbarrier_wait_parity,
+        named_barrier_sync, nanosleep, st_shared, st_shared_v2, tcgen05_commit,
+        tcgen05_commit_multicast, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16, tcgen05_mma,
     },
     gemm::{arguments::thread_in_cta, tiles::TensorCore},
 };
@@ -127,10 +127,10 @@ pub fn issue_copy(
     queued: u32,
     target: u32,
     source: u64,
-    #[comptime] core: TensorCore,
+    #[comptime] plan: Sm100Plan,
 ) -> u32 {
-    if comptime!(core == TensorCore::Instruction) {
-        tcgen05_cp_32x128b_warpx4(target, source);
+    if comptime!(plan.core == TensorCore::Instruction) {
+        tcgen05_cp_32x128b_warpx4(target, source, comptime!(plan.ctas()));
         queued
     } else {
         let command = Command {
@@ -157,7 +157,7 @@ pub fn issue_mma(
     #[comptime] plan: Sm100Plan,
 ) -> u32 {
     if comptime!(plan.core == TensorCore::Instruction) {
-        tcgen05_mma(operands, comptime!(plan.format));
+        tcgen05_mma(operands, comptime!(plan.format), comptime!(plan.ctas()));
         queued
     } else {
         let command = Command {
@@ -175,20 +175,38 @@ pub fn issue_mma(
     }
 }
 
-/// Arrives at `barrier` when all that was issued before is complete. Returns as [`issue_copy()`].
+/// Arrives at `barrier`, of two CTAs at that of each, when all that was issued before is complete.
+/// Returns as [`issue_copy()`].
 #[cube]
 pub fn issue_commit(
     ring: CommandRing,
     queued: u32,
     barrier: u32,
-    #[comptime] core: TensorCore,
+    #[comptime] plan: Sm100Plan,
 ) -> u32 {
-    if comptime!(core == TensorCore::Instruction) {
-        tcgen05_commit(barrier);
+    if comptime!(plan.core == TensorCore::Instruction) {
+        if comptime!(plan.ctas() == 1) {
+            tcgen05_commit(barrier);
+        } else {
+            tcgen05_commit_multicast(barrier, comptime!((1u16 << plan.ctas()) - 1));
+        }
         queued
     } else {
         push(ring, queued, other(COMMIT, barrier));
         queued + 1u32
+    }
+}
+
+/// Arrives at `barrier`, of two CTAs at that of each.
+#[cube]
+pub fn arrive_at_each(barrier: u32, #[comptime] ctas: u32) {
+    if comptime!(ctas == 1) {
+        mbarrier_arrive(barrier);
+    } else {
+        #[unroll]
+        for rank in 0..ctas {
+            mbarrier_arrive_cluster(mapa(barrier, rank.runtime()));
+        }
     }
 }
 
@@ -258,9 +276,27 @@ fn count_ahead(ring: CommandRing, at: u32) -> u32 {
     count
 }
 
+/// Executes a copy for lane `lane` of each CTA.
+#[cube]
+fn copy_lanes(
+    shared: &[u32],
+    model: &mut SoftwareTensorCore,
+    memory: Memory,
+    command: Command,
+    lane: u32,
+) {
+    let (tmem, violations) = (&mut model.tmem, &model.violations);
+    for cta in 0..comptime!(memory.peer.ctas()) {
+        let lane = lane + cta * ENGINE_UNITS;
+        execute_copy(shared, tmem, memory, command, lane, violations);
+    }
+}
+
 /// The software model: executes commands, in the order of the ring, until there are no more. With
 /// an odd seed copies overtake the instructions and commits before them, as PTX permits:
 /// `tcgen05.cp` is ordered before a later `tcgen05.mma`, not behind an earlier one.
+///
+/// Of two CTAs that of the even one executes the commands for both: a thread has a lane of each.
 ///
 /// `board` is the address of a word of shared memory; `kind` is that of all multiplications.
 #[cube]
@@ -299,8 +335,7 @@ pub fn run_engine(
                 mbarrier_wait_parity(ring.full + slot * 8u32, parity);
                 let command = pull(ring, slot);
                 if command.opcode == COPY && (early >> i) & 1u32 == 0u32 {
-                    let (tmem, violations) = (&mut model.tmem, &model.violations);
-                    execute_copy(shared, tmem, memory, command, lane, violations);
+                    copy_lanes(shared, model, memory, command, lane);
                     early |= 1u32 << i;
                 }
                 i += 1u32;
@@ -310,16 +345,19 @@ pub fn run_engine(
         let command = pull(ring, slot);
         if command.opcode == COPY {
             if early & 1u32 == 0u32 {
-                let (tmem, violations) = (&mut model.tmem, &model.violations);
-                execute_copy(shared, tmem, memory, command, lane, violations);
+                copy_lanes(shared, model, memory, command, lane);
             }
         } else if command.opcode == MMA {
             let (tmem, violations) = (&mut model.tmem, &model.violations);
-            execute_mma(shared, tmem, memory, command, lane, violations, kind);
+            for cta in 0..comptime!(memory.peer.ctas()) {
+                let lane = lane + cta * ENGINE_UNITS;
+                execute_mma(shared, tmem, memory, command, lane, violations, kind);
+            }
         } else if command.opcode == COMMIT {
             // All lanes are behind what was issued before: they met after each command.
             if lane == 0u32 {
-                mbarrier_arrive(u32::reinterpret(command.target));
+                let barrier = u32::reinterpret(command.target);
+                arrive_at_each(barrier, comptime!(memory.peer.ctas()));
             }
         } else {
             runs = false;

@@ -1,6 +1,9 @@
 //! What a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel does: shared memory, barriers and
 //! tensor memory, and the epilogue's warps. The threads that load and multiply are in
 //! [`sm100_block_scaled_roles`](super::sm100_block_scaled_roles).
+//!
+//! Of two CTAs that share a tile each loads its part and writes its 128 rows; the even one issues the
+//! instructions of both.
 
 use cubecl::prelude::{barrier::Barrier, *};
 
@@ -9,16 +12,16 @@ use super::{
         COMMANDS, CommandRing, ENGINE_UNITS, RING_WORDS, SoftwareTensorCore, UNITS, issue_stop,
         run_engine,
     },
-    sm100_block_scaled_engine::{Memory, TMEM_WORDS},
-    sm100_block_scaled_operands::Sm100Plan,
+    sm100_block_scaled_engine::{Memory, Peer, TMEM_WORDS},
+    sm100_block_scaled_operands::{Sm100Plan, cta_share},
     sm100_block_scaled_output::{OutputTile, write_tile, write_transposed},
     sm100_block_scaled_roles::{issue_tiles, load_tiles},
-    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales},
+    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales, arrive_at_issuer, wait},
 };
 use crate::{
     cube::ptx::{
-        BlockScaled, TMEM_COLUMNS, cvta_to_shared, elect_sync, ld_shared, mbarrier_arrive,
-        mbarrier_wait_parity, st_shared, tcgen05_alloc, tcgen05_dealloc,
+        BlockScaled, TMEM_COLUMNS, barrier_cluster, cvta_to_shared, elect_sync,
+        fence_mbarrier_init, ld_shared, st_shared, tcgen05_alloc, tcgen05_dealloc,
         tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync,
         tcgen05_relinquish_alloc_permit,
     },
@@ -26,7 +29,7 @@ use crate::{
         arguments::GroupedProblem,
         epilogue::Epilogue,
         scheduler::{GroupedDim, place},
-        tiles::{Fault, Sm100Tile, TensorCore},
+        tiles::{Fault, Sm100Form, Sm100Tile, TensorCore},
     },
 };
 
@@ -42,9 +45,29 @@ const MOST_SHARED: usize = 227 << 10;
 
 impl Sm100Plan {
     /// Barriers of the ring of stages and of the accumulators, in this order: full, empty,
-    /// accumulators full, accumulators empty. Those of the ring of commands are behind them.
+    /// accumulators full, accumulators empty; arrived, where there are any. Those of the ring of
+    /// commands are behind them.
     const fn barriers(self) -> usize {
+        self.arrived_at() + if self.has_arrived() { self.stages() } else { 0 }
+    }
+
+    /// Where the barriers of stages that have arrived in a CTA begin.
+    pub(super) const fn arrived_at(self) -> usize {
         2 * self.stages() + 2
+    }
+
+    /// Whether stages have those barriers, of two CTAs with the software model: TMA of sm_90 cannot
+    /// signal another CTA's.
+    pub(super) const fn has_arrived(self) -> bool {
+        self.ctas() > 1 && matches!(self.core, TensorCore::Software(_))
+    }
+
+    /// Where the software model finds the odd CTA's shared memory.
+    const fn peer(self) -> Peer {
+        match self.ctas() {
+            1 => Peer::None,
+            _ => Peer::Cluster,
+        }
     }
 
     /// Whether shared memory holds all parts, and tensor memory accumulators and scales.
@@ -57,8 +80,8 @@ impl Sm100Plan {
 
 const _: () = {
     let mut i = 0;
-    while i < 4 {
-        let tile = Sm100Tile::instruction(BlockScaled::ALL[i % 2], i >= 2);
+    while i < 6 {
+        let tile = Sm100Tile::instruction(BlockScaled::ALL[i % 2], Sm100Form::ALL[i / 2]);
         assert!(Sm100Plan::new(tile, GroupedDim::None).fits());
         i += 1;
     }
@@ -75,12 +98,18 @@ pub const fn units(core: TensorCore) -> u32 {
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
 /// group, or with sums over the columns `k` of each group into an `m` x `n` output of its own.
 ///
-/// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th: the grid depends on
-/// nothing that is in device memory. The bias has a row for each group.
+/// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th, or two CTAs every
+/// `CUBE_COUNT / 2`th: the grid depends on nothing that is in device memory. The bias has a row for
+/// each group.
 ///
 /// The maps `a` and `b`, of words of codes, and the scales are those of the instruction's operands;
 /// the epilogue has those of the GEMM. `out` is in units of 16 bytes.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+#[cube(
+    launch_unchecked,
+    address_type = "dynamic",
+    create_dummy_kernel,
+    cluster_dim = (plan.ctas() as u32, 1, 1)
+)]
 pub fn sm100_block_scaled_kernel(
     a: &TensorMap<u32, Tiled>,
     b: &TensorMap<u32, Tiled>,
@@ -108,8 +137,10 @@ pub fn sm100_block_scaled_kernel(
         shared: operands_at,
         bytes: comptime!(plan.operands() as u32).runtime(),
         tmem: CUBE_POS * comptime!(TMEM_WORDS),
+        peer: comptime!(plan.peer()),
     };
     let warp = UNIT_POS / 32u32;
+    let rank = CUBE_POS as u32 % comptime!(plan.ctas() as u32);
 
     init_barriers(&barriers, plan);
     if comptime!(is_software) {
@@ -118,12 +149,16 @@ pub fn sm100_block_scaled_kernel(
             st_shared(board_at, 0u32.runtime());
         }
     } else if warp == MMA_WARP {
-        tcgen05_alloc(board_at, comptime!(TMEM_COLUMNS as u32));
-        tcgen05_relinquish_alloc_permit();
+        tcgen05_alloc(
+            board_at,
+            comptime!(TMEM_COLUMNS as u32),
+            comptime!(plan.ctas()),
+        );
+        tcgen05_relinquish_alloc_permit(comptime!(plan.ctas()));
         tcgen05_fence_before_thread_sync();
     }
     sync_async_proxy_shared();
-    sync_cube();
+    sync_ctas(plan);
     if comptime!(!is_software) {
         tcgen05_fence_after_thread_sync();
     }
@@ -141,18 +176,21 @@ pub fn sm100_block_scaled_kernel(
         },
         tmem: ld_shared(board_at),
         seed,
+        rank,
     };
 
     if warp < comptime!(EPILOGUE_UNITS / 32) {
         write_tiles(&problem, &epilogue, model, memory, out, cta, plan);
     } else if warp == MMA_WARP {
-        if elect_sync() != 0u32 {
-            let queued = issue_tiles(&problem, cta, plan);
-            if comptime!(is_software) {
-                issue_stop(cta.ring, queued);
+        if rank == 0u32 {
+            if elect_sync() != 0u32 {
+                let queued = issue_tiles(&problem, cta, plan);
+                if comptime!(is_software) {
+                    issue_stop(cta.ring, queued);
+                }
             }
+            sync_plane();
         }
-        sync_plane();
     } else if warp == TMA_WARP {
         if elect_sync() != 0u32 {
             load_tiles(a, b, &scales, &problem, &mut operands, &barriers, cta, plan);
@@ -160,24 +198,43 @@ pub fn sm100_block_scaled_kernel(
         sync_plane();
     } else if comptime!(is_software) {
         let (ring, board) = (cta.ring, board_at + 4u32);
-        run_engine(
-            &operands,
-            model,
-            memory,
-            ring,
-            board,
-            comptime!(plan.format),
-        );
+        if rank == 0u32 {
+            run_engine(
+                &operands,
+                model,
+                memory,
+                ring,
+                board,
+                comptime!(plan.format),
+            );
+        }
     }
 
-    // All accumulators have been read.
+    // All accumulators have been read; of two CTAs neither ends while the other one still reaches
+    // its shared or tensor memory.
     if comptime!(!is_software) {
         tcgen05_fence_before_thread_sync();
-        sync_cube();
+        sync_ctas(plan);
         if warp == MMA_WARP {
             tcgen05_fence_after_thread_sync();
-            tcgen05_dealloc(cta.tmem, comptime!(TMEM_COLUMNS as u32));
+            tcgen05_dealloc(
+                cta.tmem,
+                comptime!(TMEM_COLUMNS as u32),
+                comptime!(plan.ctas()),
+            );
         }
+    } else if comptime!(plan.ctas() > 1) {
+        sync_ctas(plan);
+    }
+}
+
+/// Waits for all threads of the CTAs that share a tile.
+#[cube]
+fn sync_ctas(#[comptime] plan: Sm100Plan) {
+    if comptime!(plan.ctas() == 1) {
+        sync_cube();
+    } else {
+        barrier_cluster();
     }
 }
 
@@ -192,13 +249,24 @@ fn init_barriers(barriers: &[Barrier], #[comptime] plan: Sm100Plan) {
             barriers[s + stages].init_manual(1u32);
         }
         barriers[comptime!(2 * stages)].init_manual(1u32);
-        barriers[comptime!(2 * stages + 1)].init_manual(EPILOGUE_UNITS);
+        let epilogue_units = comptime!(EPILOGUE_UNITS * plan.ctas() as u32);
+        barriers[comptime!(2 * stages + 1)].init_manual(epilogue_units);
+        if comptime!(plan.has_arrived()) {
+            let first = comptime!(plan.arrived_at());
+            #[unroll]
+            for s in 0..stages {
+                barriers[comptime!(first + s)].init_manual(1u32);
+            }
+        }
         if comptime!(plan.core != TensorCore::Instruction) {
             let first = comptime!(plan.barriers());
             for s in 0..COMMANDS {
                 barriers[first + s].init_manual(1u32);
                 barriers[comptime!(first + COMMANDS) + s].init_manual(ENGINE_UNITS);
             }
+        }
+        if comptime!(plan.ctas() > 1) {
+            fence_mbarrier_init();
         }
     }
 }
@@ -229,7 +297,7 @@ fn write_tiles(
     let tile_n = comptime!(plan.tile().tile_n() as u32);
     let tiles_n = problem.shape.n.div_ceil(tile_n);
     let lanes = (UNIT_POS / 32u32) * 32u32;
-    let mut tile = CUBE_POS as u32;
+    let mut tile = cta.first_tile(plan);
     // The group that is looked at, the tiles before it, and the tiles of this CTA until now.
     let mut group = 0u32;
     let mut passed = 0u32;
@@ -253,13 +321,18 @@ fn write_tiles(
                 waits = false;
             }
             if waits {
-                mbarrier_wait_parity(cta.accumulators, done & 1u32);
+                wait(cta.accumulators, done & 1u32, plan);
             }
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
             }
+            // Of the output as it is, the rows of `a` that the CTA has.
+            let mut row = extent.first + at.row;
+            if comptime!(plan.ctas() > 1) {
+                row += cta_share(cta.rank, plan).a;
+            }
             let own = OutputTile {
-                row: extent.first + at.row,
+                row,
                 end: extent.end,
                 column: at.column,
                 n: problem.shape.n,
@@ -267,7 +340,7 @@ fn write_tiles(
                 accumulators: cta.tmem + (lanes << 16u32),
                 is_empty,
             };
-            if comptime!(plan.swap_ab) {
+            if comptime!(plan.swaps_ab()) {
                 write_transposed(model, memory, own, epilogue, out, core);
             } else {
                 write_tile(model, memory, own, epilogue, out, core);
@@ -276,10 +349,10 @@ fn write_tiles(
                 tcgen05_fence_before_thread_sync();
             }
             if !is_empty {
-                mbarrier_arrive(cta.accumulators + 8u32);
+                arrive_at_issuer(cta.accumulators + 8u32, plan);
                 done += 1u32;
             }
-            tile += CUBE_COUNT as u32;
+            tile += cta.tile_step(plan);
         } else {
             passed += tiles_m * tiles_n;
             group += 1u32;

@@ -7,6 +7,10 @@
 //! column, `[column][lane]`. Nothing here is specific to CUDA: a test runs the same functions on
 //! CubeCL's CPU runtime.
 //!
+//! Of two CTAs it executes the commands of the even one for both: a lane from 128 on is one of the odd
+//! CTA, whose shared memory it reads ([`Peer`]) and whose tensor memory is behind that of the even
+//! one.
+//!
 //! It models what the documents say. It cannot show that hardware does the same.
 
 use cubecl::prelude::*;
@@ -14,7 +18,7 @@ use cubecl::prelude::*;
 use crate::cube::{
     codec::decode_e4m3,
     mx::{decode_element, decode_ue8m0},
-    ptx::{BlockScaled, TMEM_COLUMNS, TMEM_LANES, instruction_descriptor},
+    ptx::{BlockScaled, TMEM_COLUMNS, TMEM_LANES, instruction_descriptor, ld_shared_cluster, mapa},
 };
 
 /// Words of tensor memory.
@@ -62,6 +66,27 @@ pub struct Command {
     pub accumulate: u32,
 }
 
+/// Where the shared memory of the odd CTA of a pair is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Peer {
+    /// There is no such CTA.
+    None,
+    /// Behind that of the even one, in the same slice.
+    Adjacent,
+    /// In its SM, at the same addresses.
+    Cluster,
+}
+
+impl Peer {
+    /// CTAs that a command is executed for.
+    pub const fn ctas(self) -> u32 {
+        match self {
+            Self::None => 1,
+            Self::Adjacent | Self::Cluster => 2,
+        }
+    }
+}
+
 /// Where the model finds shared and tensor memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -72,6 +97,20 @@ pub struct Memory {
     pub bytes: u32,
     /// The first word of the CTA's tensor memory.
     pub tmem: usize,
+    /// Where shared memory of the odd CTA is.
+    #[cube(comptime)]
+    pub peer: Peer,
+}
+
+#[cube]
+impl Memory {
+    /// Where the word of `column` and `lane` of tensor memory is: from lane 128 on that of the odd
+    /// CTA.
+    fn word(&self, column: u32, lane: u32) -> usize {
+        let cta = (lane / comptime!(TMEM_LANES as u32)) as usize;
+        let lane = lane % comptime!(TMEM_LANES as u32);
+        self.tmem + cta * comptime!(TMEM_WORDS) + (column * 128u32 + lane) as usize
+    }
 }
 
 /// Adds one to violation `kind` where `is_bad`.
@@ -132,13 +171,23 @@ pub fn code_address(operand: SharedOperand, row: u32, byte: u32) -> u32 {
     linear ^ (((linear >> 7u32) & operand.mask) << 4u32)
 }
 
-/// The word of shared memory at `address`; zero outside of the operands.
+/// The word at `address` of the shared memory of CTA `cta`; zero outside of the operands.
 #[cube]
-fn load_word(shared: &[u32], memory: Memory, address: u32, violations: &[Atomic<u32>]) -> u32 {
+fn load_word(
+    shared: &[u32],
+    memory: Memory,
+    cta: u32,
+    address: u32,
+    violations: &[Atomic<u32>],
+) -> u32 {
     let inside = address >= memory.shared && address - memory.shared < memory.bytes;
     report(violations, BAD_BOUNDS, !inside);
     let offset = select(inside, address - memory.shared, 0u32);
-    let word = shared[offset as usize / 4usize];
+    let word = match comptime!(memory.peer) {
+        Peer::None => shared[offset as usize / 4usize],
+        Peer::Adjacent => shared[(cta * memory.bytes + offset) as usize / 4usize],
+        Peer::Cluster => ld_shared_cluster(mapa(memory.shared + offset, cta)),
+    };
     select(inside, word, 0u32)
 }
 
@@ -162,31 +211,37 @@ pub fn execute_copy(
     }
     if !is_outside {
         let line = lane % 32u32;
+        let cta = lane / comptime!(TMEM_LANES as u32);
         let address = source.start + (line / 8u32) * source.stride + (line % 8u32) * 16u32;
         #[unroll]
         for i in 0..4u32 {
-            let word = load_word(shared, memory, address + comptime!(4 * i), violations);
-            tmem[memory.tmem + ((column + i) * 128u32 + lane) as usize] = word;
+            let word = load_word(shared, memory, cta, address + comptime!(4 * i), violations);
+            tmem[memory.word(column + i, lane)] = word;
         }
     }
 }
 
-/// Whether `idesc` is anything but one of `kind` with M = 128, dense, K-major, not negated. Scales
-/// of NVFP4 begin at the first byte of their words; MXFP8 takes any one byte of them.
+/// Whether `idesc` is anything but one of `kind` with M = 128 for each of `ctas` CTAs, dense,
+/// K-major, not negated. Scales of NVFP4 begin at the first byte of their words; MXFP8 takes any one
+/// byte of them. Of two CTAs each has a multiple of 8 rows of `b`.
 #[cube]
-pub fn is_bad_instruction(idesc: u32, #[comptime] kind: BlockScaled) -> bool {
+pub fn is_bad_instruction(
+    idesc: u32,
+    #[comptime] kind: BlockScaled,
+    #[comptime] ctas: u32,
+) -> bool {
     let n = (idesc >> 17u32) & 0x3fu32;
     let free = comptime!(match kind {
         BlockScaled::Nvfp4 => 0x3fu32 << 17,
         BlockScaled::Mxfp8 => 0x3f << 17 | 3 << 4 | 3 << 29,
     });
-    // Types, and M / 128 = 1; every other bit is zero.
-    let expected = comptime!(instruction_descriptor(kind, 128, 8) & !free);
-    idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32
+    // Types, and M / 128; every other bit is zero.
+    let expected = comptime!(instruction_descriptor(kind, 128 * ctas, 8) & !free);
+    idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32 || n / ctas * ctas != n
 }
 
-/// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators, 32 bytes of
-/// columns of both operands. Columns ascend and every product is exact, as in the scalar kernel.
+/// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators of all CTAs, 32
+/// bytes of columns of both operands. Columns ascend and every product is exact, as in the scalar kernel.
 #[cube]
 pub fn execute_mma(
     shared: &[u32],
@@ -209,7 +264,7 @@ pub fn execute_mma(
         || command.b_scales + b_columns > 512u32
         || (command.a_scales < d_end && command.a_scales + 4u32 > command.target)
         || (command.b_scales < d_end && command.b_scales + b_columns > command.target);
-    let is_bad = is_bad_instruction(command.idesc, kind);
+    let is_bad = is_bad_instruction(command.idesc, kind, comptime!(memory.peer.ctas()));
     // The leading dimension's offset is not used, and every kernel here sets it to 16 bytes.
     let leading = field(command.a, 16u32, 14u32) != 1u32 || field(command.b, 16u32, 14u32) != 1u32;
     // The distance between rows is what rows of 128 bytes have.
@@ -258,15 +313,21 @@ fn multiply_row(
     );
     let element = comptime!(kind.format().element());
     let per_word = comptime!(32 / element.bits());
-    let quadrant = lane / 32u32;
+    let (cta, row) = (
+        lane / comptime!(TMEM_LANES as u32),
+        lane % comptime!(TMEM_LANES as u32),
+    );
+    let quadrant = row / 32u32;
+    // Rows of `b` in each CTA.
+    let rows = n / comptime!(memory.peer.ctas());
     // The scales of a row lie in the lanes that are equal to it modulo 32: in the quadrant of the
     // lane that reads them too.
-    let a_word = tmem[memory.tmem + ((command.a_scales + quadrant) * 128u32 + lane) as usize];
+    let a_word = tmem[memory.word(command.a_scales + quadrant, lane)];
     let mut left = Array::<f32>::new(comptime!(kind.step_k()));
     #[unroll]
     for word in 0..8usize {
-        let address = code_address(a, lane, comptime!(4 * word as u32).runtime());
-        let codes = load_word(shared, memory, address, violations);
+        let address = code_address(a, row, comptime!(4 * word as u32).runtime());
+        let codes = load_word(shared, memory, cta, address, violations);
         let scale = scale_of(a_word, a_id, word, kind);
         #[unroll]
         for i in 0..per_word {
@@ -276,17 +337,17 @@ fn multiply_row(
     }
     for column in 0..n {
         let scales = command.b_scales + column / 32u32;
-        let from = quadrant * 32u32 + column % 32u32;
-        let b_word = tmem[memory.tmem + (scales * 128u32 + from) as usize];
-        let at = memory.tmem + ((command.target + column) * 128u32 + lane) as usize;
+        let from = lane - lane % 32u32 + column % 32u32;
+        let b_word = tmem[memory.word(scales, from)];
+        let at = memory.word(command.target + column, lane);
         let mut sum = 0.0f32;
         if command.accumulate != 0u32 {
             sum = f32::reinterpret(tmem[at]);
         }
         #[unroll]
         for word in 0..8usize {
-            let address = code_address(b, column, comptime!(4 * word as u32).runtime());
-            let codes = load_word(shared, memory, address, violations);
+            let address = code_address(b, column % rows, comptime!(4 * word as u32).runtime());
+            let codes = load_word(shared, memory, column / rows, address, violations);
             let scale = scale_of(b_word, b_id, word, kind);
             #[unroll]
             for i in 0..per_word {

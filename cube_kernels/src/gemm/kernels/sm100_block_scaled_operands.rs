@@ -3,9 +3,14 @@
 //! specific to CUDA: a test takes the operands from these functions.
 //!
 //! `a` and `b` are the operands of the instruction: those of the GEMM, or these exchanged
-//! ([`Sm100Plan::swap_ab`]). Formats differ in how many columns 128 bytes of codes have, and in how
+//! ([`Sm100Form::SwapAb`]). Formats differ in how many columns 128 bytes of codes have, and in how
 //! many of them a 128x4 tile of scales holds: in NVFP4 those of one instruction, in MXFP8 those of
 //! all four of a stage, which take the bytes of a word one after another.
+//!
+//! Of two CTAs ([`Sm100Form::TwoCta`]) each has its own stages at the same addresses: its 128 rows of
+//! `a` with their scales, half of the rows of `b`, and the scales of all rows of `b`, because its
+//! accumulators are those of its rows of `a` and of all of `b`. The operands of an instruction are
+//! valid for both.
 
 use cubecl::prelude::*;
 
@@ -16,7 +21,9 @@ use crate::{
     },
     gemm::{
         scheduler::GroupedDim,
-        tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, SM100_TILE_N, Sm100Tile, TensorCore},
+        tiles::{
+            Fault, SM100_SWAP_AB_N, SM100_TILE_M, SM100_TILE_N, Sm100Form, Sm100Tile, TensorCore,
+        },
     },
 };
 
@@ -38,8 +45,8 @@ const ATOM_COLUMNS: usize = 4;
 pub struct Sm100Plan {
     /// The format of both operands.
     pub format: BlockScaled,
-    /// Whether the instruction's `a` is the GEMM's `b`.
-    pub swap_ab: bool,
+    /// How a tile is shared out.
+    pub form: Sm100Form,
     /// What is in groups.
     pub grouped: GroupedDim,
     /// Who multiplies.
@@ -51,7 +58,7 @@ impl Sm100Plan {
     pub const fn new(tile: Sm100Tile, grouped: GroupedDim) -> Self {
         Self {
             format: tile.format,
-            swap_ab: tile.swap_ab,
+            form: tile.form,
             grouped,
             core: tile.core,
         }
@@ -61,24 +68,42 @@ impl Sm100Plan {
     pub const fn tile(self) -> Sm100Tile {
         Sm100Tile {
             format: self.format,
-            swap_ab: self.swap_ab,
+            form: self.form,
             core: self.core,
             seed: 0,
         }
     }
 
+    /// CTAs that share a tile.
+    pub const fn ctas(self) -> usize {
+        self.form.ctas()
+    }
+
+    /// Whether the instruction's `a` is the GEMM's `b`.
+    pub const fn swaps_ab(self) -> bool {
+        self.form.swaps_ab()
+    }
+
     /// Rows of the instruction's `b`: the columns of the accumulators.
     pub const fn b_rows(self) -> usize {
-        if self.swap_ab {
-            SM100_SWAP_AB_N
-        } else {
-            SM100_TILE_N
+        match self.form {
+            Sm100Form::OneCta | Sm100Form::TwoCta => SM100_TILE_N,
+            Sm100Form::SwapAb => SM100_SWAP_AB_N,
         }
+    }
+
+    /// Those of them that a CTA has the codes of.
+    pub const fn b_rows_of_cta(self) -> usize {
+        self.b_rows() / self.ctas()
     }
 
     /// Stages of the ring: as many as shared memory holds beside the ring of commands.
     pub const fn stages(self) -> usize {
-        if self.swap_ab { 7 } else { 4 }
+        match self.form {
+            Sm100Form::OneCta => 4,
+            Sm100Form::TwoCta => 5,
+            Sm100Form::SwapAb => 7,
+        }
     }
 
     /// 128x4 tiles of scales of 128 rows in a stage.
@@ -93,7 +118,7 @@ impl Sm100Plan {
 
     /// Bytes of codes of `b` in a stage.
     pub const fn b_codes(self) -> usize {
-        self.b_rows() * ROW
+        self.b_rows_of_cta() * ROW
     }
 
     /// Bytes of scales of `a` in a stage.
@@ -104,6 +129,11 @@ impl Sm100Plan {
     /// Bytes of scales of `b` in a stage.
     pub const fn b_scales(self) -> usize {
         self.b_tiles() * self.a_scales()
+    }
+
+    /// Bytes of a whole stage of a CTA.
+    pub const fn stage_bytes(self) -> usize {
+        A_CODES + self.b_codes() + self.a_scales() + self.b_scales()
     }
 
     /// Where the codes of `b` begin, behind those of `a` of all stages.
@@ -149,8 +179,8 @@ impl Sm100Plan {
     /// The instruction descriptor of step `step` of a whole tile, or a wrong one. What lies outside
     /// of the output is multiplied too: its sums are not written.
     const fn idesc(self, step: usize) -> u32 {
-        let n = self.b_rows() as u32;
-        let right = instruction_descriptor(self.format, SM100_TILE_M as u32, n);
+        let (m, n) = (self.ctas() * SM100_TILE_M, self.b_rows());
+        let right = instruction_descriptor(self.format, m as u32, n as u32);
         let idesc = match self.core.has_fault(Fault::WrongInstructionDescriptor) {
             true => right ^ 1 << 23,
             false => right,
@@ -209,6 +239,44 @@ pub fn atoms_of(k_tile: u32, k: u32, #[comptime] format: BlockScaled) -> u32 {
             k.div_ceil(comptime!(format.atom_k() as u32)) - k_tile * all,
             all,
         )
+    }
+}
+
+/// What a CTA has of a tile of the instruction's operands.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct CtaShare {
+    /// The first of its 128 rows of `a`.
+    pub a: u32,
+    /// Their 128x4 tiles of scales, among those of the tile.
+    pub a_tile: u32,
+    /// The first of its rows of `b`.
+    pub b: u32,
+}
+
+/// What CTA `rank` has of the tile: everything, or of two CTAs 128 rows of `a` and half of `b`.
+#[cube]
+pub fn cta_share(rank: u32, #[comptime] plan: Sm100Plan) -> CtaShare {
+    let rows = comptime!(plan.b_rows_of_cta() as u32);
+    CtaShare {
+        a: rank * comptime!(SM100_TILE_M as u32),
+        a_tile: rank,
+        b: if comptime!(plan.core.has_fault(Fault::WrongHalf)) {
+            (1u32 - rank) * rows
+        } else {
+            rank * rows
+        },
+    }
+}
+
+/// Which 128 rows of `b`, of those of the tile, CTA `rank` has scales of in part `part` of a stage:
+/// all of them one after another.
+#[cube]
+pub fn scales_of_part(rank: u32, #[comptime] part: usize, #[comptime] plan: Sm100Plan) -> u32 {
+    if comptime!(plan.core.has_fault(Fault::HalfOfScales)) {
+        rank
+    } else {
+        comptime!(part as u32).runtime()
     }
 }
 
@@ -298,7 +366,7 @@ pub fn mma_operands(
     let b_first = comptime!(plan.a_columns() + atom * plan.b_tiles() * ATOM_COLUMNS);
     let mut b_scales = columns + comptime!(b_first as u32 + plan.column_error());
     let mut idesc = comptime!(plan.idesc(step)).runtime();
-    if comptime!(plan.swap_ab) {
+    if comptime!(plan.swaps_ab()) {
         // A column of scales for each 32 rows.
         b_scales += at.b_row / 32u32;
         idesc = tcgen05_instruction_descriptor(at.n, comptime!(plan.idesc(step)));
@@ -317,5 +385,56 @@ pub fn mma_operands(
         } else {
             1u32.runtime()
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What NVIDIA's NVFP4 kernel has for tiles of the same shape (CUTLASS's
+    /// `dense_blockscaled_gemm_persistent`, compiled for sm_100a and read in its PTX): the
+    /// instruction descriptor, the bytes that complete a full stage, and the columns of tensor
+    /// memory of the scales of a stage. MXFP8 has as many bytes of codes and a quarter of the
+    /// scales.
+    #[test]
+    fn stages_are_those_of_nvidia() {
+        for (form, idesc, bytes, columns, stages) in [
+            (Sm100Form::OneCta, 0x0840_0480, 55_296, (16, 32), 4),
+            (Sm100Form::TwoCta, 0x1040_0480, 77_824, (16, 32), 5),
+            (Sm100Form::SwapAb, 0x0810_0480, 28_672, (16, 16), 7),
+        ] {
+            let plan =
+                |format| Sm100Plan::new(Sm100Tile::instruction(format, form), GroupedDim::None);
+            let own = plan(BlockScaled::Nvfp4);
+            assert_eq!(own.idesc(0), idesc, "{form}: {:#x}", own.idesc(0));
+            assert_eq!(own.ctas() * own.stage_bytes(), bytes, "{form}");
+            assert_eq!(own.a_columns(), columns.0, "{form}");
+            assert_eq!(own.scale_columns(), columns.0 + columns.1, "{form}");
+            assert_eq!(own.stages(), stages, "{form}");
+            assert_eq!(own.operands(), stages * own.stage_bytes(), "{form}");
+            let mxfp8 = plan(BlockScaled::Mxfp8);
+            let scales = own.a_scales() + own.b_scales();
+            assert_eq!(mxfp8.stage_bytes(), own.stage_bytes() - scales * 3 / 4);
+            assert_eq!(4 * mxfp8.scale_columns(), own.scale_columns(), "{form}");
+        }
+    }
+
+    /// Codes of either operand begin at multiples of 1024 bytes, as the swizzle asks for.
+    #[test]
+    fn stages_are_aligned() {
+        for format in BlockScaled::ALL {
+            for form in Sm100Form::ALL {
+                let tile = Sm100Tile::instruction(format, form);
+                let plan = Sm100Plan::new(tile, GroupedDim::None);
+                for bytes in [A_CODES, plan.b_codes(), plan.b_codes_at()] {
+                    assert_eq!(bytes % 1024, 0, "{format:?}, {form}");
+                }
+                // TMA writes to multiples of 128 bytes.
+                for bytes in [plan.a_scales_at(), plan.b_scales_at(), plan.a_scales()] {
+                    assert_eq!(bytes % 128, 0, "{format:?}, {form}");
+                }
+            }
+        }
     }
 }

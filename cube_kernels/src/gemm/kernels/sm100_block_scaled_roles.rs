@@ -4,16 +4,20 @@
 use cubecl::{prelude::barrier::Barrier, prelude::*};
 
 use super::{
-    sm100_block_scaled_commands::{CommandRing, delay, issue_commit, issue_copy, issue_mma},
-    sm100_block_scaled_operands::{
-        A_CODES, ATOM, STEPS, Sm100Plan, StageAt, atoms_of, mma_operands, scale_copy, steps_of,
+    sm100_block_scaled_commands::{
+        CommandRing, arrive_at_each, delay, issue_commit, issue_copy, issue_mma,
     },
-    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales},
+    sm100_block_scaled_operands::{
+        A_CODES, ATOM, STEPS, Sm100Plan, StageAt, atoms_of, cta_share, mma_operands, scale_copy,
+        scales_of_part, steps_of,
+    },
+    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales, wait},
 };
 use crate::{
     cube::ptx::{
-        cp_async_bulk, cvta_to_global, mbarrier_arrive, mbarrier_arrive_expect_tx,
-        mbarrier_wait_parity, nanosleep, tcgen05_fence_after_thread_sync,
+        cp_async_bulk, cp_async_bulk_tensor_2d_pair, cvta_to_global, fence_acq_rel_cluster, mapa,
+        mbarrier_arrive_expect_tx, mbarrier_complete_tx_cluster, mbarrier_wait_parity, nanosleep,
+        tcgen05_fence_after_thread_sync,
     },
     gemm::{
         arguments::GroupedProblem,
@@ -56,6 +60,29 @@ struct StageSource {
     used: u32,
 }
 
+#[cube]
+impl StageSource {
+    /// The first word of codes of a row.
+    fn word(&self, #[comptime] plan: Sm100Plan) -> i32 {
+        let format = comptime!(plan.format);
+        // Columns of a word.
+        let per_word = comptime!(32 / format.format().code_bits() as u32);
+        let words = comptime!(format.tile_k() as u32 / per_word);
+        (self.k_first / per_word + self.k_tile * words) as i32
+    }
+
+    /// 128x4 tiles of scales of 128 rows of an operand.
+    fn atoms_of_row(&self, #[comptime] plan: Sm100Plan) -> u32 {
+        self.k_all.div_ceil(comptime!(plan.format.atom_k() as u32))
+    }
+
+    /// The first of them.
+    fn atom(&self, #[comptime] plan: Sm100Plan) -> u32 {
+        let atom_k = comptime!(plan.format.atom_k() as u32);
+        self.k_first / atom_k + self.k_tile * comptime!(plan.atoms() as u32)
+    }
+}
+
 /// Fills the stages of all tiles of this CTA, one after another. One thread.
 #[cube]
 pub(super) fn load_tiles(
@@ -74,7 +101,7 @@ pub(super) fn load_tiles(
     let tiles_n = n.div_ceil(tile_n);
     // Rows of the GEMM's `b` of a group begin at a tile of scales.
     let n_tiles = n.div_ceil(128u32);
-    let mut tile = CUBE_POS as u32;
+    let mut tile = cta.first_tile(plan);
     // The group that is looked at, the tiles and the tiles of scales before it, and the stages that
     // were filled.
     let mut group = 0u32;
@@ -106,7 +133,7 @@ pub(super) fn load_tiles(
             }
             // Groups that overlap could have more tiles than there are.
             let left_tile = min(left_tile, scales.m_tiles - 1u32);
-            let source = if comptime!(plan.swap_ab) {
+            let source = if comptime!(plan.swaps_ab()) {
                 TileSource {
                     a: right,
                     b: left,
@@ -127,7 +154,8 @@ pub(super) fn load_tiles(
             let mut k_tile = 0u32;
             while k_tile < k_tiles {
                 if comptime!(plan.core != TensorCore::Instruction) {
-                    delay(cta.seed, used * 2u32 + 1u32);
+                    // The CTAs of a pair not alike.
+                    delay(cta.seed, used * 2u32 + 1u32 + (cta.rank << 16u32));
                 }
                 fill_stage(
                     a_map,
@@ -149,13 +177,28 @@ pub(super) fn load_tiles(
                 used += 1u32;
                 k_tile = opaque(k_tile + 1u32);
             }
-            tile += CUBE_COUNT as u32;
+            tile += cta.tile_step(plan);
         } else {
             passed += tiles_m * tiles_n;
             scale_tiles += own.scale_tiles();
             group += 1u32;
         }
     }
+    if comptime!(plan.ctas() > 1) {
+        // The even CTA's commits arrive in the odd one as long as that is there.
+        for _ in 0..comptime!(plan.stages() as u32) {
+            wait_empty(cta, used, plan);
+            used += 1u32;
+        }
+    }
+}
+
+/// Waits until the stage that fill number `used` takes is empty.
+#[cube]
+fn wait_empty(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
+    let stages = comptime!(plan.stages() as u32);
+    let parity = ((used / stages) & 1u32) ^ 1u32;
+    wait(cta.empty(used % stages, plan), parity, plan);
 }
 
 /// `value`, of which the compiler knows nothing more. Unrolled, the loop over K tiles took 64
@@ -171,10 +214,33 @@ fn opaque(value: u32) -> u32 {
     u32::reinterpret(same)
 }
 
-/// Waits until the next stage is empty and lets TMA fill it: codes through the maps, with zeros for
-/// what lies outside, and the scales that there are.
+/// Waits until the next stage is empty and lets TMA fill it.
 #[cube]
 fn fill_stage(
+    a: &TensorMap<u32, Tiled>,
+    b: &TensorMap<u32, Tiled>,
+    scales: &SwizzledScales,
+    operands: &mut [u32],
+    barriers: &[Barrier],
+    cta: CtaState,
+    source: StageSource,
+    #[comptime] plan: Sm100Plan,
+) {
+    wait_empty(cta, source.used, plan);
+    if comptime!(plan.core.has_fault(Fault::NoFullWait)) {
+        nanosleep(50_000u32.runtime());
+    }
+    if comptime!(plan.ctas() == 1) {
+        fill_whole(a, b, scales, operands, barriers, cta, source, plan);
+    } else {
+        fill_share(a, b, scales, operands, barriers, cta, source, plan);
+    }
+}
+
+/// Fills a stage with a tile: codes through the maps, with zeros for what lies outside, and the
+/// scales that there are.
+#[cube]
+fn fill_whole(
     a: &TensorMap<u32, Tiled>,
     b: &TensorMap<u32, Tiled>,
     scales: &SwizzledScales,
@@ -187,23 +253,14 @@ fn fill_stage(
     let source = stage_source.tile;
     let (k, k_tile, used) = (stage_source.k, stage_source.k_tile, stage_source.used);
     let format = comptime!(plan.format);
-    let stages = comptime!(plan.stages() as u32);
-    let stage = used % stages;
-    let parity = ((used / stages) & 1u32) ^ 1u32;
+    let stage = used % comptime!(plan.stages() as u32);
     let bytes = atoms_of(k_tile, k, format) * comptime!(ATOM as u32);
     let full = cta.full + stage * 8u32;
-    mbarrier_wait_parity(cta.empty(stage, plan), parity);
-    if comptime!(plan.core.has_fault(Fault::NoFullWait)) {
-        nanosleep(50_000u32.runtime());
-    }
     let codes = comptime!((A_CODES + plan.b_codes()) as u32);
     mbarrier_arrive_expect_tx(full, codes + bytes * (1u32 + source.b_tiles));
     let s = stage as usize;
     let ready = &barriers[s];
-    // Columns of a word of codes.
-    let per_word = comptime!(32 / format.format().code_bits() as u32);
-    let words = comptime!(format.tile_k() as u32 / per_word);
-    let word = (stage_source.k_first / per_word + k_tile * words) as i32;
+    let word = stage_source.word(plan);
     let words = comptime!(A_CODES / 4);
     ready.tma_load_2d(
         a,
@@ -219,10 +276,8 @@ fn fill_stage(
         source.b as i32,
         word,
     );
-    let atom_k = comptime!(format.atom_k() as u32);
-    let row = u64::cast_from(stage_source.k_all.div_ceil(atom_k));
-    let atom = stage_source.k_first / atom_k + k_tile * comptime!(plan.atoms() as u32);
-    let within = u64::cast_from(atom);
+    let row = u64::cast_from(stage_source.atoms_of_row(plan));
+    let within = u64::cast_from(stage_source.atom(plan));
     let a_at = (u64::cast_from(source.a_tile) * row + within) * comptime!(ATOM as u64);
     let b_at = (u64::cast_from(source.b_tile) * row + within) * comptime!(ATOM as u64);
     let a_from = cvta_to_global::<u32>(scales.a.as_ptr()) + a_at;
@@ -240,6 +295,141 @@ fn fill_stage(
     }
 }
 
+/// A box of a matrix, and where it goes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct BoxCopy {
+    /// Its first row.
+    row: i32,
+    /// Its first column.
+    column: i32,
+    /// The stage that it is part of.
+    stage: u32,
+    /// Where it goes, in bytes from where the stages begin.
+    offset: u32,
+}
+
+/// Lets TMA copy a box, whose bytes arrive at the barrier of the full stage of the even CTA, or at
+/// this CTA's barrier of what has arrived.
+#[cube]
+fn load_box(
+    map: &TensorMap<u32, Tiled>,
+    operands: &mut [u32],
+    barriers: &[Barrier],
+    cta: CtaState,
+    copy: BoxCopy,
+    #[comptime] plan: Sm100Plan,
+) {
+    if comptime!(plan.has_arrived()) {
+        let arrived = &barriers[comptime!(plan.arrived_at()) + copy.stage as usize];
+        let first = copy.offset as usize / 4usize;
+        let target = &mut operands[first..first + comptime!(ATOM / 4)];
+        arrived.tma_load_2d(map, target, copy.row, copy.column);
+    } else {
+        let full = mapa(cta.full + copy.stage * 8u32, 0u32.runtime());
+        let target = cta.operands + copy.offset;
+        cp_async_bulk_tensor_2d_pair(target, map, copy.column, copy.row, full);
+    }
+}
+
+/// Fills a stage with what the CTA has of a tile that two of them share. Boxes are whole, with
+/// zeros for what is outside of a matrix and with scales that nothing is multiplied by behind the
+/// last column, so that each CTA has as many bytes in every stage.
+#[cube]
+fn fill_share(
+    a: &TensorMap<u32, Tiled>,
+    b: &TensorMap<u32, Tiled>,
+    scales: &SwizzledScales,
+    operands: &mut [u32],
+    barriers: &[Barrier],
+    cta: CtaState,
+    source: StageSource,
+    #[comptime] plan: Sm100Plan,
+) {
+    let tile = source.tile;
+    let share = cta_share(cta.rank, plan);
+    let stage = source.used % comptime!(plan.stages() as u32);
+    expect_share(cta, stage, plan);
+    let column = source.word(plan);
+    let copy = BoxCopy {
+        row: (tile.a + share.a) as i32,
+        column,
+        stage,
+        offset: stage * comptime!(A_CODES as u32),
+    };
+    load_box(a, operands, barriers, cta, copy, plan);
+    let copy = BoxCopy {
+        row: (tile.b + share.b) as i32,
+        column,
+        stage,
+        offset: comptime!(plan.b_codes_at() as u32) + stage * comptime!(plan.b_codes() as u32),
+    };
+    load_box(b, operands, barriers, cta, copy, plan);
+    let maps = scales.maps.as_ref().unwrap();
+    let (atoms, atom) = (source.atoms_of_row(plan), source.atom(plan));
+    let column = 0i32.runtime();
+    let a_bytes = comptime!(plan.a_scales() as u32);
+    let copy = BoxCopy {
+        row: ((tile.a_tile + share.a_tile) * atoms + atom) as i32,
+        column,
+        stage,
+        offset: comptime!(plan.a_scales_at() as u32) + stage * a_bytes,
+    };
+    load_box(&maps.a, operands, barriers, cta, copy, plan);
+    #[unroll]
+    for part in 0..comptime!(plan.b_tiles()) {
+        let rows = tile.b_tile + scales_of_part(cta.rank, part, plan);
+        let first = comptime!((plan.b_scales_at() + part * plan.a_scales()) as u32);
+        let copy = BoxCopy {
+            row: (rows * atoms + atom) as i32,
+            column,
+            stage,
+            offset: first + stage * comptime!(plan.b_scales() as u32),
+        };
+        load_box(&maps.b, operands, barriers, cta, copy, plan);
+    }
+    forward_share(cta, source.used, plan);
+}
+
+/// Lets the barriers of stage `stage` expect what the CTAs load: the even CTA's the bytes of both.
+#[cube]
+fn expect_share(cta: CtaState, stage: u32, #[comptime] plan: Sm100Plan) {
+    let own = comptime!(plan.stage_bytes() as u32);
+    let waits_for = comptime!(match plan.core.has_fault(Fault::NoPeerWait) {
+        true => own,
+        false => own * plan.ctas() as u32,
+    });
+    if cta.rank == 0u32 {
+        mbarrier_arrive_expect_tx(cta.full + stage * 8u32, waits_for.runtime());
+    } else if comptime!(plan.core.has_fault(Fault::NoPeerWait)) {
+        nanosleep(50_000u32.runtime());
+    }
+    if comptime!(plan.has_arrived()) {
+        mbarrier_arrive_expect_tx(cta.arrived(stage, plan), own.runtime());
+    }
+}
+
+/// Without `cta_group::2` TMA signals barriers of the CTA that it fills alone: this thread waits for
+/// fill number `used`, and passes its bytes on to the even CTA.
+#[cube]
+fn forward_share(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
+    if comptime!(plan.has_arrived()) {
+        let stages = comptime!(plan.stages() as u32);
+        let stage = used % stages;
+        mbarrier_wait_parity(cta.arrived(stage, plan), (used / stages) & 1u32);
+        let mut forwards = true;
+        if comptime!(plan.core.has_fault(Fault::NoPeerWait)) {
+            forwards = cta.rank == 0u32;
+        }
+        if forwards {
+            fence_acq_rel_cluster();
+            let full = mapa(cta.full + stage * 8u32, 0u32.runtime());
+            let own = comptime!(plan.stage_bytes() as u32);
+            mbarrier_complete_tx_cluster(full, own.runtime());
+        }
+    }
+}
+
 /// Issues the instructions of all tiles of this CTA, and returns how many commands the software
 /// model was given. One thread, because a commit tracks the instructions of its own.
 #[cube]
@@ -254,7 +444,7 @@ pub(super) fn issue_tiles(
     let tile_n = comptime!(plan.tile().tile_n() as u32);
     let tiles_n = problem.shape.n.div_ceil(tile_n);
     let stages = comptime!(plan.stages() as u32);
-    let mut tile = CUBE_POS as u32;
+    let mut tile = cta.first_tile(plan);
     let mut group = 0u32;
     let mut passed = 0u32;
     let mut used = 0u32;
@@ -269,12 +459,12 @@ pub(super) fn issue_tiles(
             group += 1u32;
         } else if own.is_empty(comptime!(plan.grouped)) {
             // The epilogue writes zeros.
-            tile += CUBE_COUNT as u32;
+            tile += cta.tile_step(plan);
         } else {
             let k_tiles = own.k.div_ceil(comptime!(plan.format.tile_k() as u32));
             let mut n = 0u32;
             let mut b_row = 0u32;
-            if comptime!(plan.swap_ab) {
+            if comptime!(plan.swaps_ab()) {
                 let at = place(
                     tile - passed,
                     tiles_m,
@@ -289,7 +479,7 @@ pub(super) fn issue_tiles(
                 b_row = at.row % 128u32;
             }
             // The epilogue has read the accumulators of the tile before.
-            mbarrier_wait_parity(cta.accumulators + 8u32, (done & 1u32) ^ 1u32);
+            wait(cta.accumulators + 8u32, (done & 1u32) ^ 1u32, plan);
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
             }
@@ -297,7 +487,7 @@ pub(super) fn issue_tiles(
                 let stage = used % stages;
                 if comptime!(!core.has_fault(Fault::NoFullWait)) {
                     let parity = (used / stages) & 1u32;
-                    mbarrier_wait_parity(cta.full + stage * 8u32, parity);
+                    wait(cta.full + stage * 8u32, parity, plan);
                 }
                 if comptime!(core == TensorCore::Instruction) {
                     tcgen05_fence_after_thread_sync();
@@ -313,15 +503,15 @@ pub(super) fn issue_tiles(
                 };
                 queued = issue_stage(ring, at, own.k, queued, plan);
                 if comptime!(core.has_fault(Fault::EarlyStageReuse)) {
-                    mbarrier_arrive(cta.empty(stage, plan));
+                    arrive_at_each(cta.empty(stage, plan), comptime!(plan.ctas() as u32));
                 } else {
-                    queued = issue_commit(ring, queued, cta.empty(stage, plan), core);
+                    queued = issue_commit(ring, queued, cta.empty(stage, plan), plan);
                 }
                 used += 1u32;
             }
-            queued = issue_commit(ring, queued, u32::reinterpret(cta.accumulators), core);
+            queued = issue_commit(ring, queued, u32::reinterpret(cta.accumulators), plan);
             done += 1u32;
-            tile += CUBE_COUNT as u32;
+            tile += cta.tile_step(plan);
         }
     }
     queued
@@ -337,7 +527,6 @@ fn issue_stage(
     queued: u32,
     #[comptime] plan: Sm100Plan,
 ) -> u32 {
-    let core = comptime!(plan.core);
     let format = comptime!(plan.format);
     let mut queued = queued;
     let atoms = atoms_of(at.k_tile, k, format);
@@ -347,7 +536,7 @@ fn issue_stage(
             #[unroll]
             for part in 0..comptime!(1 + plan.b_tiles()) {
                 let copy = scale_copy(at, atom, part, plan);
-                queued = issue_copy(ring, queued, copy.target, copy.source, core);
+                queued = issue_copy(ring, queued, copy.target, copy.source, plan);
             }
         }
     }

@@ -4,6 +4,10 @@ use cubecl::prelude::*;
 
 use super::{sm100_block_scaled_commands::CommandRing, sm100_block_scaled_operands::Sm100Plan};
 use crate::{
+    cube::ptx::{
+        mapa, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_cluster_relaxed,
+        mbarrier_wait_parity, mbarrier_wait_parity_cluster,
+    },
     gemm::{arguments::GroupedProblem, scheduler::GroupedDim},
     moe::groups::extent,
 };
@@ -17,6 +21,17 @@ pub struct SwizzledScales {
     pub b: Box<[u32]>,
     /// Tiles of 128 rows that there are of the GEMM's `a`, which the rows in groups are.
     pub m_tiles: u32,
+    /// The same as matrices, for two CTAs.
+    pub maps: ComptimeOption<ScaleMaps>,
+}
+
+/// Block scales as matrices: a row is a 128x4 tile, in words.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct ScaleMaps {
+    /// Those of the instruction's `a`.
+    pub a: TensorMap<u32, Tiled>,
+    /// Those of its `b`.
+    pub b: TensorMap<u32, Tiled>,
 }
 
 /// What the roles of a CTA share: addresses in shared memory, and tensor memory.
@@ -35,13 +50,56 @@ pub(super) struct CtaState {
     pub tmem: u32,
     /// The seed of delays, or 0.
     pub seed: u32,
+    /// Which CTA it is of those that share a tile.
+    pub rank: u32,
 }
 
 #[cube]
 impl CtaState {
+    /// The first tile of this CTA.
+    pub fn first_tile(&self, #[comptime] plan: Sm100Plan) -> u32 {
+        CUBE_POS as u32 / comptime!(plan.ctas() as u32)
+    }
+
+    /// Tiles from one of this CTA to the next.
+    pub fn tile_step(&self, #[comptime] plan: Sm100Plan) -> u32 {
+        CUBE_COUNT as u32 / comptime!(plan.ctas() as u32)
+    }
+
     /// The barrier of an empty stage.
     pub fn empty(&self, stage: u32, #[comptime] plan: Sm100Plan) -> u32 {
         self.full + comptime!(8 * plan.stages() as u32) + stage * 8u32
+    }
+
+    /// The barrier of a stage that has arrived in this CTA.
+    pub fn arrived(&self, stage: u32, #[comptime] plan: Sm100Plan) -> u32 {
+        self.full + comptime!(8 * plan.arrived_at() as u32) + stage * 8u32
+    }
+}
+
+/// Waits for the phase of `parity` of `barrier`, at which both CTAs of a pair may arrive.
+///
+/// Only the software model has data for threads of the other CTA. TMA and the tensor cores need no
+/// `acquire.cluster`, which would empty the L1 cache at each wait.
+#[cube]
+pub(super) fn wait(barrier: u32, parity: u32, #[comptime] plan: Sm100Plan) {
+    if comptime!(plan.has_arrived()) {
+        mbarrier_wait_parity_cluster(barrier, parity);
+    } else {
+        mbarrier_wait_parity(barrier, parity);
+    }
+}
+
+/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions, behind loads
+/// of tensor memory. `release.cluster` would wait for all that the epilogue has written.
+#[cube]
+pub(super) fn arrive_at_issuer(barrier: u32, #[comptime] plan: Sm100Plan) {
+    if comptime!(plan.ctas() == 1) {
+        mbarrier_arrive(barrier);
+    } else if comptime!(plan.has_arrived()) {
+        mbarrier_arrive_cluster(mapa(barrier, 0u32.runtime()));
+    } else {
+        mbarrier_arrive_cluster_relaxed(mapa(barrier, 0u32.runtime()));
     }
 }
 

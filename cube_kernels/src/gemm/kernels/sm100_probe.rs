@@ -13,7 +13,7 @@
 use cubecl::prelude::{barrier::Barrier, *};
 
 use super::{
-    sm100_block_scaled_engine::{COPY, Command, MMA, Memory, execute_copy, execute_mma},
+    sm100_block_scaled_engine::{COPY, Command, MMA, Memory, Peer, execute_copy, execute_mma},
     sm100_block_scaled_operands::ATOM,
 };
 use crate::{
@@ -62,8 +62,8 @@ fn lane_address(tmem: u32) -> u32 {
 #[cube]
 fn allocate_tmem(board: u32) -> u32 {
     if UNIT_POS / 32u32 == ISSUING_WARP {
-        tcgen05_alloc(board, comptime!(TMEM_COLUMNS as u32));
-        tcgen05_relinquish_alloc_permit();
+        tcgen05_alloc(board, comptime!(TMEM_COLUMNS as u32), 1usize);
+        tcgen05_relinquish_alloc_permit(1usize);
     }
     tcgen05_fence_before_thread_sync();
     sync_cube();
@@ -78,7 +78,7 @@ fn free_tmem(tmem: u32) {
     sync_cube();
     tcgen05_fence_after_thread_sync();
     if UNIT_POS / 32u32 == ISSUING_WARP {
-        tcgen05_dealloc(tmem, comptime!(TMEM_COLUMNS as u32));
+        tcgen05_dealloc(tmem, comptime!(TMEM_COLUMNS as u32), 1usize);
     }
 }
 
@@ -171,10 +171,11 @@ pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multip
                 tcgen05_cp_32x128b_warpx4(
                     tmem + comptime!(SCALE_COLUMN + 4 * tile),
                     tcgen05_descriptor(from, SharedLayout::SCALES),
+                    1usize,
                 );
             }
             if comptime!(multiplies) {
-                tcgen05_mma(step_operands(base, tmem, step), KIND);
+                tcgen05_mma(step_operands(base, tmem, step), KIND, 1usize);
             }
             tcgen05_commit(done);
         }
@@ -200,6 +201,7 @@ pub fn step_model_kernel(
         shared: MODEL_BASE.runtime(),
         bytes: comptime!(IMAGE as u32).runtime(),
         tmem: 0usize.runtime(),
+        peer: Peer::None,
     };
     if UNIT_POS == 0u32 {
         #[unroll]
