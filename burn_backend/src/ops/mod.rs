@@ -39,6 +39,7 @@ mod dtype;
 pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
+mod form;
 mod gradients;
 pub mod graph;
 pub mod inference;
@@ -74,6 +75,7 @@ pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
 pub(crate) use dtype::float_dtype;
 pub use feed_forward::FeedForwardSpec;
+pub use form::StoredForm;
 pub use kernels::Nvfp4KernelOps;
 pub(crate) use probe::{Probe, SampledOperand};
 

@@ -27,7 +27,7 @@ pub enum GemmInstance {
         multiplies: bool,
     },
     /// The NVFP4 kernel of consumer Blackwell.
-    Sm120Nvfp4(Sm120Plan),
+    Sm120BlockScaled(Sm120Plan),
     /// The kernel of small M.
     SmallM(SmallMShape),
     /// The kernel with portable matrix instructions.

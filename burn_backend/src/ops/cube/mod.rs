@@ -13,6 +13,7 @@ use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
+use super::form::StoredForm;
 use super::layers::Activation;
 use super::spec::QuantParams;
 use super::tensors::{
@@ -89,9 +90,10 @@ impl Nvfp4KernelOps for CubeBackend {
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
+        form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
-        quantize::requantize(source, groups, usage, &params, via)
+        quantize::requantize(source, groups, usage, (&params, form), via)
     }
 
     fn nvfp4_dequantize(
