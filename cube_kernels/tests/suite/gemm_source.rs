@@ -223,11 +223,18 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
 }
 
 /// One multiplication at most, behind the copies of its scales, without loops that elect threads.
-fn sm100_probe(name: &str, copies: usize, multiplies: bool, sass: &str) {
+fn sm100_probe(name: &str, copies: usize, multiplies: Option<BlockScaled>, sass: &str) {
     let commits = usize::from(copies > 0);
     for (opcode, expected) in [
         ("UTCCP", copies),
-        ("UTCOMMA", usize::from(multiplies)),
+        (
+            "UTCOMMA",
+            usize::from(multiplies == Some(BlockScaled::Nvfp4)),
+        ),
+        (
+            "UTCQMMA",
+            usize::from(multiplies == Some(BlockScaled::Mxfp8)),
+        ),
         ("UTCBAR", commits),
         ("HGMMA", 0),
         ("OMMA", 0),

@@ -146,10 +146,12 @@ fn word_of_scales(scales: &[u8], base: usize, first: u32, end: u32, #[comptime] 
     let mut word = 0u32;
     #[unroll]
     for i in 0..count {
-        if first + i < end {
-            let byte = u32::cast_from(scales[base + (first + i) as usize]);
-            word |= byte << comptime!(8 * i);
-        }
+        // What lies outside is not used: the first byte is read in its place. A branch would keep the
+        // word in memory.
+        let inside = first + i < end;
+        let at = select(inside, base + (first + i) as usize, 0usize);
+        let byte = u32::cast_from(scales[at]);
+        word |= select(inside, byte, 0u32) << comptime!(8 * i);
     }
     word
 }
