@@ -342,14 +342,22 @@ pub(crate) mod tests {
                     probe,
                     ..LinearContext::default()
                 };
-                linear_unchecked(case.x.clone(), case.w.clone(), None, spec("nvidia"), context)
+                linear_unchecked(
+                    case.x.clone(),
+                    case.w.clone(),
+                    None,
+                    spec("nvidia"),
+                    context,
+                )
             };
             run(None);
             let probe = Probe::default();
             run(Some(probe.clone()));
             let samples = probe.read();
             assert!(!samples.is_empty());
-            let operands = samples.into_iter().map(|sample| (sample.name, sample.scales));
+            let operands = samples
+                .into_iter()
+                .map(|sample| (sample.name, sample.scales));
             operands.collect::<Vec<_>>()
         };
         let expected = sampled(Some(PackedReads::Compact));

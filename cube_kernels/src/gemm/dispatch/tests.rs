@@ -325,10 +325,10 @@ fn who_reads_tiles_of_scales() {
             Swizzled
         );
     }
-    assert_eq!(
-        reads(&device(Some(90), GemmBackend::Sm90Wgmma), &dense),
-        Bf16
-    );
+    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+    let large = Problem::new(PACKED, (8192, 8192, 8192));
+    assert_eq!(reads(&hopper, &large), Bf16);
+    assert_eq!(reads(&hopper, &dense), Compact);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),
@@ -445,7 +445,6 @@ fn mxfp8_where_there_are_instructions_for_it() {
     assert_eq!(plan(mixed, BlockScaled::Nvfp4), bf16);
     for (capability, backend) in [
         (Some(90), GemmBackend::Sm90Wgmma),
-        (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),
         (None, GemmBackend::Scalar),
     ] {

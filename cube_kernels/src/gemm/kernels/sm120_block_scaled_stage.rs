@@ -139,19 +139,17 @@ pub(super) fn swizzled(row: u32, chunk: u32) -> u32 {
     (chunk ^ ((row / 2u32) % 4u32)) * 16u32
 }
 
-/// The scales of columns `first` to `first + 4` of a row that begins at `base`, up to column `end`,
-/// in a word.
+/// The scales of `count` blocks from `first` on of a row that begins at `base`, up to block `end`, in
+/// a word.
 #[cube]
 fn word_of_scales(scales: &[u8], base: usize, first: u32, end: u32, #[comptime] count: u32) -> u32 {
     let mut word = 0u32;
     #[unroll]
     for i in 0..count {
-        // What lies outside is not used: the first byte is read in its place. A branch would keep the
-        // word in memory.
-        let inside = first + i < end;
-        let at = select(inside, base + (first + i) as usize, 0usize);
-        let byte = u32::cast_from(scales[at]);
-        word |= select(inside, byte, 0u32) << comptime!(8 * i);
+        if first + i < end {
+            let byte = u32::cast_from(scales[base + (first + i) as usize]);
+            word |= byte << comptime!(8 * i);
+        }
     }
     word
 }
@@ -178,12 +176,14 @@ fn copy_scales(
             // No scale of a row behind the last.
             let end = select(row < part.row_end, end, 0u32);
             let target = part.target + UNIT_POS * pitch;
+            // A variable is an operand of an instruction by its value, not by its address.
             if comptime!(count == 8) {
                 let low = word_of_scales(scales, base, first, end, 4u32);
                 let high = word_of_scales(scales, base, first + 4u32, end, 4u32);
                 st_shared_v2(target, u32::reinterpret(low), u32::reinterpret(high));
             } else {
-                st_shared(target, word_of_scales(scales, base, first, end, count));
+                let word = word_of_scales(scales, base, first, end, count);
+                st_shared(target, u32::reinterpret(word));
             }
         }
     } else {
