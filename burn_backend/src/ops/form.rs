@@ -1,63 +1,17 @@
-//! How quantized operands are stored: as the GEMM that reads them reads them.
+//! The forms of a layer's quantized operands: as the GEMM that reads them reads them.
 
 use burn_core::backend::{Backend, tensor::IntTensor};
 use burn_core::tensor::Shape;
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use nvfp4_kernels::AmaxGranularity;
+use nvfp4_kernels::PackedReads;
 use nvfp4_kernels::reference::swizzle::TILE_INNER;
-use nvfp4_kernels::{AmaxGranularity, PackedReads, ScaleLayout, Storage};
 
 use super::spec::{OperandSpec, QuantParams};
+use super::stored::StoredForm;
 use super::tensors::RowGroups;
 
-/// How a quantized tensor is stored. No result of a GEMM depends on it, only how many passes there
-/// are before the GEMM.
-///
-/// The Flex backend stores tiles of scales as rows: its GEMMs read these, and there is no other
-/// reader.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StoredForm {
-    /// Codes, and block scales in this order. 128x4 tiles begin anew at each matrix of a stack, and
-    /// at each group of rows of a rowwise tensor.
-    Packed(ScaleLayout),
-    /// The columnwise tensor of tokens, with block scales in 128x4 tiles: padded with zero tokens
-    /// to a multiple of 64, and each group of tokens too, so that the scales of all are one matrix.
-    WholeTiles,
-    /// Code times block scale in bf16; of one matrix.
-    Bf16Unscaled,
-}
-
 impl StoredForm {
-    /// Codes, and block scales in rows.
-    pub const ROWS: Self = Self::Packed(ScaleLayout::Compact);
-    /// Codes, and block scales in 128x4 tiles.
-    pub const TILES: Self = Self::Packed(ScaleLayout::Swizzled128x4);
-
-    /// What is stored.
-    pub(super) fn storage(self) -> Storage {
-        match self {
-            Self::Packed(_) | Self::WholeTiles => Storage::Packed,
-            Self::Bf16Unscaled => Storage::Bf16Unscaled,
-        }
-    }
-
-    /// The order of the block scales.
-    pub(super) fn scale_layout(self) -> ScaleLayout {
-        match self {
-            Self::Packed(layout) => layout,
-            Self::WholeTiles => ScaleLayout::Swizzled128x4,
-            Self::Bf16Unscaled => ScaleLayout::Compact,
-        }
-    }
-
-    /// The tokens to whose multiple a columnwise tensor of tokens is padded, `unit` at least.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-    pub(super) fn unit(self, unit: usize) -> usize {
-        match self {
-            Self::WholeTiles => unit.max(TILE_INNER),
-            Self::Packed(_) | Self::Bf16Unscaled => unit,
-        }
-    }
-
     /// This form, or rows of codes and scales, where tensors by `params` are not stored so.
     pub(super) fn of(self, params: &QuantParams) -> Self {
         match self {
@@ -101,7 +55,7 @@ impl LayerGemm<'_> {
         }
         let own = self.specs[0].unit().max(self.specs[1].unit());
         // Tokens are padded to whole tiles only for GEMMs that read these.
-        let tiles = nvfp4_kernels::reference::swizzle::TILE_INNER;
+        let tiles = TILE_INNER;
         if self.along_tokens && !self.shape.2.next_multiple_of(own).is_multiple_of(tiles) {
             let reads = self.reads_padded::<B>(device, own.max(tiles));
             if reads == PackedReads::Swizzled {

@@ -12,12 +12,12 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
 use super::collective::CollectiveOps;
-use super::form::StoredForm;
 use super::layers::{Activation, ActivationOps};
 #[cfg(feature = "cubecl-backend")]
 use super::meta;
 use super::rows;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData,
     QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,

@@ -2,12 +2,13 @@
 
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::DType;
+#[cfg(feature = "cubecl-backend")]
+use nvfp4_kernels::ScaleLayout;
 use nvfp4_kernels::reference::padding::padded_bound;
-use nvfp4_kernels::reference::swizzle::row_group_tiles;
-use nvfp4_kernels::{AmaxGranularity, Layout, ScaleLayout, Usage};
+use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
 
-use super::form::StoredForm;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::RowGroups;
 #[cfg(feature = "cubecl-backend")]
 use super::tensors::RowGroupsMetadata;
@@ -69,7 +70,9 @@ impl GroupCount {
     }
 
     /// Rows and columns of the block scales of the quantized groups with this layout.
+    #[cfg(feature = "cubecl-backend")]
     pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
+        use nvfp4_kernels::reference::swizzle::row_group_tiles;
         let (outer, blocks) = (layout.outer(), layout.blocks());
         let rows = match (layout.scale_layout, layout.usage, self) {
             (ScaleLayout::Compact, ..) => return [outer, blocks],

@@ -10,12 +10,13 @@ use nvfp4_kernels::{BlockShape, ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::{Forms, LayerGemm, StoredForm};
+use super::form::{Forms, LayerGemm};
 use super::known_amax::{self, KnownAmax};
 use super::operands::{PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::segments::narrow;
 use super::sharding::{LinearSharding, Role};
+use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups, float_dtype,

@@ -5,9 +5,9 @@ use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{Layout, Storage, Usage};
 
-use super::form::StoredForm;
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata,
     OperandMetadata, QuantUsages, QuantizedDataMetadata, QuantizedMatrixMetadata,

@@ -60,6 +60,7 @@ mod rows;
 mod segments;
 pub(crate) mod sharding;
 mod spec;
+mod stored;
 mod tensors;
 
 use burn_core as burn;
@@ -75,12 +76,12 @@ pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
 pub(crate) use dtype::float_dtype;
 pub use feed_forward::FeedForwardSpec;
-pub use form::StoredForm;
 pub use kernels::Nvfp4KernelOps;
 pub(crate) use probe::{Probe, SampledOperand};
 
 pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
+pub use stored::StoredForm;
 pub use tensors::{
     GemmGroups, LinearParams, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,

@@ -11,8 +11,8 @@ use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
 
 use super::dtype::cast;
-use super::form::StoredForm;
 use super::spec::{OperandSpec, QuantParams};
+use super::stored::StoredForm;
 use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 

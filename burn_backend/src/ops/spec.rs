@@ -11,7 +11,7 @@ use nvfp4_kernels::{Layout, Usage};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use super::form::StoredForm;
+use super::stored::StoredForm;
 
 /// How the elements of a quantized tensor are rounded, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

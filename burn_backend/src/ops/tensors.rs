@@ -12,8 +12,8 @@ use burn_core::backend::{
 };
 use nvfp4_kernels::{Layout, Usage};
 
-use super::form::StoredForm;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 
 /// A float tensor, or none: what crosses the extension trait holds no `Option`.
 #[derive(ExtensionType, Clone, Debug)]

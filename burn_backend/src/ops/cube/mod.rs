@@ -13,9 +13,9 @@ use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
-use super::form::StoredForm;
 use super::layers::Activation;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,

@@ -16,10 +16,10 @@ use nvfp4_kernels::tensor::{
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
-use super::super::form::StoredForm;
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
+use super::super::stored::StoredForm;
 use super::super::tensors::{
     ActivationAmaxes, AmaxPair, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };

@@ -231,8 +231,8 @@ mod tests {
     use nvfp4_kernels::{Nvfp4Params, Rounding};
 
     use super::super::super::Nvfp4KernelOps;
-    use super::super::super::form::StoredForm;
     use super::super::super::spec::QuantParams;
+    use super::super::super::stored::StoredForm;
     use super::super::super::tensors::{QuantUsages, RowGroups};
     use super::super::tensors::upload;
     use super::*;

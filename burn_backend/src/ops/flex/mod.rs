@@ -19,8 +19,8 @@ use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use nvfp4_kernels::Usage;
 
-use super::form::StoredForm;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };

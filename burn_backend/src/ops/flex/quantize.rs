@@ -13,9 +13,9 @@ use nvfp4_kernels::{
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
-use super::super::form::StoredForm;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
+use super::super::stored::StoredForm;
 use super::super::tensors::{
     MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
 };

@@ -8,7 +8,7 @@ use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceRounding, Groups};
 use nvfp4_kernels::{AmaxGranularity, BlockScaling, Usage};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
-use super::super::form::StoredForm;
+use super::super::stored::StoredForm;
 use super::super::tensors::{QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::{InferenceOps, STATIC};

@@ -49,8 +49,8 @@ mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use nvfp4_kernels::Usage;
 
-    use super::super::form::StoredForm;
     use super::super::meta::quantized;
+    use super::super::stored::StoredForm;
     use super::super::tensors::{QuantizedMatrixMetadata, RowGroupsMetadata};
     use super::STATIC;
 

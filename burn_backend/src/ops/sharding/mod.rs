@@ -20,10 +20,10 @@ use nvfp4_parallel::Reduction;
 use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
-use super::form::StoredForm;
 use super::operands::{QuantSource, is_one_kernel};
 use super::segments::{narrow, offsets, slices};
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
+use super::stored::StoredForm;
 use super::tensors::{
     AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
     QuantizedPair, RowGroups,
