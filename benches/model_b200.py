@@ -1,4 +1,5 @@
-"""What an NVIDIA B200 should take for NVFP4 GEMMs, without a GPU: a roofline, and NVIDIA's model.
+"""What an NVIDIA B200 should take for NVFP4 and MXFP8 GEMMs, without a GPU: a roofline, and
+NVIDIA's model.
 
     pip install nvidia-matmul-heuristics==0.1.0.27
     python3 benches/model_b200.py [--json results/model-b200.json]
@@ -23,11 +24,14 @@ from nvMatmulHeuristics import (
     NvMatmulHeuristicsTarget,
 )
 
-# Dense FP4 operations a second of a B200, and bytes a second of its memory.
-OPERATIONS = 9.0e15
+# Bytes a second of a B200's memory.
 BANDWIDTH = 7.67e12
-# FP4 operands, f32 sums, bf16 output.
-PRECISION = "OOSTT"
+# Of each format: what its rows begin with, its dense operations a second, bytes of codes and scales
+# for an element, and what the model calls its operands with f32 sums and a bf16 output.
+FORMATS = [
+    ("", 9.0e15, 9 / 16, "OOSTT"),
+    ("MXFP8, ", 4.5e15, 33 / 32, "QQSTT"),
+]
 
 # As `cube_kernels/benches/gemm.rs` has them: rows and columns of weights, for 8192 tokens.
 TOKENS = 8192
@@ -54,10 +58,11 @@ EXPERTS = [
 ]
 
 
-def roofline(m, n, k, groups):
-    """Microseconds: operations, or codes, scales (9 bytes for 16 elements) and a bf16 output."""
-    operations = 2 * m * n * k / OPERATIONS
-    moved = (m * k + groups * n * k) * 9 / 16 + 2 * m * n
+def roofline(shape, rate, element):
+    """Microseconds: operations, or codes, scales and a bf16 output."""
+    m, n, k, groups = shape
+    operations = 2 * m * n * k / rate
+    moved = (m * k + groups * n * k) * element + 2 * m * n
     return 1e6 * max(operations, moved / BANDWIDTH)
 
 
@@ -72,12 +77,13 @@ class Model:
             gpu=NvMatmulHeuristicsNvidiaGpu.B200,
         )
 
-    def time(self, m, n, k, groups):
+    def time(self, shape, precision):
         """Microseconds of the fastest of eight kernels."""
+        m, n, k, groups = shape
         problem = self.library.makeNvMatmulHeuristicsProblem(
             m // groups, n, k, self.layout, groups
         )
-        kernels = self.library.get(problem, 8, precision=PRECISION)
+        kernels = self.library.get(problem, 8, precision=precision)
         return 1e6 * min(kernel["runtime"] for kernel in kernels)
 
 
@@ -97,18 +103,22 @@ def main():
     options = parser.parse_args()
     model = Model()
     rows = []
-    for name, shape in shapes():
-        m, n, k, _ = shape
-        least, modelled = roofline(*shape), model.time(*shape)
-        rate = 2 * m * n * k / modelled / 1e9
-        values = [round(least, 1), round(modelled, 1), round(rate, 2)]
-        rows.append({"name": name, "values": values})
-        print(f"{name:<44} {values[0]:>9.1f} us {values[1]:>9.1f} us {values[2]:>6.2f} PFLOP/s")
+    for prefix, operations, element, precision in FORMATS:
+        for name, shape in shapes():
+            m, n, k, _ = shape
+            least = roofline(shape, operations, element)
+            modelled = model.time(shape, precision)
+            rate = 2 * m * n * k / modelled / 1e9
+            values = [round(least, 1), round(modelled, 1), round(rate, 2)]
+            name = prefix + name
+            rows.append({"name": name, "values": values})
+            figures = f"{values[0]:>9.1f} us {values[1]:>9.1f} us {values[2]:>6.2f} PFLOP/s"
+            print(f"{name:<52} {figures}")
     if not options.json:
         return
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
     results = {
-        "question": "What should an NVFP4 GEMM take on a B200, by a model?",
+        "question": "What should an NVFP4 or MXFP8 GEMM take on a B200, by a model?",
         "modelled": True,
         "gpu": "NVIDIA B200",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -117,10 +127,11 @@ def main():
         "method": "nvidia-matmul-heuristics 0.1.0.27",
         "notes": [
             "No figure of this table was measured. No kernel of this project has run on a B200.",
-            "The roofline is the larger of 2MNK / 9 PFLOP/s and the bytes of operands and bf16 "
-            "output / 7.67 TB/s.",
-            "The model is nvMatmulHeuristics for CUTLASS kernels with FP4 operands, the fastest of "
-            "eight proposals. It has no grouped GEMMs: equal groups are a batch.",
+            "The roofline is the larger of 2MNK / 9 PFLOP/s (MXFP8: 4.5) and the bytes of operands "
+            "and bf16 output / 7.67 TB/s.",
+            "The model is nvMatmulHeuristics for CUTLASS kernels with FP4 operands (MXFP8: FP8), "
+            "the fastest of eight proposals. It has no grouped GEMMs: equal groups are a batch.",
+            "Rows without a format are NVFP4.",
         ],
         "row": "GEMM, M x N x K",
         "units": [

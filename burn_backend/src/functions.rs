@@ -6,11 +6,11 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Storage, Usage};
+use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::{
     GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand,
-    QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, RowGroups,
+    QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
 use crate::validate;
 
@@ -125,7 +125,7 @@ pub fn try_quantize(
     hadamard: Option<Hadamard>,
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
     let params = quantize_params(&x, usage, rounding, hadamard)?;
-    let usages = QuantUsages::one(usage, params, Storage::Packed);
+    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
     let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
     Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }

@@ -33,7 +33,7 @@ use common::{
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Hadamard, Layout, RandomStream, Usage,
+    Format, Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
     gemm::{
@@ -83,9 +83,11 @@ impl Record {
 
     /// A product of packed operands, whose weight has `groups * n` x `k` elements.
     fn of_packed(name: String, shape: Shape) -> Self {
-        let Shape { m, n, k, groups } = shape;
+        let Shape {
+            m, n, k, groups, ..
+        } = shape;
         Self {
-            bytes: Some((groups * n * k) as f64 * 9.0 / 16.0),
+            bytes: Some((groups * n * k) as f64 * shape.element_bytes()),
             shape: Some(shape),
             ..Self::new(name, 2.0 * (m * n * k) as f64)
         }
@@ -246,6 +248,32 @@ impl Noise {
         DeviceQuantized::new(Layout::nvfp4(rows, k, Usage::Rowwise), parts)
     }
 
+    /// Any MXFP8 codes but NaN, block scales between 2^-4 and 2^3.
+    fn mxfp8(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
+        // No code has all of its lower seven bits.
+        let codes = self.fill(seed, rows * k / 4, |word| word & 0xbfbf_bfbf);
+        let scales = self.fill(seed + 1, rows * k / 32, |word| 123 + (word >> 9 & 7) as u8);
+        let upload = |bytes: &[u8]| client.create_from_slice(bytes);
+        let scales = upload(&scales);
+        let parts = (upload(bytemuck::cast_slice(&codes)), scales.clone(), scales);
+        let layout = Layout::new(Format::Mxfp8, (rows, k), Usage::Rowwise);
+        DeviceQuantized::new(layout, parts)
+    }
+
+    /// Operands in `format`.
+    fn operand(
+        &self,
+        client: &Client,
+        format: Format,
+        (rows, k): (usize, usize),
+        seed: usize,
+    ) -> DeviceQuantized {
+        match format {
+            Format::Mxfp8 => self.mxfp8(client, rows, k, seed),
+            Format::Nvfp4 | Format::Mxfp4 => self.packed(client, rows, k, seed),
+        }
+    }
+
     /// Sums of two uniform values, between -1 and 1, as bf16.
     fn matrix(&self, client: &Client, rows: usize, k: usize, seed: usize) -> Matrix {
         let values = self.fill(seed, rows * k, |word| {
@@ -373,13 +401,18 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let (x, y): (Vec<_>, Vec<_>) = (0..plain)
             .map(|i| (decoded(client, &a[i]), decoded(client, &b[i])))
             .unzip();
+        let shape = |format| Shape {
+            format,
+            m,
+            n,
+            k,
+            groups: 1,
+        };
         let mut run = |kind: &str, launch: &dyn Fn(usize)| {
             let name = format!("{name}, {kind}");
             let record = match kind {
-                "NVFP4" => {
-                    let groups = 1;
-                    Record::of_packed(name, Shape { m, n, k, groups })
-                }
+                "NVFP4" => Record::of_packed(name, shape(Format::Nvfp4)),
+                "MXFP8" => Record::of_packed(name, shape(Format::Mxfp8)),
                 _ => Record::new(name, operations),
             };
             time_on_device(criterion, client, record, launch);
@@ -388,6 +421,20 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let (a, b) = (&a[i % packed], &b[i % packed]);
             multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
         });
+        // As the backward of recipes with MXFP8 gradients multiplies, which has many tokens.
+        if m > 256 {
+            let sets = sets(n * k).min(packed);
+            let (a, b): (Vec<_>, Vec<_>) = (0..sets)
+                .map(|i| {
+                    let a = noise.mxfp8(client, m, k, 2 * i);
+                    (a, noise.mxfp8(client, n, k, 2 * i + 1))
+                })
+                .unzip();
+            run("MXFP8", &|i| {
+                let (a, b) = (&a[i % sets], &b[i % sets]);
+                multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
+            });
+        }
         run("bf16", &|i| {
             let (x, y) = (&x[i % plain], &y[i % plain]);
             multiply(client, Gemm::new(x, y).out(FloatKind::Bf16)).unwrap();
@@ -637,14 +684,23 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let kind = if skewed { "skewed" } else { "balanced" };
             let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
-            let m = rows;
-            let shape = Shape { m, n, k, groups };
-            let record = Record::of_packed(format!("{name}, NVFP4"), shape);
-            time_on_device(criterion, client, record, |_| {
-                let (a, b): (Operand, Operand) = (Operand::from(&a), Operand::from(&b));
-                let target = Target::New(FloatKind::Bf16);
-                multiply(client, Gemm::new(a, b).target(target).m_grouped(&offsets)).unwrap();
-            });
+            for (kind, format) in [("NVFP4", Format::Nvfp4), ("MXFP8", Format::Mxfp8)] {
+                let shape = Shape {
+                    format,
+                    m: rows,
+                    n,
+                    k,
+                    groups,
+                };
+                let record = Record::of_packed(format!("{name}, {kind}"), shape);
+                let a = noise.operand(client, format, (rows, k), 1);
+                let b = noise.operand(client, format, (groups * n, k), 2);
+                time_on_device(criterion, client, record, |_| {
+                    let target = Target::New(FloatKind::Bf16);
+                    let request = Gemm::new(&a, &b).target(target).m_grouped(&offsets);
+                    multiply(client, request).unwrap();
+                });
+            }
             // A call of cuBLAS for each expert, which needs to know the sizes.
             let mut first = 0;
             let experts: Vec<_> = sizes(rows, groups, skewed)

@@ -38,6 +38,17 @@ pub enum ScaleLayout {
     Swizzled128x4,
 }
 
+/// What a GEMM reads of a packed operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedReads {
+    /// Codes, and block scales in rows.
+    Compact,
+    /// Codes, and block scales in 128x4 tiles.
+    Swizzled,
+    /// Code times block scale in bf16, as [`Storage::Bf16Unscaled`] has it.
+    Bf16,
+}
+
 /// Elements that share one block scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum BlockShape {

@@ -10,7 +10,7 @@ pub use crate::policy::AmaxGranularity;
 use crate::{
     Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Storage,
     Usage,
-    format::check_extent,
+    format::{check_extent, padding::padded_bound},
     memory::{allocate, check_memory, download, upload},
     policy::{BlockScaling, Hadamard, Nvfp4Params, Rounding},
 };
@@ -141,7 +141,7 @@ impl Groups {
         match self {
             Self::One => rows.div_ceil(unit),
             Self::Batch(count) => count * (rows / (*count).max(1)).div_ceil(unit),
-            Self::Offsets { count, .. } => (rows + (unit - 1) * count) / unit,
+            Self::Offsets { count, .. } => padded_bound(rows, *count, unit) / unit,
         }
     }
 
@@ -465,6 +465,11 @@ pub struct DeviceNvfp4Params {
     pub scaling: BlockScaling,
     /// Order in which the block scales are stored.
     pub layout: ScaleLayout,
+    /// Pad the contraction of a columnwise tensor with zeros to whole 128x4 tiles of scales, 64
+    /// elements, so that any number of tokens is one that FP4 tensor cores take. The result is that
+    /// of a matrix with so many more rows of zeros, but for the order of random bits, which is that
+    /// of the matrix as it is. Needs [`ScaleLayout::Swizzled128x4`].
+    pub whole_tiles: bool,
 }
 
 impl DeviceNvfp4Params {
@@ -475,6 +480,17 @@ impl DeviceNvfp4Params {
             hadamard: None,
             scaling: BlockScaling::Standard,
             layout: ScaleLayout::Compact,
+            whole_tiles: false,
+        }
+    }
+
+    /// With block scales in 128x4 tiles, and the contraction of a columnwise tensor padded to whole
+    /// ones: see [`Self::whole_tiles`].
+    pub fn in_whole_tiles(self) -> Self {
+        Self {
+            layout: ScaleLayout::Swizzled128x4,
+            whole_tiles: true,
+            ..self
         }
     }
 }
@@ -486,6 +502,7 @@ impl From<Nvfp4Params> for DeviceNvfp4Params {
             hadamard: policy.hadamard,
             scaling: policy.scaling,
             layout: policy.layout,
+            whole_tiles: false,
         }
     }
 }

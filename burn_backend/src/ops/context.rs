@@ -5,10 +5,11 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use burn_core::backend::{self, DispatchTensorKind};
+use burn_core::backend::{self, Backend, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_kernels::Storage;
+use nvfp4_kernels::PackedReads;
 
+use super::form::{Forms, LayerGemm};
 use super::probe::Probe;
 use super::sharding::LinearSharding;
 use super::{BackwardSource, LinearSpec, OperandSpec};
@@ -19,21 +20,21 @@ pub struct LinearContext {
     pub(crate) weight: Option<CachedWeight>,
     /// Where to record samples of the operands, while telemetry is on.
     pub(crate) probe: Option<Probe>,
-    /// The storage of operands that only one GEMM reads; `None` for the storage with which that
-    /// GEMM is fastest.
-    pub(crate) storage: Option<Storage>,
+    /// What GEMMs are taken to read, by which the forms of their operands are chosen; `None` for
+    /// what they read.
+    pub(crate) reads: Option<PackedReads>,
     /// The ranks over which the layer is sharded, if it is.
     pub(crate) sharding: Option<LinearSharding>,
 }
 
 impl LinearContext {
-    /// The storage of an operand that only one GEMM reads, which is fastest with `fastest`.
-    pub(super) fn storage(&self, fastest: impl FnOnce() -> Storage) -> Storage {
-        match (&self.probe, self.storage) {
-            // Telemetry samples codes.
-            (Some(_), _) => Storage::Packed,
-            (None, Some(storage)) => storage,
-            (None, None) => fastest(),
+    /// The forms of the operands of `gemm`, one of the layer's on `device`.
+    pub(super) fn forms<B: Backend>(&self, gemm: &LayerGemm<'_>, device: &B::Device) -> Forms {
+        match (&self.probe, self.reads) {
+            // Telemetry samples rows of codes and scales.
+            (Some(_), _) => Forms::ROWS,
+            (None, Some(reads)) => gemm.forms(reads),
+            (None, None) => gemm.forms(gemm.reads::<B>(device)),
         }
     }
 
@@ -202,9 +203,10 @@ impl fmt::Debug for WeightCache {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use burn_core::tensor::{DType, Device, Distribution, Tensor};
+    use burn_core::tensor::{DType, Device, Distribution, Tensor, TensorData};
 
     use super::*;
+    use crate::experts::{ExpertOffsets, grouped_linear_unchecked};
     use crate::functions::linear_unchecked;
     use crate::{Nvfp4Recipe, RngState};
 
@@ -245,9 +247,9 @@ pub(crate) mod tests {
         }
 
         /// `y`, `dx` and `dw` of the layer with `spec`.
-        fn run(&self, spec: LinearSpec, storage: Option<Storage>) -> [Tensor<2>; 3] {
+        fn run(&self, spec: LinearSpec, reads: Option<PackedReads>) -> [Tensor<2>; 3] {
             let context = LinearContext {
-                storage,
+                reads,
                 ..LinearContext::default()
             };
             let y = linear_unchecked(self.x.clone(), self.w.clone(), None, spec, context);
@@ -268,9 +270,9 @@ pub(crate) mod tests {
         })
     }
 
-    /// With either storage, and with the storage that the device chooses, outputs and gradients
-    /// have the same bits; also where the tokens fill no block of 16.
-    fn the_storage_changes_no_bit(preset: &str) {
+    /// In any form, and in that which the device chooses, operands give outputs and gradients of the
+    /// same bits; also where the tokens fill no block of 16, or no tile of 64.
+    fn the_form_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {
             // By the kernel that decodes, and by those for fewer tokens.
@@ -280,23 +282,96 @@ pub(crate) mod tests {
         let spec = spec(preset);
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
-            let bytes =
-                |storage| (case.run(spec, storage)).map(|x| x.into_data().as_bytes().to_vec());
-            let expected = bytes(Some(Storage::Packed));
-            for storage in [Some(Storage::Bf16Unscaled), None] {
-                let same = bytes(storage) == expected;
-                assert!(same, "{storage:?}, {tokens} x {d_in} x {d_out}");
+            let bytes = |reads| (case.run(spec, reads)).map(|x| x.into_data().as_bytes().to_vec());
+            let expected = bytes(Some(PackedReads::Compact));
+            for reads in [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None] {
+                let same = bytes(reads) == expected;
+                assert!(same, "{reads:?}, {tokens} x {d_in} x {d_out}");
             }
         }
+    }
+
+    /// The same of experts, an empty one and odd ones among them.
+    fn the_form_of_experts_changes_no_bit(preset: &str) {
+        let (device, dtype, _) = device();
+        let (counts, [d_in, d_out]) = ([0, 5, 130, 0, 37], [48, 32]);
+        let (tokens, experts) = (counts.iter().sum::<usize>() + 2, counts.len());
+        let case = Case::new(tokens, d_in, d_out, &device, dtype);
+        let normal = Distribution::Normal(0.0, 1.0);
+        let autodiff = device.clone().autodiff();
+        let w = Tensor::<3>::random([experts, d_in, d_out], normal, (&autodiff, DType::F32));
+        let w = w.cast(dtype).detach().require_grad();
+        let experts = ExpertOffsets::of_counts(&counts, &autodiff);
+        let spec = spec(preset);
+        let bytes = |reads| {
+            let context = LinearContext {
+                reads,
+                ..LinearContext::default()
+            };
+            let x = case.x.clone();
+            let y = grouped_linear_unchecked(x, w.clone(), None, &experts, spec, context);
+            let sum = (y.clone() * case.dy.clone()).sum_dim(1).sum();
+            let grads = sum.backward();
+            let bytes = |data: TensorData| data.as_bytes().to_vec();
+            [
+                bytes(y.inner().into_data()),
+                bytes(case.x.grad(&grads).expect("a gradient").into_data()),
+                bytes(w.grad(&grads).expect("a gradient").into_data()),
+            ]
+        };
+        let expected = bytes(Some(PackedReads::Compact));
+        for reads in [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None] {
+            assert!(bytes(reads) == expected, "{reads:?}");
+        }
+    }
+
+    /// A weight that was quantized to tiles before telemetry began is sampled as one in rows.
+    #[test]
+    fn telemetry_reads_cached_tiles() {
+        let (device, dtype, _) = device();
+        let case = Case::new(72, 48, 80, &device, dtype);
+        let sampled = |reads| {
+            let weight = CachedWeight {
+                cache: WeightCache::default(),
+                identity: WeightIdentity::of([&case.w]).expect("a tracked weight"),
+            };
+            let run = |probe: Option<Probe>| {
+                let context = LinearContext {
+                    weight: Some(weight.clone()),
+                    reads,
+                    probe,
+                    ..LinearContext::default()
+                };
+                linear_unchecked(
+                    case.x.clone(),
+                    case.w.clone(),
+                    None,
+                    spec("nvidia"),
+                    context,
+                )
+            };
+            run(None);
+            let probe = Probe::default();
+            run(Some(probe.clone()));
+            let samples = probe.read();
+            assert!(!samples.is_empty());
+            let operands = samples
+                .into_iter()
+                .map(|sample| (sample.name, sample.scales));
+            operands.collect::<Vec<_>>()
+        };
+        let expected = sampled(Some(PackedReads::Compact));
+        assert_eq!(sampled(Some(PackedReads::Swizzled)), expected);
     }
 
     /// A test for each preset, and one that none is missing.
     macro_rules! presets {
         ($($preset:ident),*) => {
-            mod the_storage_changes_no_bit {
+            mod the_form_changes_no_bit {
                 $(#[test]
                 fn $preset() {
-                    super::the_storage_changes_no_bit(stringify!($preset));
+                    super::the_form_changes_no_bit(stringify!($preset));
+                    super::the_form_of_experts_changes_no_bit(stringify!($preset));
                 })*
 
                 #[test]

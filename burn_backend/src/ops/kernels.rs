@@ -17,6 +17,7 @@ use super::layers::{Activation, ActivationOps};
 use super::meta;
 use super::rows;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData,
     QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
@@ -39,7 +40,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     ///
     /// `cols` must be a multiple of 16 for a rowwise NVFP4 tensor; a columnwise one is padded with
     /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`]
-    /// blocks are 1x16 or 1x32, and the storage is packed.
+    /// blocks are 1x16 or 1x32, and codes are stored. [`StoredForm::WholeTiles`] are of tokens, in
+    /// 1x16 blocks.
     #[fusion(meta = meta::quantize)]
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
@@ -125,19 +127,21 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
 
     /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
     /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
-    /// first. With groups, which are those of `source`, `source` is rowwise.
+    /// first. With groups, which are those of `source`, `source` is rowwise, with block scales in
+    /// rows. The result is packed, in this `form`.
     #[fusion(meta = meta::requantize)]
     fn nvfp4_requantize(
         #[extension_type] source: QuantizedMatrix<Self>,
         #[extension_type] groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
+        form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self>;
 
     /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
-    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
-    /// undefined.
+    /// they stay in the rotated domain. With groups, `source` is rowwise, with block scales in rows;
+    /// rows of no group are undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -273,10 +277,13 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
+        form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
         let (source, groups) = (inner(source), inner_groups(groups));
-        constant(B::nvfp4_requantize(source, groups, usage, params, via))
+        constant(B::nvfp4_requantize(
+            source, groups, usage, params, form, via,
+        ))
     }
 
     fn nvfp4_dequantize(

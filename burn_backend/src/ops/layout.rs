@@ -2,10 +2,13 @@
 
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::DType;
+#[cfg(feature = "cubecl-backend")]
+use nvfp4_kernels::ScaleLayout;
 use nvfp4_kernels::reference::padding::padded_bound;
-use nvfp4_kernels::{AmaxGranularity, Layout, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
 
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::RowGroups;
 #[cfg(feature = "cubecl-backend")]
 use super::tensors::RowGroupsMetadata;
@@ -46,20 +49,42 @@ impl GroupCount {
         (rows, cols): (usize, usize),
         usage: Usage,
         params: &QuantParams,
-        storage: Storage,
+        form: StoredForm,
     ) -> Layout {
         let (shape, usage) = match (usage, self) {
-            (Usage::Rowwise, _) | (_, Self::Whole) => ((rows, cols), usage),
+            (Usage::Rowwise, _) => ((rows, cols), usage),
+            (Usage::Columnwise, Self::Whole) => {
+                ((rows.next_multiple_of(form.unit(1)), cols), usage)
+            }
             // The rowwise quantized tensors of the transposed matrices, one below the other.
             (Usage::Columnwise, Self::Batch(count)) => {
                 ((count * cols, rows / count), Usage::Rowwise)
             }
             // Side by side, each group padded to whole blocks, or transforms.
             (Usage::Columnwise, Self::Offsets(count)) => {
-                ((padded_bound(rows, count, params.unit()), cols), usage)
+                let unit = form.unit(params.unit());
+                ((padded_bound(rows, count, unit), cols), usage)
             }
         };
-        params.layout(shape, usage, storage)
+        params.layout(shape, usage, form)
+    }
+
+    /// Rows and columns of the block scales of the quantized groups with this layout.
+    #[cfg(feature = "cubecl-backend")]
+    pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
+        use nvfp4_kernels::reference::swizzle::row_group_tiles;
+        let (outer, blocks) = (layout.outer(), layout.blocks());
+        let rows = match (layout.scale_layout, layout.usage, self) {
+            (ScaleLayout::Compact, ..) => return [outer, blocks],
+            (_, Usage::Rowwise, Self::Batch(count)) => {
+                count * (outer / count).next_multiple_of(128)
+            }
+            (_, Usage::Rowwise, Self::Offsets(count)) => 128 * row_group_tiles(outer, count),
+            (_, Usage::Rowwise, Self::Whole) | (_, Usage::Columnwise, _) => {
+                outer.next_multiple_of(128)
+            }
+        };
+        [rows, blocks.next_multiple_of(4)]
     }
 
     /// Number of amax values of the quantized groups with this layout.

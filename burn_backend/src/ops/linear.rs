@@ -6,17 +6,17 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{BlockShape, Storage, Usage};
+use nvfp4_kernels::{BlockShape, ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
+use super::form::{Forms, LayerGemm};
 use super::known_amax::{self, KnownAmax};
-use super::operands::{
-    PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize, storage_of,
-};
+use super::operands::{PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::segments::narrow;
 use super::sharding::{LinearSharding, Role};
+use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups, float_dtype,
@@ -104,46 +104,118 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     /// `dy` for dgrad and for wgrad, as far as they are required.
     fn quantize_dy(&self, dy: QuantSource<B>) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let LinearSpec {
-            dgrad_dy,
-            dgrad_w,
-            wgrad_x,
-            wgrad_dy,
-            ..
+            dgrad_dy, wgrad_dy, ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
+        let (device, (tokens, d_out)) = (dy.device(), dy.shape());
+        let gemms = LayerGemms {
+            spec: &self.spec,
+            groups,
+            context: &self.context,
+            shape: (tokens, self.d_in, d_out),
+        };
+        let row_form = gemms.dgrad(&device).once;
+        // The contraction of both operands of wgrad is padded as that of the one that is kept.
+        let col_form = match &self.x {
+            Some(Operand::Quantized(x)) if x.layout.scale_layout != ScaleLayout::Compact => {
+                StoredForm::WholeTiles
+            }
+            _ => match gemms.wgrad(&device).once {
+                StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
+                StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
+            },
+        };
         if let Some(sharding) = &self.context.sharding {
-            let row = self.w.is_some().then_some(dgrad_dy);
-            let col = self.x.is_some().then_some(wgrad_dy);
+            let row = self.w.is_some().then_some((dgrad_dy, row_form));
+            let col = self.x.is_some().then_some((wgrad_dy, col_form));
             return sharding.quantize(dy, Role::OutputGradient, row, col, dtype);
         }
-        let (device, (tokens, d_out)) = (dy.device(), dy.shape());
-        let storage =
-            |specs, shape| groups.storage(&self.context, || storage_of::<B>(&device, specs, shape));
-        let row_storage = storage([dgrad_dy, dgrad_w], (tokens, self.d_in, d_out));
-        let col_storage = storage([wgrad_x, wgrad_dy], (self.d_in, d_out, tokens));
         match (&self.w, &self.x) {
             (Some(_), Some(_)) => {
                 let spec = PairSpec {
                     rowwise: dgrad_dy,
                     columnwise: wgrad_dy,
-                    storages: [row_storage, col_storage],
+                    forms: [row_form, col_form],
                 };
                 let (row, col) = quantize_pair::<B>(dy, groups, &spec, dtype);
                 (Some(row), Some(col))
             }
             (Some(_), None) => {
                 let usage = Usage::Rowwise;
-                let row = quantize::<B>(dy, groups, dgrad_dy, usage, dtype, row_storage);
+                let row = quantize::<B>(dy, groups, dgrad_dy, usage, dtype, row_form);
                 (Some(row), None)
             }
             (None, Some(_)) => {
                 let usage = Usage::Columnwise;
-                let col = quantize::<B>(dy, groups, wgrad_dy, usage, dtype, col_storage);
+                let col = quantize::<B>(dy, groups, wgrad_dy, usage, dtype, col_form);
                 (None, Some(col))
             }
             (None, None) => (None, None),
         }
     }
+}
+
+/// The three GEMMs of a layer, as far as the forms of their operands depend on them.
+struct LayerGemms<'a, B: Backend> {
+    spec: &'a LinearSpec,
+    groups: &'a RowGroups<B>,
+    context: &'a LinearContext,
+    /// Tokens, `d_in` and `d_out`; of a layer that is sharded, what the rank has of each.
+    shape: (usize, usize, usize),
+}
+
+impl<B: Backend> LayerGemms<'_, B> {
+    /// The forms of the operands of fprop whose forward nothing else reads.
+    fn fprop_of(&self, device: &B::Device) -> Forms {
+        let (tokens, d_in, d_out) = self.shape;
+        let gemm = LayerGemm {
+            specs: [&self.spec.fprop_x, &self.spec.fprop_w],
+            shape: (tokens, d_out, d_in),
+            grouped: self.groups.along_rows(),
+            along_tokens: false,
+        };
+        self.context.forms::<B>(&gemm, device)
+    }
+
+    /// The forms of the operands of fprop.
+    fn fprop(&self, device: &B::Device) -> Forms {
+        // Operands in groups are dequantized, and made again, from rows of scales.
+        match (self.spec.source, self.groups) {
+            (BackwardSource::Forward, RowGroups::Offsets(_) | RowGroups::Batch(_)) => Forms::ROWS,
+            _ => self.fprop_of(device),
+        }
+    }
+
+    /// The forms of the operands of dgrad.
+    fn dgrad(&self, device: &B::Device) -> Forms {
+        let (tokens, d_in, d_out) = self.shape;
+        let gemm = LayerGemm {
+            specs: [&self.spec.dgrad_dy, &self.spec.dgrad_w],
+            shape: (tokens, d_in, d_out),
+            grouped: self.groups.along_rows(),
+            along_tokens: false,
+        };
+        self.context.forms::<B>(&gemm, device)
+    }
+
+    /// The forms of the operands of wgrad.
+    fn wgrad(&self, device: &B::Device) -> Forms {
+        let (tokens, d_in, d_out) = self.shape;
+        let gemm = LayerGemm {
+            specs: [&self.spec.wgrad_x, &self.spec.wgrad_dy],
+            shape: (d_in, d_out, tokens),
+            grouped: self.groups.along_tokens(),
+            along_tokens: true,
+        };
+        self.context.forms::<B>(&gemm, device)
+    }
+}
+
+/// The forms of the operands of a layer's GEMMs.
+struct LinearForms {
+    fprop: Forms,
+    dgrad: Forms,
+    wgrad: Forms,
 }
 
 /// A forward, and which gradients its backward will compute.
@@ -190,24 +262,27 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
 ) -> FloatTensor<B> {
     let LinearParams { weight, bias } = params;
     let dtype = x.dtype();
+    let d_out = *weight.shape().last().expect("a matrix");
+    let (rows, d_in) = x.shape();
+    let gemms = LayerGemms {
+        spec,
+        groups,
+        context,
+        shape: (rows, d_in, d_out),
+    };
+    let Forms { once, kept } = gemms.fprop_of(&x.device());
+    let weight = QuantSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
-        let (x, _) = sharding.quantize(x, Role::Input, Some(&spec.fprop_x), None, dtype);
-        let weight = QuantSource::Matrix(weight);
-        let (_, w) = sharding.quantize(weight, Role::Weight, None, Some(&spec.fprop_w), dtype);
+        let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, once)), None, dtype);
+        let w = Some((&spec.fprop_w, kept));
+        let (_, w) = sharding.quantize(weight, Role::Weight, None, w, dtype);
         let [x, w] = [x, w].map(|operand| operand.expect("asked for"));
         return sharding.fprop(x, w, bias, dtype);
     }
-    let d_out = *weight.shape().last().expect("a matrix");
-    let (rows, d_in) = x.shape();
-    let (device, specs) = (x.device(), [&spec.fprop_x, &spec.fprop_w]);
-    let storage = groups.storage(context, || {
-        storage_of::<B>(&device, specs, (rows, d_out, d_in))
-    });
     let (row, col) = (Usage::Rowwise, Usage::Columnwise);
-    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, storage);
-    let (of_weights, packed) = (groups.of_weights(), Storage::Packed);
-    let weight = QuantSource::Matrix(weight);
-    let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, packed);
+    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, once);
+    let of_weights = groups.of_weights();
+    let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
 }
 
@@ -223,7 +298,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     pub(super) fn quantize(self, kept: bool) -> (Fprop<B>, SavedForBackward<B>) {
         let x_dtype = self.x.dtype();
         let w_dtype = float_dtype(self.w.dtype());
-        let (w, saved_w) = self.weight(x_dtype);
+        let forms = self.forms();
+        let (w, saved_w) = self.weight(x_dtype, &forms);
         let Self {
             x,
             w: w_source,
@@ -234,7 +310,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             requires_grad,
         } = self;
         let context = context.without_weight();
-        let (rows, d_in) = x.shape();
+        let (_, d_in) = x.shape();
         let x = match context.probe.is_some() {
             true => x.materialized(),
             false => x,
@@ -245,41 +321,35 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);
         }
-        let device = x.device();
-        let storage = || {
-            let d_out = *w_source.shape().last().expect("a matrix");
-            let specs = [&spec.fprop_x, &spec.fprop_w];
-            let fastest = || storage_of::<B>(&device, specs, (rows, d_out, d_in));
-            match kept {
-                true => Storage::Packed,
-                false => groups.storage(&context, fastest),
-            }
+        let form = match kept || spec.source == BackwardSource::Forward && requires_grad.w {
+            true => forms.fprop.kept,
+            false => forms.fprop.once,
         };
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
         let usage = Usage::Rowwise;
         let (x, saved_x) = match (requires_grad.w, spec.source) {
             (requires_w, source) if context.sharding.is_some() => {
                 let sharding = context.sharding.as_ref().expect("there is one");
-                sharding.input(x, (row, requires_w.then_some(col)), source, x_dtype)
+                let col = requires_w.then_some((col, forms.wgrad.kept));
+                sharding.input(x, ((row, form), col), source, x_dtype)
             }
             (false, _) => {
-                let storage = storage();
-                let x = quantize::<B>(x, &groups, row, usage, x_dtype, storage);
+                let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
                 (x, None)
             }
             (true, BackwardSource::Original) => {
                 let pair = PairSpec {
                     rowwise: row,
                     columnwise: col,
-                    storages: [storage(), Storage::Packed],
+                    forms: [form, forms.wgrad.kept],
                 };
                 let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
                 (x, Some(saved))
             }
             (true, BackwardSource::Forward) => {
-                let x = quantize::<B>(x, &groups, row, usage, x_dtype, Storage::Packed);
-                let usage = Usage::Columnwise;
-                let saved = requantize::<B>(x.clone(), &groups, col, usage, x_dtype);
+                let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
+                let (usage, form) = (Usage::Columnwise, forms.wgrad.kept);
+                let saved = requantize::<B>(x.clone(), &groups, col, usage, x_dtype, form);
                 (x, Some(saved))
             }
         };
@@ -314,8 +384,26 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (fprop, saved)
     }
 
+    /// The forms of the operands, those of gradients that are not required being rows.
+    fn forms(&self) -> LinearForms {
+        let (tokens, d_in) = self.x.shape();
+        let (device, d_out) = (self.x.device(), *self.w.shape().last().expect("a matrix"));
+        let gemms = LayerGemms {
+            spec: &self.spec,
+            groups: &self.groups,
+            context: &self.context,
+            shape: (tokens, d_in, d_out),
+        };
+        let RequiresGrad { x, w, .. } = self.requires_grad;
+        LinearForms {
+            fprop: gemms.fprop(&device),
+            dgrad: if x { gemms.dgrad(&device) } else { Forms::ROWS },
+            wgrad: if w { gemms.wgrad(&device) } else { Forms::ROWS },
+        }
+    }
+
     /// `w` for the forward, and for dgrad if that is required.
-    fn weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
+    fn weight(&self, dtype: FloatDType, forms: &LinearForms) -> (Operand<B>, Option<Operand<B>>) {
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = self.spec;
@@ -330,11 +418,11 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.dgrad_weight(&forward, dtype);
+                let backward = self.dgrad_weight(&forward, dtype, forms.dgrad.kept);
                 return (forward, Some(backward));
             }
             _ => {
-                let made = self.quantize_weight(dtype);
+                let made = self.quantize_weight(dtype, forms);
                 if let Some(slot) = slot {
                     let (forward, backward) = made.clone();
                     let backward = backward.filter(|_| dgrad_w.is_deterministic());
@@ -347,7 +435,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     }
 
     /// `w` for the forward, and for dgrad if that is required, without the cache.
-    fn quantize_weight(&self, dtype: FloatDType) -> (Operand<B>, Option<Operand<B>>) {
+    fn quantize_weight(
+        &self,
+        dtype: FloatDType,
+        forms: &LinearForms,
+    ) -> (Operand<B>, Option<Operand<B>>) {
+        let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
         let LinearSpec {
             fprop_w,
             dgrad_w,
@@ -366,25 +459,27 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let (forward, backward) = if let Some(sharding) = &self.context.sharding {
             let known = self.known_amax(pair.into_iter().chain([fprop_w]));
             let known = known.map(|KnownAmax { maxima, entry }| narrow::<B>(maxima, 0, entry, 1));
-            let specs = (pair, Some(fprop_w));
+            let specs = (pair.map(|spec| (spec, row_form)), Some((fprop_w, col_form)));
             let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
             (col.expect("asked for"), row)
-        } else if let Some(known) = self.quantize_known_weight(fprop_w, pair) {
+        } else if let Some(known) =
+            self.quantize_known_weight((fprop_w, col_form), pair.map(|spec| (spec, row_form)))
+        {
             known
         } else if let Some(rowwise) = pair {
             let pair = PairSpec {
                 rowwise,
                 columnwise: fprop_w,
-                storages: [Storage::Packed; 2],
+                forms: [row_form, col_form],
             };
             let (row, col) = quantize_pair::<B>(w, &groups, &pair, dtype);
             (col, Some(row))
         } else {
-            let (usage, storage) = (Usage::Columnwise, Storage::Packed);
-            let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, storage);
+            let usage = Usage::Columnwise;
+            let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, col_form);
             (forward, None)
         };
-        let derived = || self.dgrad_weight(&forward, dtype);
+        let derived = || self.dgrad_weight(&forward, dtype, row_form);
         let backward = backward.or_else(|| self.requires_grad.x.then(derived));
         (forward, backward)
     }
@@ -409,20 +504,25 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// amax that the optimizer found; `None` where it is not known, or not what they are made from.
     fn quantize_known_weight(
         &self,
-        fprop: &OperandSpec,
-        dgrad: Option<&OperandSpec>,
+        (fprop, form): (&OperandSpec, StoredForm),
+        dgrad: Option<(&OperandSpec, StoredForm)>,
     ) -> Option<(Operand<B>, Option<Operand<B>>)> {
-        let KnownAmax { maxima, entry } = self.known_amax(dgrad.into_iter().chain([fprop]))?;
+        let specs = dgrad.map(|(spec, _)| spec).into_iter().chain([fprop]);
+        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
         let col = *fprop.params()?;
-        let usages = match dgrad {
-            None => QuantUsages::one(Usage::Columnwise, col, Storage::Packed),
-            Some(dgrad) => {
+        let rowwise = match dgrad {
+            None => None,
+            Some((dgrad, form)) => {
                 let row = *dgrad.params()?;
                 if !is_one_kernel(&self.groups, &row, &col) {
                     return None;
                 }
-                QuantUsages::both(row, col)
+                Some((row, form.of(&row)))
             }
+        };
+        let usages = QuantUsages {
+            rowwise,
+            columnwise: Some((col, form.of(&col))),
         };
         let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
         let (row, col) = made.into_options();
@@ -433,28 +533,34 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     }
 
     /// `w` for dgrad, given the forward's operand.
-    fn dgrad_weight(&self, forward: &Operand<B>, dtype: FloatDType) -> Operand<B> {
+    fn dgrad_weight(
+        &self,
+        forward: &Operand<B>,
+        dtype: FloatDType,
+        form: StoredForm,
+    ) -> Operand<B> {
         let (spec, groups) = (&self.spec.dgrad_w, self.groups.of_weights());
-        let (usage, storage) = (Usage::Rowwise, Storage::Packed);
+        let usage = Usage::Rowwise;
         if let Some(sharding) = &self.context.sharding {
             return match self.spec.source {
                 BackwardSource::Original => {
                     let w = QuantSource::Matrix(self.w.clone());
-                    let (w, _) = sharding.quantize(w, Role::Weight, Some(spec), None, dtype);
+                    let row = Some((spec, form));
+                    let (w, _) = sharding.quantize(w, Role::Weight, row, None, dtype);
                     w.expect("asked for")
                 }
                 BackwardSource::Forward => {
-                    sharding.requantize(forward.clone(), Role::Weight, spec, usage, dtype)
+                    sharding.requantize(forward.clone(), Role::Weight, (spec, form), usage, dtype)
                 }
             };
         }
         match self.spec.source {
             BackwardSource::Original => {
                 let w = QuantSource::Matrix(self.w.clone());
-                quantize::<B>(w, &groups, spec, usage, dtype, storage)
+                quantize::<B>(w, &groups, spec, usage, dtype, form)
             }
             BackwardSource::Forward => {
-                requantize::<B>(forward.clone(), &groups, spec, usage, dtype)
+                requantize::<B>(forward.clone(), &groups, spec, usage, dtype, form)
             }
         }
     }
@@ -493,19 +599,6 @@ impl<B: Backend> RowGroups<B> {
                 tokens,
             },
             None => GemmGroups::None,
-        }
-    }
-
-    /// The storage of an operand that only one GEMM reads, by `context` or `fastest`. Operands in
-    /// groups are packed.
-    pub(super) fn storage(
-        &self,
-        context: &LinearContext,
-        fastest: impl FnOnce() -> Storage,
-    ) -> Storage {
-        match self {
-            Self::Whole => context.storage(fastest),
-            Self::Batch(_) | Self::Offsets(_) => Storage::Packed,
         }
     }
 }

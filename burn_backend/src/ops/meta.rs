@@ -7,6 +7,7 @@ use nvfp4_kernels::{Layout, Storage, Usage};
 
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata,
     OperandMetadata, QuantUsages, QuantizedDataMetadata, QuantizedMatrixMetadata,
@@ -19,10 +20,8 @@ pub(super) fn quantize(
     usages: &QuantUsages,
 ) -> QuantizedPairMetadata {
     let (groups, shape) = (groups.count(), (x.shape[0], x.shape[1]));
-    let tensor = |made: Option<(QuantParams, Storage)>, usage| {
-        made.map(|(params, storage)| {
-            quantized(groups, groups.layout(shape, usage, &params, storage))
-        })
+    let tensor = |made: Option<(QuantParams, StoredForm)>, usage| {
+        made.map(|(params, form)| quantized(groups, groups.layout(shape, usage, &params, form)))
     };
     let rowwise = tensor(usages.rowwise, Usage::Rowwise);
     match (rowwise, tensor(usages.columnwise, Usage::Columnwise)) {
@@ -35,7 +34,7 @@ pub(super) fn quantize(
 
 pub(super) fn amax(x: &TensorSpec, params: &QuantParams, usage: &Usage) -> TensorSpec {
     let (groups, shape) = (GroupCount::Whole, (x.shape[0], x.shape[1]));
-    let layout = groups.layout(shape, *usage, params, Storage::Packed);
+    let layout = groups.layout(shape, *usage, params, StoredForm::ROWS);
     TensorSpec::new(Shape::new([groups.amax_len(&layout)]), DType::F32)
 }
 
@@ -106,13 +105,11 @@ pub(super) fn requantize(
     groups: &RowGroupsMetadata,
     usage: &Usage,
     params: &QuantParams,
+    form: &StoredForm,
     _via: &FloatDType,
 ) -> QuantizedMatrixMetadata {
     let (groups, shape) = (groups.count(), (source.layout.rows, source.layout.cols));
-    quantized(
-        groups,
-        groups.layout(shape, *usage, params, Storage::Packed),
-    )
+    quantized(groups, groups.layout(shape, *usage, params, *form))
 }
 
 pub(super) fn dequantize(
@@ -190,13 +187,13 @@ fn outer(operand: &OperandMetadata) -> usize {
 
 /// A quantized matrix of this layout.
 pub(super) fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
-    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let outer = layout.outer();
     let data = match layout.storage {
         Storage::Packed => {
             let (width, dtype) = code_words(&layout);
             QuantizedDataMetadata::Packed {
                 codes: TensorSpec::new(Shape::new([outer, width]), dtype),
-                scales: TensorSpec::new(Shape::new([outer, blocks]), DType::U8),
+                scales: TensorSpec::new(Shape::new(groups.scale_shape(&layout)), DType::U8),
             }
         }
         Storage::Bf16Unscaled => {

@@ -39,6 +39,7 @@ mod dtype;
 pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
+mod form;
 mod gradients;
 pub mod graph;
 pub mod inference;
@@ -59,6 +60,7 @@ mod rows;
 mod segments;
 pub(crate) mod sharding;
 mod spec;
+mod stored;
 mod tensors;
 
 use burn_core as burn;
@@ -79,6 +81,7 @@ pub(crate) use probe::{Probe, SampledOperand};
 
 pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
+pub use stored::StoredForm;
 pub use tensors::{
     GemmGroups, LinearParams, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,

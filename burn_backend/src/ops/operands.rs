@@ -8,10 +8,11 @@
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::reference::Activation;
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
 
 use super::dtype::cast;
 use super::spec::{OperandSpec, QuantParams, QuantRounding};
+use super::stored::StoredForm;
 use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
@@ -97,52 +98,26 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
     }
 }
 
-/// The storage of an operand in 1x16 blocks that only one GEMM reads, `m` x `n` with a contraction
-/// of `k`, of operands by `specs`: bf16 values, where that GEMM dequantizes packed operands.
-pub(super) fn storage_of<B: Backend>(
-    device: &B::Device,
-    specs: [&OperandSpec; 2],
-    (m, n, k): (usize, usize, usize),
-) -> Storage {
-    let unit = specs[0].unit().max(specs[1].unit());
-    let shape = (m, n, k.next_multiple_of(unit));
-    match specs.iter().all(|spec| spec.is_nvfp4()) && dequantizes::<B>(device, shape) {
-        true => Storage::Bf16Unscaled,
-        false => Storage::Packed,
-    }
-}
-
-/// Whether GEMMs of packed operands of this shape dequantize both.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-fn dequantizes<B: Backend>(device: &B::Device, shape: (usize, usize, usize)) -> bool {
-    let device: &dyn std::any::Any = device;
-    let device = device.downcast_ref::<burn_cubecl::CubeDevice>();
-    device.is_some_and(|device| nvfp4_kernels::gemm::dequantizes(&device.client(), shape))
-}
-
-/// Whether GEMMs of packed operands of this shape dequantize both: Flex does so panel by panel.
-#[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn dequantizes<B: Backend>(_: &B::Device, _: (usize, usize, usize)) -> bool {
-    false
-}
-
-/// The operand of `x` by `spec`, contracted along `usage`. In 1x16 blocks it has this `storage`.
-/// Without quantization it has the type `dtype`, that of the activations.
+/// The operand of `x` by `spec`, contracted along `usage`, in this `form` where it can be. Without quantization it has the type `dtype`, that of the activations.
 pub(super) fn quantize<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
     dtype: FloatDType,
-    storage: Storage,
+    form: StoredForm,
 ) -> Operand<B> {
     let OperandSpec::Quantized(params) = *spec else {
         return Operand::Float(values::<B>(x, groups, dtype), usage);
     };
     let is_per_row = params.amax == AmaxGranularity::PerRow;
-    // A quantized tensor with an amax for each row of the source does not depend on its groups.
+    let mut form = form.of(&params);
+    let has_tiles = form.scale_layout() == ScaleLayout::Swizzled128x4;
+    // A quantized tensor with an amax for each row of the source does not depend on its groups, but
+    // for where tiles of scales begin.
     let (x, groups, usage) = match (groups, usage) {
         (RowGroups::Batch(_), _) if is_per_row => {
+            form = StoredForm::ROWS;
             let x = flat::<B>(x.into_values(), usage);
             (QuantSource::Matrix(x), RowGroups::Whole, Usage::Rowwise)
         }
@@ -150,14 +125,10 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
             let x = flat::<B>(x.into_values(), Usage::Rowwise);
             (QuantSource::Matrix(x), groups.clone(), usage)
         }
-        (_, Usage::Rowwise) if is_per_row => (x, RowGroups::Whole, usage),
+        (_, Usage::Rowwise) if is_per_row && !has_tiles => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
     };
-    let storage = match params.has_bf16_storage() {
-        true => storage,
-        false => Storage::Packed,
-    };
-    let usages = QuantUsages::one(usage, params, storage);
+    let usages = QuantUsages::one(usage, params, form);
     Operand::Quantized(x.quantize(groups, usages).into_one())
 }
 
@@ -165,8 +136,8 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
 pub(super) struct PairSpec<'a> {
     pub rowwise: &'a OperandSpec,
     pub columnwise: &'a OperandSpec,
-    /// Of each in 1x16 blocks: rowwise, columnwise.
-    pub storages: [Storage; 2],
+    /// Of each, where it can be: rowwise, columnwise.
+    pub forms: [StoredForm; 2],
 }
 
 /// The rowwise and the columnwise operand of `x`, from one read of it where one kernel makes both.
@@ -176,7 +147,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     spec: &PairSpec<'_>,
     dtype: FloatDType,
 ) -> (Operand<B>, Operand<B>) {
-    let [row_storage, col_storage] = spec.storages;
+    let [row_form, col_form] = spec.forms;
     if let (OperandSpec::Quantized(row), OperandSpec::Quantized(col)) =
         (*spec.rowwise, *spec.columnwise)
         && (is_one_kernel(groups, &row, &col) || shares_screening(groups, &row, &col))
@@ -189,12 +160,9 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
             RowGroups::Whole | RowGroups::Offsets(_) => x,
         };
-        let usages = match row.has_bf16_storage() {
-            true => QuantUsages {
-                rowwise: Some((row, row_storage)),
-                columnwise: Some((col, col_storage)),
-            },
-            false => QuantUsages::both(row, col),
+        let usages = QuantUsages {
+            rowwise: Some((row, row_form.of(&row))),
+            columnwise: Some((col, col_form.of(&col))),
         };
         let (row, col) = x.quantize(groups.clone(), usages).into_both();
         return (Operand::Quantized(row), Operand::Quantized(col));
@@ -214,7 +182,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             spec.rowwise,
             Usage::Rowwise,
             dtype,
-            row_storage,
+            row_form,
         ),
         quantize::<B>(
             x,
@@ -222,7 +190,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             spec.columnwise,
             Usage::Columnwise,
             dtype,
-            col_storage,
+            col_form,
         ),
     )
 }
@@ -257,14 +225,16 @@ pub(super) fn is_one_kernel<B: Backend>(
         }
 }
 
-/// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, `groups`
-/// being those of the matrix that `forward` was quantized from.
+/// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, in this
+/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from, whose
+/// scales are in rows if there are any.
 pub(super) fn requantize<B: Nvfp4KernelOps>(
     forward: Operand<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
     dtype: FloatDType,
+    form: StoredForm,
 ) -> Operand<B> {
     match (forward, *spec) {
         (Operand::Quantized(source), OperandSpec::Quantized(params))
@@ -275,7 +245,8 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 RowGroups::Batch(_) => usage.transposed(),
                 RowGroups::Whole | RowGroups::Offsets(_) => usage,
             };
-            let made = B::nvfp4_requantize(source, groups.clone(), usage, params, dtype);
+            let form = form.of(&params);
+            let made = B::nvfp4_requantize(source, groups.clone(), usage, params, form, dtype);
             Operand::Quantized(made)
         }
         (forward, spec) => {
@@ -294,7 +265,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 (Operand::Float(x, _), RowGroups::Whole | RowGroups::Offsets(_)) => x,
             };
             let values = QuantSource::Matrix(values);
-            quantize::<B>(values, groups, &spec, usage, dtype, Storage::Packed)
+            quantize::<B>(values, groups, &spec, usage, dtype, form)
         }
     }
 }

@@ -6,8 +6,9 @@ use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
-use nvfp4_kernels::{Format, Layout, Usage};
+use nvfp4_kernels::{Format, Layout, ScaleLayout, Usage};
 
+use super::form::rows_of_tiles;
 use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};
 
 /// Elements of an operand that a sample reads, about; at least one row of each matrix.
@@ -142,8 +143,15 @@ impl Probe {
             B::int_slice(tensor, &[all(count), every, all(width)])
         };
         let blocks = layout.blocks();
+        // A weight may have been quantized before telemetry began.
+        let scales = match layout.scale_layout {
+            ScaleLayout::Compact => scales.clone(),
+            ScaleLayout::Swizzled128x4 => {
+                rows_of_tiles::<B>(scales.clone(), count, (outer, blocks))
+            }
+        };
         let x = B::float_cast(x, FloatDType::F32);
-        let (codes, scales) = (part(codes, blocks * 2), part(scales, blocks));
+        let (codes, scales) = (part(codes, blocks * 2), part(&scales, blocks));
         let (amax, offsets) = (amax.clone(), offsets.cloned());
         let stochastic = !spec.is_deterministic();
         let read = move || {

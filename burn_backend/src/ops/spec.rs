@@ -7,8 +7,11 @@ use nvfp4_kernels::{
     HadamardSize, Nvfp4Error, RandomStream, Rounding,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::{Layout, Storage, Usage};
+use nvfp4_kernels::{Layout, Usage};
 use serde::{Deserialize, Serialize};
+
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use super::stored::StoredForm;
 
 /// How the elements of a quantized tensor are rounded, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -183,7 +186,7 @@ impl QuantParams {
         &self,
         (rows, cols): (usize, usize),
         usage: Usage,
-        storage: Storage,
+        form: StoredForm,
     ) -> Layout {
         let shape = match (self.is_ms_eden(), usage) {
             (false, _) => (rows, cols),
@@ -194,7 +197,8 @@ impl QuantParams {
             scaling: self.scaling,
             amax: self.amax,
             hadamard: self.hadamard,
-            storage,
+            storage: form.storage(),
+            scale_layout: form.scale_layout(),
             ..Layout::new(self.format, shape, usage)
         }
     }

@@ -10,9 +10,10 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::{Layout, Storage, Usage};
+use nvfp4_kernels::{Layout, Usage};
 
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 
 /// A float tensor, or none: what crosses the extension trait holds no `Option`.
 #[derive(ExtensionType, Clone, Debug)]
@@ -72,7 +73,7 @@ pub struct ActivationAmaxes<B: Backend> {
     pub amax: AmaxPair<B>,
 }
 
-/// The elements of a quantized matrix, by [`Storage`].
+/// The elements of a quantized matrix, by [`Storage`](nvfp4_kernels::Storage).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedData<B: Backend> {
@@ -81,7 +82,9 @@ pub enum QuantizedData<B: Backend> {
         /// Codes. Of 4 bits, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest
         /// four bits. Of 8 bits, `u8[outer, blocks * 32]`.
         codes: IntTensor<B>,
-        /// Block scales, `u8[outer, blocks]`: the bytes of the format's scales, row-major.
+        /// Block scales, `u8[outer, blocks]`: the bytes of the format's scales, row-major. In
+        /// 128x4 tiles they have as many bytes as these take, with `outer` padded to 128 for each
+        /// matrix of a stack and for each group of rows, and `blocks` to 4.
         scales: IntTensor<B>,
     },
     /// Code times block scale, which is exact in bf16 and not yet multiplied by the global scale:
@@ -120,7 +123,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     /// The codes and block scales.
     ///
     /// # Panics
-    /// When the storage is [`Storage::Bf16Unscaled`].
+    /// When the storage is [`Storage::Bf16Unscaled`](nvfp4_kernels::Storage::Bf16Unscaled).
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
@@ -129,19 +132,19 @@ impl<B: Backend> QuantizedMatrix<B> {
     }
 }
 
-/// Which quantized tensors of a matrix to make, each with its storage.
+/// Which quantized tensors of a matrix to make, each with the form that it is stored in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantUsages {
     /// The rowwise one.
-    pub rowwise: Option<(QuantParams, Storage)>,
+    pub rowwise: Option<(QuantParams, StoredForm)>,
     /// The columnwise one.
-    pub columnwise: Option<(QuantParams, Storage)>,
+    pub columnwise: Option<(QuantParams, StoredForm)>,
 }
 
 impl QuantUsages {
     /// One tensor.
-    pub const fn one(usage: Usage, params: QuantParams, storage: Storage) -> Self {
-        let one = Some((params, storage));
+    pub const fn one(usage: Usage, params: QuantParams, form: StoredForm) -> Self {
+        let one = Some((params, form));
         match usage {
             Usage::Rowwise => Self {
                 rowwise: one,
@@ -154,11 +157,25 @@ impl QuantUsages {
         }
     }
 
-    /// Both tensors, packed.
+    /// Both tensors, packed, with block scales in rows.
     pub const fn both(rowwise: QuantParams, columnwise: QuantParams) -> Self {
         Self {
-            rowwise: Some((rowwise, Storage::Packed)),
-            columnwise: Some((columnwise, Storage::Packed)),
+            rowwise: Some((rowwise, StoredForm::ROWS)),
+            columnwise: Some((columnwise, StoredForm::ROWS)),
+        }
+    }
+
+    /// Each tensor by `f`.
+    pub(super) fn map(
+        self,
+        f: impl Fn(QuantParams, StoredForm, Usage) -> (QuantParams, StoredForm),
+    ) -> Self {
+        let one = |made: Option<(QuantParams, StoredForm)>, usage| {
+            made.map(|(params, form)| f(params, form, usage))
+        };
+        Self {
+            rowwise: one(self.rowwise, Usage::Rowwise),
+            columnwise: one(self.columnwise, Usage::Columnwise),
         }
     }
 }

@@ -287,7 +287,7 @@ impl LayerState {
                     identity,
                 }),
             probe,
-            storage: None,
+            reads: None,
             sharding: None,
         };
         let spec = mode.of(recipe.spec(&rng_state));

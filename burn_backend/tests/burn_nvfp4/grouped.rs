@@ -7,11 +7,11 @@ use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
     AmaxGranularity, LinearSpec, Nvfp4KernelOps, OperandSpec, QuantParams, QuantUsages,
-    QuantizedMatrix, RowGroups,
+    QuantizedMatrix, RowGroups, StoredForm,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{BlockScaling, Format, HadamardSize, QuantizedTensor, Storage};
+use nvfp4_kernels::{BlockScaling, Format, HadamardSize, QuantizedTensor};
 
 use crate::support::skip::skip;
 use crate::support::{
@@ -102,7 +102,7 @@ fn quantize_one(
     usage: Usage,
     params: QuantParams,
 ) -> QuantizedMatrix<Dispatch> {
-    let usages = QuantUsages::one(usage, params, Storage::Packed);
+    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
     Dispatch::nvfp4_quantize(x.into_dispatch(), groups, usages).into_one()
 }
 
@@ -299,12 +299,18 @@ impl Grouped<'_> {
                 };
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::F32;
-                let eden = Dispatch::nvfp4_requantize(source, groups, usage, eden_params, via);
+                let eden = {
+                    let form = StoredForm::ROWS;
+                    Dispatch::nvfp4_requantize(source, groups, usage, eden_params, form, via)
+                };
                 self.check_eden(&what, eden, &again(DType::F32), usage, &eden_params);
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::BF16;
                 let mx_params = QuantParams::mxfp8();
-                let mx = Dispatch::nvfp4_requantize(source, groups, usage, mx_params, via);
+                let mx = {
+                    let form = StoredForm::ROWS;
+                    Dispatch::nvfp4_requantize(source, groups, usage, mx_params, form, via)
+                };
                 self.check_mx(&what, mx, &again(DType::BF16), usage);
             }
         }

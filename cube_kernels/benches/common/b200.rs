@@ -1,20 +1,25 @@
-//! What a B200 should take for an NVFP4 GEMM, without one: a roofline, and the figures of NVIDIA's
+//! What a B200 should take for an NVFP4 or MXFP8 GEMM, without one: a roofline, and the figures of NVIDIA's
 //! model that `benches/model_b200.py` has written. Nothing here is measured.
 
 use std::fs;
 
+use nvfp4_kernels::Format;
 use serde_json::Value;
 
-/// Dense FP4 operations a second of a B200.
-const OPERATIONS: f64 = 9.0e15;
+/// Dense FP4 operations a second of a B200; FP8 has half as many.
+const FP4_OPERATIONS: f64 = 9.0e15;
 /// Bytes a second of its memory.
 const BANDWIDTH: f64 = 7.67e12;
 /// The results file of the model.
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../results/model-b200.json");
 
-/// The sizes of a GEMM of packed operands into bf16: M, N, K and groups of M.
+/// What rows of MXFP8 begin with.
+const MXFP8: &str = "MXFP8, ";
+
+/// A GEMM of packed operands into bf16: their format, M, N, K and groups of M.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
+    pub format: Format,
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -25,21 +30,39 @@ impl Shape {
     /// Microseconds of its operations or of its bytes, whichever are more: codes, scales and the
     /// output.
     pub fn roofline(self) -> f64 {
-        let Self { m, n, k, groups } = self;
-        let operations = 2.0 * (m * n * k) as f64 / OPERATIONS;
-        let moved = (m * k + groups * n * k) as f64 * 9.0 / 16.0 + 2.0 * (m * n) as f64;
+        let Self {
+            m, n, k, groups, ..
+        } = self;
+        let rate = FP4_OPERATIONS * 4.0 / self.format.code_bits() as f64;
+        let operations = 2.0 * (m * n * k) as f64 / rate;
+        let moved = (m * k + groups * n * k) as f64 * self.element_bytes() + 2.0 * (m * n) as f64;
         1e6 * operations.max(moved / BANDWIDTH)
+    }
+
+    /// Bytes of a packed element, with its part of a scale.
+    pub fn element_bytes(self) -> f64 {
+        self.format.code_bits() as f64 / 8.0 + 1.0 / self.format.block() as f64
     }
 
     /// Of the name of a row of the model, such as `DeepSeek-V3, 8 experts, 8192 x 4096 x 7168`.
     fn of_row(name: &str) -> Option<Self> {
+        let (format, name) = match name.strip_prefix(MXFP8) {
+            Some(name) => (Format::Mxfp8, name),
+            None => (Format::Nvfp4, name),
+        };
         let mut parts = name.rsplit(", ");
         let sizes = parts.next()?.split(" x ");
         let sizes: Vec<usize> = sizes.map(|size| size.parse().ok()).collect::<Option<_>>()?;
         let experts = parts.next().and_then(|part| part.strip_suffix(" experts"));
         let &[m, n, k] = &sizes[..] else { return None };
         let groups = experts.map_or(Some(1), |count| count.parse().ok())?;
-        Some(Self { m, n, k, groups })
+        Some(Self {
+            format,
+            m,
+            n,
+            k,
+            groups,
+        })
     }
 }
 

@@ -19,6 +19,11 @@
 //! their sizes, so that a device can allocate it without knowing them: [`row_group_tiles`] and
 //! [`block_group_tiles`]. What lies behind the last group is zero.
 
+use crate::BLOCK;
+
+/// Elements of a stored NVFP4 row whose scales are in one tile: four blocks.
+pub const TILE_INNER: usize = 4 * BLOCK;
+
 /// Where the scale of row `row` and block `block` stands, with `blocks` blocks in a row.
 #[inline]
 pub const fn offset(row: usize, block: usize, blocks: usize) -> usize {

@@ -3,27 +3,15 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::operand::{Elements, Operand, OperandLayout};
+use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    Layout, Nvfp4Error, ScaleLayout,
+    Layout, Nvfp4Error, PackedReads, ScaleLayout,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
-    moe::GroupOffsets,
     quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
-
-/// What a kernel reads of a packed operand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum PackedReads {
-    /// Codes, and block scales in rows.
-    Compact,
-    /// Codes, and block scales in 128x4 tiles.
-    Swizzled,
-    /// bf16, without the global scale.
-    Bf16,
-}
 
 /// What a kernel reads of its operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,17 +30,6 @@ impl Reads {
         mn_major: false,
         mxfp8: false,
     };
-}
-
-/// Where 128x4 tiles of block scales begin anew.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum ScaleTiling<'a> {
-    /// Nowhere: one matrix.
-    Matrix,
-    /// At each of so many matrices of equal size.
-    Batch(usize),
-    /// At each group of rows.
-    RowGroups(&'a GroupOffsets),
 }
 
 /// An operand as a kernel reads it. What its layout does not have is any other memory of it,
@@ -130,7 +107,7 @@ pub(crate) fn materialize(
         Elements::Packed(packed) => {
             let is_mxfp8 = operand.layout() == OperandLayout::Mxfp8;
             if is_mxfp8 && !reads.mxfp8 {
-                let values = decode_mxfp8(client, packed)?;
+                let values = decode_mxfp8(client, packed, tiling)?;
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             let scales = block_scales(client, packed, reads.packed, tiling)?;
@@ -152,8 +129,12 @@ pub(crate) fn materialize(
 
 /// A bf16 copy of an MXFP8 operand in stored orientation, padding included: an E4M3 code times a
 /// power of two is exact in bf16.
-fn decode_mxfp8(client: &Client, packed: &DeviceQuantized) -> Result<Handle, Nvfp4Error> {
-    let scales = block_scales(client, packed, PackedReads::Compact, ScaleTiling::Matrix)?;
+fn decode_mxfp8(
+    client: &Client,
+    packed: &DeviceQuantized,
+    tiling: ScaleTiling,
+) -> Result<Handle, Nvfp4Error> {
+    let scales = block_scales(client, packed, PackedReads::Compact, tiling)?;
     let stored = DeviceQuantized {
         layout: Layout {
             scale_layout: ScaleLayout::Compact,
@@ -175,7 +156,9 @@ fn block_scales(
     let (outer, blocks) = (packed.outer(), packed.blocks());
     match (packed.layout.scale_layout, reads) {
         (ScaleLayout::Compact, PackedReads::Swizzled) => match tiling {
-            ScaleTiling::Matrix => quantize::swizzle(client, &packed.scales, outer, blocks),
+            ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
+                quantize::swizzle(client, &packed.scales, outer, blocks)
+            }
             ScaleTiling::Batch(count) => {
                 let rows = outer / count;
                 quantize::swizzle_batch(client, &packed.scales, count, rows, blocks)
@@ -188,7 +171,18 @@ fn block_scales(
         },
         (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
-            quantize::unswizzle(client, &packed.scales, outer, blocks)
+            let scales = &packed.scales;
+            match tiling {
+                ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
+                    quantize::unswizzle(client, scales, outer, blocks)
+                }
+                ScaleTiling::Batch(count) => {
+                    quantize::unswizzle_batch(client, scales, count, outer / count, blocks)
+                }
+                ScaleTiling::RowGroups(groups) => {
+                    quantize::unswizzle_row_groups(client, scales, outer, blocks, groups)
+                }
+            }
         }
         _ => Ok(packed.scales.clone()),
     }

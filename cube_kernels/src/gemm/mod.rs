@@ -36,11 +36,12 @@ mod problem;
 #[allow(missing_docs)]
 mod scheduler;
 mod self_check;
+mod slow_path;
 pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
 
-pub use dispatch::{Choice, backend_of, choose, dequantizes, describe, describe_typical, plan};
+pub use dispatch::{Choice, backend_of, choose, describe, describe_typical, packed_reads, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
@@ -61,7 +62,8 @@ use crate::{
 use align_groups::AlignedGroups;
 use epilogue::EpilogueArgs;
 use exact::ExactGemm;
-use materialize::{ScaleTiling, materialize};
+use materialize::materialize;
+use operand::ScaleTiling;
 use output::Output;
 use problem::{Launch, sms};
 use scheduler::GroupArgs;
@@ -121,8 +123,10 @@ impl<'a> Grouped<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {
     /// The left operand: rows of the output. Packed operands may have their block scales in rows
-    /// or, without groups, in 128x4 tiles, which [`GemmBackend::CublasLt`] and
-    /// [`GemmBackend::Sm100Tcgen05`] read and other backends turn into rows before.
+    /// or in 128x4 tiles, which [`GemmBackend::CublasLt`] and [`GemmBackend::Sm100Tcgen05`] read
+    /// and other backends turn into rows before; [`packed_reads`] says which. With groups along M
+    /// tiles of `a` begin anew at each group of rows, tiles of `b` at each group's matrix. With
+    /// groups along K, each begins with a tile: at a multiple of 64 columns.
     pub a: Operand<'a>,
     /// The right operand: columns of the output.
     pub b: Operand<'a>,
@@ -289,8 +293,9 @@ impl<'a> Gemm<'a> {
         let groups = self.grouped.offsets();
         self.check_groups()?;
         let count = groups.map(|groups| groups.count);
-        a.check("a", count)?;
-        b.check("b", count)?;
+        let [a_tiling, b_tiling] = self.scale_tilings();
+        a.check("a", count, a_tiling)?;
+        b.check("b", count, b_tiling)?;
         if let Some(groups) = groups {
             groups.check("groups")?;
         }
@@ -364,6 +369,18 @@ impl<'a> Gemm<'a> {
         Ok(())
     }
 
+    /// Where tiles of the operands' block scales begin anew.
+    fn scale_tilings(&self) -> [ScaleTiling<'a>; 2] {
+        match self.grouped {
+            Grouped::None => [ScaleTiling::Matrix; 2],
+            Grouped::M(groups) => [
+                ScaleTiling::RowGroups(groups),
+                ScaleTiling::Batch(groups.count),
+            ],
+            Grouped::K(_) => [ScaleTiling::WholeTiles; 2],
+        }
+    }
+
     /// What the choice depends on.
     fn problem(&self, output: &Output) -> Problem {
         let ((a, ..), (b, ..)) = (self.a.factor(), self.b.factor());
@@ -398,6 +415,11 @@ impl<'a> Gemm<'a> {
         }
     }
 
+    /// What groups along K begin at multiples of: whole blocks, whatever the request says.
+    fn known_alignment(&self) -> usize {
+        self.k_alignment.max(self.a.block()).max(self.b.block())
+    }
+
     /// Groups along K with the alignment that a kernel needs, where they, or all columns, have
     /// less.
     fn align_groups(
@@ -406,9 +428,7 @@ impl<'a> Gemm<'a> {
         needed: usize,
     ) -> Result<Option<AlignedGroups>, Nvfp4Error> {
         let k = self.shape().k;
-        // Groups are whole blocks, whatever the request says.
-        let known = self.k_alignment.max(self.a.block()).max(self.b.block());
-        let is_aligned = known.is_multiple_of(needed) && k.is_multiple_of(needed);
+        let is_aligned = self.known_alignment().is_multiple_of(needed) && k.is_multiple_of(needed);
         match self.grouped {
             Grouped::K(groups) if !is_aligned => {
                 tracing::debug!(k, needed, "gemm: groups along K are moved");
@@ -435,8 +455,9 @@ impl<'a> Gemm<'a> {
     }
 }
 
-/// Computes a GEMM. A tracing event says which kernel it takes; where cuBLASLt refuses one that it
-/// is made for, another says why.
+/// Computes a GEMM. A tracing event says which kernel it takes. Where that dequantizes operands
+/// which the device's tensor cores multiply as they are, another event says why: a warning for the
+/// first such GEMM of a process and each reason, a debug event for the others.
 ///
 /// # Errors
 /// When a shape, element type or buffer does not fit, or when the backend that was asked for does
@@ -471,18 +492,13 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     if let Some(plan) = gemm.plan {
         choice = dispatch::with_plan(&device, &problem, choice, plan)?;
     }
-    trace(&problem, &choice);
+    trace(&device, &problem, &choice);
 
     let kernel = dispatch::kernel_of(choice.plan);
     let reads = kernel.reads(choice.plan);
-    let (a_tiling, b_tiling) = match gemm.grouped {
-        Grouped::M(offsets) => (
-            ScaleTiling::RowGroups(offsets),
-            ScaleTiling::Batch(offsets.count),
-        ),
-        Grouped::None | Grouped::K(_) => (ScaleTiling::Matrix, ScaleTiling::Matrix),
-    };
-    let aligned = gemm.align_groups(client, kernel.k_alignment(choice.plan))?;
+    let [a_tiling, b_tiling] = gemm.scale_tilings();
+    let needed = kernel.k_alignment(choice.plan);
+    let aligned = gemm.align_groups(client, needed)?;
     let (a, b) = match (&aligned, gemm.grouped.offsets()) {
         (Some(aligned), Some(groups)) => (
             aligned.arrange(client, gemm.a.packed("a")?, groups)?,
@@ -512,6 +528,10 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
             grouping: problem.grouped,
             offsets: offsets.map_or(unread, |it| &it.offsets).clone(),
             groups,
+        },
+        k_alignment: match &aligned {
+            Some(_) => needed,
+            None => gemm.known_alignment(),
         },
         aligned: problem.aligned,
         epilogue: &EpilogueArgs {
@@ -553,12 +573,10 @@ fn multiply_exact(
     gemm(client, &request).map(|output| output.matrix)
 }
 
-/// Says which kernel a GEMM takes, and why not cuBLASLt.
-fn trace(problem: &Problem, choice: &Choice) {
+/// Says which kernel a GEMM takes, and why not one that multiplies codes.
+fn trace(device: &Device, problem: &Problem, choice: &Choice) {
     let GemmShape { m, n, k } = problem.shape;
-    if let Some(refusal) = choice.refused_by_library() {
-        tracing::warn!(m, n, k, %refusal, "gemm without cuBLASLt");
-    }
+    slow_path::report(device, problem, choice);
     let (backend, kernel) = (choice.backend, &choice.plan);
     match problem.grouped {
         GroupedDim::None => tracing::debug!(m, n, k, ?backend, %kernel, "gemm"),

@@ -5,8 +5,10 @@ use cubecl::server::Handle;
 use super::epilogue::Factor;
 use crate::{
     BLOCK, Format, Nvfp4Error, ScaleLayout, Storage,
-    memory::is_aligned,
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Matrix},
+    format::swizzle::{TILE_INNER, padded_len, row_group_tiles},
+    memory::{check_memory, is_aligned},
+    moe::GroupOffsets,
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The elements of an operand: `outer` rows along K.
@@ -28,6 +30,58 @@ pub enum Elements<'a> {
     /// says. As `b` of a GEMM with groups along M it is the groups' K x N matrices, one below the
     /// other.
     Bf16MnMajor(&'a Matrix),
+}
+
+/// Where 128x4 tiles of block scales begin anew.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ScaleTiling<'a> {
+    /// Nowhere: one matrix.
+    Matrix,
+    /// The same, with groups along the contraction, each of which begins with a tile.
+    WholeTiles,
+    /// At each of so many matrices of equal size.
+    Batch(usize),
+    /// At each group of rows.
+    RowGroups(&'a GroupOffsets),
+}
+
+impl ScaleTiling<'_> {
+    /// Bytes of the tiles of `outer` x `blocks` scales.
+    fn bytes(self, outer: usize, blocks: usize) -> usize {
+        match self {
+            Self::Matrix | Self::WholeTiles => padded_len(outer, blocks),
+            Self::Batch(count) => count * padded_len(outer / count, blocks),
+            Self::RowGroups(groups) => {
+                row_group_tiles(outer, groups.count) * padded_len(128, blocks)
+            }
+        }
+    }
+
+    /// Fails unless the tiles of `packed` begin where these do.
+    fn check(self, argument: &'static str, packed: &DeviceQuantized) -> Result<(), Nvfp4Error> {
+        let own = match (&packed.groups, self) {
+            (Groups::One, _) => true,
+            (Groups::Offsets { count, .. }, Self::RowGroups(groups)) => *count == groups.count,
+            _ => false,
+        };
+        if !own {
+            return Err(Nvfp4Error::value(
+                argument,
+                format!("tiles of scales of {} groups", packed.groups.count()),
+                format!("those of the GEMM, {self:?}"),
+            ));
+        }
+        let (outer, blocks) = (packed.outer(), packed.blocks());
+        let columns = blocks * packed.layout.format.block();
+        if matches!(self, Self::WholeTiles) && !columns.is_multiple_of(TILE_INNER) {
+            return Err(Nvfp4Error::value(
+                argument,
+                format!("{columns} columns in groups, with scales in 128x4 tiles"),
+                format!("a multiple of {TILE_INNER}, whole tiles for each group"),
+            ));
+        }
+        check_memory(argument, &packed.scales, self.bytes(outer, blocks))
+    }
 }
 
 /// How the elements of an operand are stored.
@@ -234,11 +288,13 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Checks elements and global scale against the shape, for a GEMM of `groups` groups, or none.
+    /// Checks elements and global scale against the shape, for a GEMM of `groups` groups, or none,
+    /// in which block scales in 128x4 tiles begin anew as `tiling` says.
     pub(crate) fn check(
         &self,
         argument: &'static str,
         groups: Option<usize>,
+        tiling: ScaleTiling,
     ) -> Result<(), Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => {
@@ -248,10 +304,10 @@ impl<'a> Operand<'a> {
                 };
                 packed.check_codes(argument, format)?;
                 packed.check(argument)?;
-                // A dense GEMM unswizzles where its kernel wants rows, or takes the tiles.
-                match (groups, packed.layout.scale_layout) {
-                    (None, ScaleLayout::Swizzled128x4) => packed.check_no_groups(argument)?,
-                    _ => packed.check_compact(argument)?,
+                // Where a kernel wants rows of scales, the GEMM unswizzles.
+                match packed.layout.scale_layout {
+                    ScaleLayout::Compact => packed.check_compact(argument)?,
+                    ScaleLayout::Swizzled128x4 => tiling.check(argument, packed)?,
                 }
             }
             Elements::Bf16Unscaled(packed) => {

@@ -106,11 +106,7 @@ impl Problem {
 
     /// What block-scaled instructions multiply: both operands in one format.
     pub(crate) fn block_scaled(&self) -> Option<BlockScaled> {
-        match [self.a, self.b] {
-            [OperandLayout::Packed, OperandLayout::Packed] => Some(BlockScaled::Nvfp4),
-            [OperandLayout::Mxfp8, OperandLayout::Mxfp8] => Some(BlockScaled::Mxfp8),
-            _ => None,
-        }
+        block_scaled([self.a, self.b])
     }
 
     /// As kernels see it that do not read MXFP8: such operands are dequantized to bf16 for them.
@@ -124,6 +120,15 @@ impl Problem {
             b: bf16(self.b),
             ..*self
         }
+    }
+}
+
+/// The format of operands that block-scaled instructions multiply.
+fn block_scaled(operands: [OperandLayout; 2]) -> Option<BlockScaled> {
+    match operands {
+        [OperandLayout::Packed, OperandLayout::Packed] => Some(BlockScaled::Nvfp4),
+        [OperandLayout::Mxfp8, OperandLayout::Mxfp8] => Some(BlockScaled::Mxfp8),
+        _ => None,
     }
 }
 
@@ -185,6 +190,14 @@ impl Plan {
     }
 }
 
+/// A format other than NVFP4, behind what multiplies it.
+fn name_of(format: BlockScaled) -> &'static str {
+    match format {
+        BlockScaled::Nvfp4 => "",
+        BlockScaled::Mxfp8 => " on MXFP8",
+    }
+}
+
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -214,17 +227,15 @@ impl fmt::Display for Plan {
                     Multiply::Instruction => "block-scaled mma.sync",
                     Multiply::Software => "block-scaled mma.sync in software",
                 };
-                write!(f, "{by}, {m} x {n} tiles")
+                let format = name_of(tile.format);
+                write!(f, "{by}{format}, {m} x {n} tiles")
             }
             Self::Tcgen05(tile) => {
                 let by = match tile.core {
                     TensorCore::Instruction => "tcgen05.mma",
                     TensorCore::Software(_) => "tcgen05.mma in software",
                 };
-                let format = match tile.format {
-                    BlockScaled::Nvfp4 => "",
-                    BlockScaled::Mxfp8 => " on MXFP8",
-                };
+                let format = name_of(tile.format);
                 let ctas = match tile.form {
                     Sm100Form::TwoCta => " of two CTAs",
                     Sm100Form::OneCta | Sm100Form::SwapAb => "",
@@ -298,10 +309,19 @@ pub(crate) struct Launch<'a> {
     pub a: &'a Materialized,
     pub b: &'a Materialized,
     pub groups: &'a GroupArgs,
+    /// What groups along K begin at multiples of, and their columns end at.
+    pub k_alignment: usize,
     /// Whether all memory begins at multiples of 16 bytes, as [`Problem::aligned`] says.
     pub aligned: bool,
     pub epilogue: &'a EpilogueArgs,
     pub output: &'a Output<'a>,
+}
+
+impl Launch<'_> {
+    /// What block-scaled instructions multiply: both operands in one format.
+    pub fn block_scaled(&self) -> Option<BlockScaled> {
+        block_scaled([self.a.layout, self.b.layout])
+    }
 }
 
 /// What every kernel answers. The one source of "which kernel, and why not the others".

@@ -2,6 +2,8 @@
 
 use cubecl::prelude::AddressType;
 
+use crate::cube::ptx::BlockScaled;
+
 use super::kernels::{
     CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
     W4a16Plan,
@@ -23,11 +25,11 @@ pub enum GemmInstance {
     Sm100Probe {
         /// Copies of scales.
         copies: usize,
-        /// Multiplications.
-        multiplies: bool,
+        /// In which format it multiplies, once, if it does.
+        multiplies: Option<BlockScaled>,
     },
-    /// The NVFP4 kernel of consumer Blackwell.
-    Sm120Nvfp4(Sm120Plan),
+    /// The block-scaled kernel of consumer Blackwell.
+    Sm120BlockScaled(Sm120Plan),
     /// The kernel of small M.
     SmallM(SmallMShape),
     /// The kernel with portable matrix instructions.

@@ -209,6 +209,8 @@ pub const SM120_TILE_N: usize = 128;
 /// The shape of a cube's tile, and who multiplies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm120Tile {
+    /// The format of the operands, and the instruction with it.
+    pub format: BlockScaled,
     /// Groups of 16 rows of `a` in each warp: 1 or 2.
     pub strips: usize,
     /// Who multiplies.
@@ -221,15 +223,22 @@ impl Sm120Tile {
         64 * self.strips
     }
 
-    /// The widest tile of which there is one for each SM, or the narrowest. Not measured.
-    pub(crate) fn of(sms: usize, m: usize, n: usize, multiply: Multiply) -> Self {
+    /// The widest tile of which there is one for each SM, of `outputs` outputs of `m` x `n`, or the
+    /// narrowest. Not measured.
+    pub(crate) fn of(
+        format: BlockScaled,
+        sms: usize,
+        (m, n, outputs): (usize, usize, usize),
+        multiply: Multiply,
+    ) -> Self {
         let wide = Self {
+            format,
             strips: 2,
             multiply,
         };
-        let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(SM120_TILE_N);
+        let tiles = m.div_ceil(wide.tile_m()) * n.div_ceil(SM120_TILE_N) * outputs;
         let strips = if m > 64 && tiles >= sms { 2 } else { 1 };
-        Self { strips, multiply }
+        Self { strips, ..wide }
     }
 }
 

@@ -193,19 +193,21 @@ pub(super) fn write_columns(
     let per_unit = comptime!(span / 16);
     let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
     let block0 = (tile.row0 - tile.group_row0) / 16usize;
+    let whole_tiles = comptime!(plan.whole_tiles);
+    let per_padded = comptime!(tile::padded_unit(span) / 16);
     // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for
     // the same blocks in either order.
     let mut start = shape.cols * tile.units_before * per_unit;
     let mut row_pitch = group_blocks;
-    if comptime!(side_by_side) {
+    if comptime!(whole_tiles) {
+        start = tile.padded_before * per_padded;
+        row_pitch = row_blocks;
+    } else if comptime!(side_by_side) {
         start = tile.units_before * per_unit;
         row_pitch = row_blocks;
     }
     let padded_group = group_blocks.div_ceil(4);
-    let padded_base = shape.cols.div_ceil(128)
-        * 128usize
-        * tile.padded_before
-        * comptime!(if span < 64 { 4 } else { span / 16 });
+    let padded_base = shape.cols.div_ceil(128) * 128usize * tile.padded_before * per_padded;
     // With units for several whole columns, turn by turn the same place of columns further on.
     let writers = comptime!(plan.writers());
     let across = comptime!(8 * writers);
@@ -239,6 +241,13 @@ pub(super) fn write_columns(
         };
         let slot = stage_slot(word, half);
         let mut scale = 0u32;
+        if comptime!(whole_tiles) {
+            // Blocks that pad the last tile of the group have codes, too: zeros.
+            if column < shape.cols && block < padded_group * 4usize && !inside {
+                let zeros = Vector::<u32, Const<2>>::new(0u32);
+                out.store_codes(start + column * row_pitch + block, zeros);
+            }
+        }
         if inside {
             if comptime!(plan.unscaled) {
                 // A unit for each word of codes.
@@ -258,7 +267,12 @@ pub(super) fn write_columns(
             // Values have no scales.
         } else if comptime!(plan.swizzled) {
             if block < padded_group * 4usize {
-                let target = padded_base + swizzled_at(column, block, padded_group);
+                let target = if comptime!(whole_tiles) {
+                    // Whole tiles of all groups are those of one matrix.
+                    swizzled_at(column, start + block, row_blocks / 4usize)
+                } else {
+                    padded_base + swizzled_at(column, block, padded_group)
+                };
                 out.store_scale(target, scale);
             }
         } else if inside {

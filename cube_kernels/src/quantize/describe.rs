@@ -56,8 +56,8 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
     let layout = match capabilities.gemm {
         GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => row(
             "128x4 scale layout",
-            "one kernel, before each GEMM",
-            "FP4 tensor cores read 128x4 tiles of scales, and tensors keep theirs in rows",
+            "written by the quantizers",
+            "FP4 tensor cores read 128x4 tiles of scales; other tensors are swizzled before a GEMM",
         ),
         _ => row(
             "128x4 scale layout",

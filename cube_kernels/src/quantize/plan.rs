@@ -11,6 +11,7 @@ use crate::{
         philox::{Numbering, Position, Random, RandomLaunch},
         unscaled::{store_unscaled_block, unscaled_word},
     },
+    format::swizzle::TILE_INNER,
     launch::buffer,
     memory::check_memory,
     policy::BlockScaling,
@@ -31,6 +32,9 @@ pub struct QuantPlan {
     pub default_signs: bool,
     /// Whether scales are written in the 128x4 layout.
     pub swizzled: bool,
+    /// Whether the contraction of a columnwise tensor is padded to whole tiles of that layout, and
+    /// its scales are those of one matrix, whatever groups it has.
+    pub whole_tiles: bool,
     /// Whether each stored row has its own amax.
     pub per_row: bool,
     /// Whether code times block scale is written, and neither codes nor scales.
@@ -84,6 +88,20 @@ pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Resul
     Err(Nvfp4Error::value("position", found, expected))
 }
 
+/// Fails unless a tensor along `usage` can be padded as `copy` says.
+fn check_whole_tiles(copy: &DeviceNvfp4Params, usage: crate::Usage) -> Result<(), Nvfp4Error> {
+    let expected = match (copy.whole_tiles, usage, copy.layout) {
+        (false, ..) | (true, crate::Usage::Columnwise, ScaleLayout::Swizzled128x4) => return Ok(()),
+        (true, crate::Usage::Rowwise, _) => "a columnwise tensor: columns of `x` are not padded",
+        (true, _, ScaleLayout::Compact) => "scales in 128x4 tiles",
+    };
+    Err(Nvfp4Error::value(
+        "whole_tiles",
+        format!("true along {usage:?} with {:?} scales", copy.layout),
+        expected,
+    ))
+}
+
 impl QuantArgs {
     /// Checks the request for a copy of `x` along `usage` and allocates the copy.
     pub fn new(
@@ -113,13 +131,19 @@ impl QuantArgs {
         }
         let position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
         check_position(&position, groups)?;
+        check_whole_tiles(copy, usage)?;
+        // Tensors of groups side by side get their rows where they are launched.
+        let rows = match (copy.whole_tiles, groups) {
+            (true, Groups::One) => x.rows.next_multiple_of(TILE_INNER),
+            _ => x.rows,
+        };
         let layout = Layout {
             scale_layout: copy.layout,
             scaling: copy.scaling,
             amax: *scope,
             hadamard: copy.hadamard,
             storage: form,
-            ..Layout::nvfp4(x.rows, x.cols, usage)
+            ..Layout::nvfp4(rows, x.cols, usage)
         };
         let unscaled = form == Storage::Bf16Unscaled;
         if unscaled && copy.layout != ScaleLayout::Compact {
@@ -145,6 +169,7 @@ impl QuantArgs {
                 hadamard: copy.hadamard.map(|hadamard| hadamard.size()),
                 default_signs: copy.hadamard == Some(Hadamard::default()),
                 swizzled: copy.layout == ScaleLayout::Swizzled128x4,
+                whole_tiles: copy.whole_tiles,
                 per_row: *scope == AmaxGranularity::PerRow,
                 unscaled,
             },

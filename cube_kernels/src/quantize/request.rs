@@ -144,13 +144,16 @@ pub fn quantize_both<'a>(
 /// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups share stored rows
 /// and do not lie one after another: `cols` stored rows, in each of which group `g` takes the
 /// columns from entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16
-/// or the size of the transform. It has room for `padded_bound(x.rows, groups, unit)` of them;
-/// those behind the last group are not written. Rows of `x` behind the last group are not written
-/// in the rowwise tensor. Stochastic rounding numbers blocks as [`quantize`] does, group after
+/// or the size of the transform, and 64 at least in
+/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles). It has room for `padded_bound(x.rows, groups,
+/// unit)` of them; those behind the last group are not written. Rows of `x` behind the last group
+/// are not written in the rowwise tensor, whose scales in 128x4 tiles begin anew at each group;
+/// those in whole tiles of the columnwise one are one matrix. Stochastic rounding numbers blocks as [`quantize`] does, group after
 /// group.
 ///
 /// # Errors
-/// As [`quantize`], and when scales are to be swizzled.
+/// As [`quantize`], and when scales of a columnwise tensor are to be swizzled without
+/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles).
 pub fn quantize_side_by_side<'a>(
     client: &Client,
     x: impl Into<Prologue<'a>>,
@@ -158,15 +161,6 @@ pub fn quantize_side_by_side<'a>(
     row: Option<&QuantRequest<'_>>,
     col: Option<&QuantRequest<'_>>,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    for request in [row, col].into_iter().flatten() {
-        if request.copy.layout != ScaleLayout::Compact {
-            return Err(Nvfp4Error::value(
-                "copy",
-                format!("{:?} scales", request.copy.layout),
-                "compact scales",
-            ));
-        }
-    }
     let groups = Groups::Offsets {
         offsets: groups.offsets.clone(),
         count: groups.count,
@@ -181,9 +175,13 @@ pub fn quantize_side_by_side<'a>(
         }
         (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
     };
-    let row = row.map(|row| DeviceQuantized {
-        groups: Groups::One,
-        ..row
+    // Rows of codes, and of compact scales, are those of one matrix.
+    let row = row.map(|row| match row.layout.scale_layout {
+        ScaleLayout::Compact => DeviceQuantized {
+            groups: Groups::One,
+            ..row
+        },
+        ScaleLayout::Swizzled128x4 => row,
     });
     Ok((row, col))
 }

@@ -81,7 +81,8 @@ pub struct TileGrid {
     pub shape: Shape,
     /// Rows of tiles that there may be.
     pub row_tiles: usize,
-    /// Blocks of a stored row of the columnwise tensor, where groups share its stored rows.
+    /// Blocks of a stored row of the columnwise tensor, where groups share its stored rows or each
+    /// is padded to whole tiles of scales.
     pub row_blocks: usize,
 }
 

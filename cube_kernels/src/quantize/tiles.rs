@@ -14,12 +14,13 @@ use super::{
     tile_memory::{TileGrid, TileGridLaunch, TileMemory, TilePlan},
 };
 use crate::{
-    BLOCK, Layout, Nvfp4Error, Storage, Usage,
+    BLOCK, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
     capabilities::conversion_of,
     cube::{block::Encoded, scale::swizzled_at},
+    format::swizzle::TILE_INNER,
     memory::address_type,
     reference::padding::padded_bound,
-    tensor::{DeviceQuantized, FloatKind, Groups},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups},
 };
 
 /// What [`launch_tiles`] makes.
@@ -31,6 +32,31 @@ pub(super) enum Kind {
     Tiles,
     /// 1x16 blocks, the columnwise tensors of groups concatenated along the columns.
     SideBySide,
+}
+
+/// Fails unless a columnwise tensor of `groups` lies as `kind` says with scales as `copy` says:
+/// groups that share stored rows share tiles of scales, unless each begins with a whole one.
+fn check_kind(
+    groups: &Groups,
+    copy: Option<&DeviceNvfp4Params>,
+    kind: Kind,
+) -> Result<(), Nvfp4Error> {
+    let Some(copy) = copy else {
+        return Ok(());
+    };
+    let (found, expected) = match (kind, copy.layout, copy.whole_tiles) {
+        (Kind::SideBySide, ScaleLayout::Swizzled128x4, false) => (
+            "scales in 128x4 tiles, of groups side by side",
+            "compact scales, or whole tiles",
+        ),
+        (Kind::Tiles, _, true) => ("whole tiles, of 16x16 blocks", "a row that ends as it does"),
+        (Kind::Blocks, _, true) if !matches!(groups, Groups::One) => (
+            "whole tiles, of groups one after another",
+            "one matrix, or groups side by side",
+        ),
+        _ => return Ok(()),
+    };
+    Err(Nvfp4Error::value("copy", found, expected))
 }
 
 pub(super) fn launch_tiles(
@@ -46,6 +72,7 @@ pub(super) fn launch_tiles(
         matrix: x, words, ..
     } = &input;
     groups.check(x.rows)?;
+    check_kind(groups, col.map(|(col, _)| &col.copy), kind)?;
     if row.is_some() || kind == Kind::Tiles {
         check_packed_cols(x)?;
     }
@@ -63,14 +90,18 @@ pub(super) fn launch_tiles(
     let row = args(Usage::Rowwise, row)?;
     let mut col = args(Usage::Columnwise, col)?;
     if let (Kind::SideBySide, Some(col)) = (kind, &mut col) {
+        let unit = match col.plan.whole_tiles {
+            true => col.out.unit().max(TILE_INNER),
+            false => col.out.unit(),
+        };
         let layout = Layout {
-            rows: padded_bound(x.rows, groups.count(), col.out.unit()),
+            rows: padded_bound(x.rows, groups.count(), unit),
             ..col.out.layout
         };
         col.out = DeviceQuantized::empty(client, layout, Groups::One, &col.out.amax);
     }
-    let side_by_side = match &col {
-        Some(col) if kind == Kind::SideBySide => col.out.blocks(),
+    let row_blocks = match &col {
+        Some(col) if kind == Kind::SideBySide || col.plan.whole_tiles => col.out.blocks(),
         _ => 0,
     };
     let swizzled_cols = col.as_ref().is_some_and(|col| col.plan.swizzled);
@@ -122,7 +153,7 @@ pub(super) fn launch_tiles(
             words.width,
             words.arg(),
             input.prologue_inputs(),
-            TileGridLaunch::new(map, shape, row_tiles, side_by_side),
+            TileGridLaunch::new(map, shape, row_tiles, row_blocks),
             target(&row, c),
             target(&col, r),
             plan,

@@ -9,18 +9,20 @@ use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_f32, read_matrix, upload};
 use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Generator, convert};
+use crate::support::mxfp8::Mxfp8;
 use crate::support::packed::{Packed, TE_PRODUCTS, assert_bound};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
+    cube::ptx::BlockScaled,
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
         kernels::{Multiply, Sm120Tile},
     },
     moe::GroupOffsets,
     quantize::{self},
-    tensor::{FloatKind, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;
 
@@ -42,7 +44,13 @@ fn has_matrix_instructions(client: &Client) -> bool {
 
 /// The block-scaled kernel in software, with tiles of `64 * strips` rows.
 fn software(strips: usize) -> Plan {
+    software_of(BlockScaled::Nvfp4, strips)
+}
+
+/// The same for operands in a format.
+fn software_of(format: BlockScaled, strips: usize) -> Plan {
     Plan::BlockScaled(Sm120Tile {
+        format,
         strips,
         multiply: Multiply::Software,
     })
@@ -377,6 +385,114 @@ fn maximum_of_the_output() {
             assert_ne!(amax, 0.0);
         }
     }
+}
+
+/// Any operand.
+fn random(
+    client: &Client,
+    format: BlockScaled,
+    (rows, k): (usize, usize),
+    seed: u32,
+) -> DeviceQuantized {
+    match format {
+        BlockScaled::Nvfp4 => Packed::random(rows, k, seed).device(client),
+        BlockScaled::Mxfp8 => Mxfp8::random(rows, k, seed).device(client),
+    }
+}
+
+/// Asserts that a GEMM has the bits of the scalar kernel, which multiplies MXFP8 operands
+/// dequantized to bf16, with tiles of either height.
+fn assert_scalar_bits(client: &Client, request: Gemm, format: BlockScaled, what: &str) {
+    let sums = |request: Gemm| -> Vec<f32> {
+        let request = request.target(Target::New(FloatKind::F32));
+        read_matrix(client, &multiply(client, request).unwrap())
+    };
+    let expected = sums(request.backend(GemmBackend::Scalar));
+    assert!(expected.iter().any(|sum| *sum != 0.0), "{what}");
+    for strips in [1, 2] {
+        let request = request.backend(GemmBackend::Sm120BlockScaled);
+        let found = sums(request.plan(software_of(format, strips)));
+        assert_floats(&found, &expected, &format!("{what}, {strips} strips"));
+    }
+}
+
+/// MXFP8 in any shape: tails of rows, columns and of a stage (64 columns).
+#[test]
+fn mxfp8_has_the_bits_of_the_scalar_kernel() {
+    let client = gpu!("mxfp8_has_the_bits_of_the_scalar_kernel");
+    for (i, (m, n, k)) in [
+        (1, 8, 32),
+        (64, 128, 64),
+        (65, 136, 96),
+        (129, 120, 160),
+        (33, 520, 288),
+        (257, 264, 544),
+        (7, 72, 2080),
+        (300, 1528, 1056),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (format, seed) = (BlockScaled::Mxfp8, 2 * i as u32);
+        let a = random(&client, format, (m, k), seed);
+        let b = random(&client, format, (n, k), seed + 1);
+        let what = format!("{m} x {n} x {k}");
+        assert_scalar_bits(&client, Gemm::new(&a, &b), format, &what);
+    }
+}
+
+/// Groups along the rows, and along the contraction with an amax for each row of each group: empty
+/// ones, groups that begin within a stage, within 16 bytes of codes and within four scales, and
+/// groups at multiples of 64 columns, which are copied in larger pieces.
+#[test]
+fn groups_have_the_bits_of_the_scalar_kernel() {
+    let client = gpu!("groups_have_the_bits_of_the_scalar_kernel");
+    for (format, unit, sizes) in [
+        (BlockScaled::Nvfp4, 16, &[16, 0, 208, 48, 0, 160][..]),
+        (BlockScaled::Nvfp4, 64, &[64, 320, 0, 128]),
+        (BlockScaled::Mxfp8, 32, &[32, 0, 288, 64, 96]),
+    ] {
+        let total: usize = sizes.iter().sum();
+        let groups = offsets(&client, sizes);
+        let count = sizes.len();
+        for (m, n) in [(40, 136), (130, 264)] {
+            let what = format!("{format:?}, {sizes:?}, {m} x {n}");
+            let a = random(&client, format, (m, total), 3);
+            let b = random(&client, format, (n, total), 4);
+            let along_k = Gemm::new(&a, &b).k_grouped(&groups).k_alignment(unit);
+            assert_scalar_bits(&client, along_k, format, &format!("{what}, along K"));
+            if format == BlockScaled::Nvfp4 {
+                let mut generator = Generator::new(9);
+                let mut amax = |len: usize| -> Handle {
+                    let values: Vec<f32> = (0..len).map(|_| 1.0 + generator.uniform()).collect();
+                    client.create_from_slice(bytemuck::cast_slice(&values))
+                };
+                let (a_amax, b_amax) = (amax(count * m), amax(count * n));
+                let operand = |packed, amax| Operand {
+                    elements: Elements::Packed(packed),
+                    scale: Scale::PerRow(amax, 2688.0),
+                };
+                let request = Gemm::new(operand(&a, &a_amax), operand(&b, &b_amax));
+                let request = request.k_grouped(&groups).k_alignment(unit);
+                assert_scalar_bits(&client, request, format, &format!("{what}, per row"));
+            }
+            let k = 96;
+            let a = random(&client, format, (total, k), 5);
+            let b = random(&client, format, (count * n, k), 6);
+            let along_m = Gemm::new(&a, &b).m_grouped(&groups);
+            assert_scalar_bits(&client, along_m, format, &format!("{what}, along M"));
+        }
+    }
+}
+
+/// Offsets of groups of these sizes.
+fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
+    let mut offsets = vec![0u32];
+    for size in sizes {
+        offsets.push(offsets[offsets.len() - 1] + *size as u32);
+    }
+    let words = client.create_from_slice(bytemuck::cast_slice(&offsets));
+    GroupOffsets::new(words, sizes.len()).unwrap()
 }
 
 #[test]

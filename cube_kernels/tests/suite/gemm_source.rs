@@ -17,7 +17,9 @@ use nvfp4_kernels::{
 };
 
 /// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
-const BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+const NVFP4_BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
+/// The same of MXFP8: 16 x 8 x 32.
+const MXFP8_BLOCK_SCALED: &str = "QMMA.SF.16832.F32.E4M3.E4M3.E8";
 
 /// What a CTA takes.
 #[derive(Clone, Copy)]
@@ -48,7 +50,7 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         GemmInstance::Sm100Probe { copies, multiplies } => {
             sm100_probe(name, copies, multiplies, sass);
         }
-        GemmInstance::Sm120Nvfp4(plan) => sm120_nvfp4(name, plan, sass),
+        GemmInstance::Sm120BlockScaled(plan) => sm120_block_scaled(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
         GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
@@ -245,11 +247,18 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
 }
 
 /// One multiplication at most, behind the copies of its scales, without loops that elect threads.
-fn sm100_probe(name: &str, copies: usize, multiplies: bool, sass: &str) {
+fn sm100_probe(name: &str, copies: usize, multiplies: Option<BlockScaled>, sass: &str) {
     let commits = usize::from(copies > 0);
     for (opcode, expected) in [
         ("UTCCP", copies),
-        ("UTCOMMA", usize::from(multiplies)),
+        (
+            "UTCOMMA",
+            usize::from(multiplies == Some(BlockScaled::Nvfp4)),
+        ),
+        (
+            "UTCQMMA",
+            usize::from(multiplies == Some(BlockScaled::Mxfp8)),
+        ),
         ("UTCBAR", commits),
         ("HGMMA", 0),
         ("OMMA", 0),
@@ -263,9 +272,14 @@ fn sm100_probe(name: &str, copies: usize, multiplies: bool, sass: &str) {
     }
 }
 
-fn sm120_nvfp4(name: &str, plan: Sm120Plan, sass: &str) {
-    let found = count(sass, BLOCK_SCALED);
-    for (other, expected) in [("OMMA", found), ("QMMA", 0), ("IMMA", 0), ("HMMA", 0)] {
+fn sm120_block_scaled(name: &str, plan: Sm120Plan, sass: &str) {
+    let (opcode, own) = match plan.tile.format {
+        BlockScaled::Nvfp4 => (NVFP4_BLOCK_SCALED, "OMMA"),
+        BlockScaled::Mxfp8 => (MXFP8_BLOCK_SCALED, "QMMA"),
+    };
+    let found = count(sass, opcode);
+    for other in ["OMMA", "QMMA", "IMMA", "HMMA"] {
+        let expected = if other == own { found } else { 0 };
         assert_eq!(count(sass, other), expected, "{name}: {other}");
     }
     if plan.tile.multiply == Multiply::Software {
@@ -329,7 +343,7 @@ pub fn is_in_ci(gemm: GemmInstance) -> bool {
                 (_, Sm100Form::TwoCta | Sm100Form::SwapAb) => plan.grouped == GroupedDim::M,
             },
         },
-        GemmInstance::Sm120Nvfp4(plan) => match plan.tile.multiply {
+        GemmInstance::Sm120BlockScaled(plan) => match plan.tile.multiply {
             Multiply::Instruction => true,
             Multiply::Software => plan.grouped == GroupedDim::M,
         },

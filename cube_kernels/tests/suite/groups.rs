@@ -241,11 +241,11 @@ fn assert_eden<'a, T: Element>(
     ));
     case.assert_lie(&read, &values, usage, &format!("{what}: unscaled"));
 
-    let found = made(EdenForm::Packed(ScaleLayout::Swizzled128x4));
+    // Of groups side by side see `scale_tiles`.
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
-        return assert_refused(found, "layout");
+        return;
     }
-    let found = found.unwrap();
+    let found = made(EdenForm::Packed(ScaleLayout::Swizzled128x4)).unwrap();
     let scales = expected.iter().map(|packed| {
         reference::swizzle::swizzle(packed.scales(), packed.outer(), packed.blocks())
     });

@@ -67,6 +67,10 @@ mod repeated;
 #[cfg(feature = "cube")]
 mod router;
 #[cfg(feature = "cube")]
+mod scale_tiles;
+#[cfg(feature = "cube")]
+mod scales_asked;
+#[cfg(feature = "cube")]
 mod shapes;
 #[cfg(feature = "cube")]
 mod shards;

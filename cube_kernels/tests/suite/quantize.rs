@@ -525,6 +525,7 @@ fn launch_geometry_does_not_matter() {
                         hadamard: None,
                         default_signs: false,
                         swizzled: false,
+                        whole_tiles: false,
                         per_row: false,
                         unscaled: false,
                     },

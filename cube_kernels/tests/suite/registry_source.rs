@@ -53,7 +53,7 @@ fn is_portable(instance: &Instance) -> bool {
 }
 
 fn is_block_scaled(instance: &Instance) -> bool {
-    matches!(instance.gemm, Some(GemmInstance::Sm120Nvfp4(_)))
+    matches!(instance.gemm, Some(GemmInstance::Sm120BlockScaled(_)))
 }
 
 fn is_tcgen05(instance: &Instance) -> bool {
@@ -281,7 +281,7 @@ fn instructions_are_refused_where_they_do_not_exist() {
     let instances = instances(Conversion::Hardware);
     let is_small_m = |instance: &Instance| matches!(instance.gemm, Some(GemmInstance::SmallM(_)));
     let has_instruction = |instance: &Instance| match instance.gemm {
-        Some(GemmInstance::Sm120Nvfp4(plan)) => plan.tile.multiply == Multiply::Instruction,
+        Some(GemmInstance::Sm120BlockScaled(plan)) => plan.tile.multiply == Multiply::Instruction,
         _ => false,
     };
     let has_tcgen05 = |instance: &Instance| match instance.gemm {

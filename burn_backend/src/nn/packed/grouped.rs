@@ -5,13 +5,13 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::{Nvfp4Error, Storage, Usage};
+use nvfp4_kernels::{Nvfp4Error, Usage};
 
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;
 use crate::functions::{into_bias, or_panic};
 use crate::nn::Nvfp4GroupedLinear;
-use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, float_dtype};
+use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm, float_dtype};
 use crate::validate;
 
 /// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for inference:
@@ -122,7 +122,7 @@ impl Nvfp4GroupedLinear {
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedGroupedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
-        let usages = QuantUsages::one(Usage::Columnwise, params, Storage::Packed);
+        let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = self.weight.val().detach().reshape([experts * d_in, d_out]);
         let groups = RowGroups::Batch(experts);

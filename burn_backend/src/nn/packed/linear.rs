@@ -5,12 +5,12 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::{Nvfp4Error, Storage, Usage};
+use nvfp4_kernels::{Nvfp4Error, Usage};
 
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::functions::{into_bias, or_panic};
 use crate::nn::{Nvfp4Linear, rows};
-use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, float_dtype};
+use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm, float_dtype};
 use crate::validate;
 
 /// A linear layer `y = x Wᵀ + b` for inference, whose weight is stored in NVFP4.
@@ -116,7 +116,7 @@ impl Nvfp4Linear {
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
-        let usages = QuantUsages::one(Usage::Columnwise, params, Storage::Packed);
+        let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let weight = self.weight.val().detach().into_dispatch();
         let made = Dispatch::nvfp4_quantize(weight, RowGroups::Whole, usages).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());

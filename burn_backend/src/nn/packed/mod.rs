@@ -14,11 +14,12 @@ pub use weight::Nvfp4Weight;
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Tensor};
-use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::inference::InferenceOps;
 use crate::ops::{
     LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups,
+    StoredForm,
 };
 use crate::validate;
 
@@ -49,7 +50,7 @@ impl Activations {
         match (self, global) {
             (Self::HighPrecision, _) => Operand::Float(x, Usage::Rowwise),
             (Self::Dynamic(params), _) => {
-                let usages = QuantUsages::one(Usage::Rowwise, *params, Storage::Packed);
+                let usages = QuantUsages::one(Usage::Rowwise, *params, StoredForm::ROWS);
                 Operand::Quantized(Dispatch::nvfp4_quantize(x, groups, usages).into_one())
             }
             (Self::Static, global) => {

@@ -11,8 +11,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use nvfp4_kernels::gemm::{self, Gemm};
+use nvfp4_kernels::reference::swizzle::TILE_INNER;
 use nvfp4_kernels::tensor::Matrix;
-use nvfp4_kernels::{BLOCK, Usage, moe};
+use nvfp4_kernels::{BLOCK, ScaleLayout, Usage, moe};
 
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, RowGroups};
@@ -94,7 +95,14 @@ pub(super) fn k_grouped(
         operands => operands,
     };
     let unit = match &a {
-        Operand::Quantized(quantized) => quantized.layout.unit(),
+        Operand::Quantized(quantized) => {
+            let layout = &quantized.layout;
+            match layout.scale_layout {
+                ScaleLayout::Compact => layout.unit(),
+                // Each group begins with a whole tile.
+                ScaleLayout::Swizzled128x4 => layout.unit().max(TILE_INNER),
+            }
+        }
         // Not padded yet.
         Operand::Float(..) => BLOCK,
     };

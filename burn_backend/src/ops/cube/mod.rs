@@ -15,6 +15,7 @@ use nvfp4_kernels::Usage;
 
 use super::layers::Activation;
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,
@@ -89,9 +90,10 @@ impl Nvfp4KernelOps for CubeBackend {
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
+        form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
-        quantize::requantize(source, groups, usage, &params, via)
+        quantize::requantize(source, groups, usage, (&params, form), via)
     }
 
     fn nvfp4_dequantize(

@@ -13,12 +13,13 @@ use nvfp4_kernels::reference::{Activation, EdenTarget};
 use nvfp4_kernels::tensor::{
     DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
 };
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
+use super::super::stored::StoredForm;
 use super::super::tensors::{
     ActivationAmaxes, AmaxPair, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };
@@ -49,7 +50,7 @@ pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTen
         (x.meta.shape()[0], x.meta.shape()[1]),
         usage,
         params,
-        Storage::Packed,
+        StoredForm::ROWS,
     );
     let source = GroupedSource {
         x: Source::new(x),
@@ -208,7 +209,7 @@ struct GroupedSource {
 fn amax_request(usages: &QuantUsages) -> Option<AmaxRequest> {
     let needs_pass =
         |params: &QuantParams| !params.is_made_from_codes() && params.block == BlockShape::Block1d;
-    let params = |one: Option<(QuantParams, Storage)>| one.map(|(params, _)| params);
+    let params = |one: Option<(QuantParams, StoredForm)>| one.map(|(params, _)| params);
     match (params(usages.rowwise), params(usages.columnwise)) {
         (Some(row), Some(col)) if needs_pass(&row) && needs_pass(&col) => {
             Some(pair_request(&row, &col))
@@ -261,13 +262,13 @@ impl GroupedSource {
             rowwise,
             columnwise,
         } = usages;
-        if let (Some((row, row_storage)), Some((col, col_storage))) = (rowwise, columnwise) {
-            let (row, col) = self.both([row, col], [row_storage, col_storage]);
+        if let (Some((row, row_form)), Some((col, col_form))) = (rowwise, columnwise) {
+            let (row, col) = self.both([row, col], [row_form, col_form]);
             return QuantizedPair::Both(row, col);
         }
         QuantizedPair::new(
-            rowwise.map(|(params, storage)| self.one(&params, Usage::Rowwise, storage)),
-            columnwise.map(|(params, storage)| self.one(&params, Usage::Columnwise, storage)),
+            rowwise.map(|(params, form)| self.one(&params, Usage::Rowwise, form)),
+            columnwise.map(|(params, form)| self.one(&params, Usage::Columnwise, form)),
         )
     }
 
@@ -276,28 +277,29 @@ impl GroupedSource {
         &self,
         params: &QuantParams,
         usage: Usage,
-        storage: Storage,
+        form: StoredForm,
     ) -> QuantizedMatrix<CubeBackend> {
+        let storage = form.storage();
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         if params.format.is_mx() {
             self.trace("mx_quantize", usage_name(usage));
             let format = params.format;
             let made = quantize::mx_quantize_groups(client, matrix, groups, usage, format);
             let made = launched(made);
-            return self.made(made, params, usage, storage);
+            return self.made(made, params, usage, form);
         }
         if is_eden(params) {
             let amax = self.found.is_some().then(|| self.amax(params, usage));
-            return self.eden(params, usage, storage, amax);
+            return self.eden(params, usage, form, amax);
         }
         self.trace("quantize", usage_name(usage));
         if params.block == BlockShape::Block2d {
             let amax = self.amax(params, Usage::Rowwise);
-            let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
+            let (scaling, order) = (params.scaling, form.scale_layout());
             let made = launched(quantize::quantize_tile_copy(
-                client, matrix, groups, usage, &amax, scaling, compact,
+                client, matrix, groups, usage, &amax, scaling, order,
             ));
-            return self.made(made, params, usage, storage);
+            return self.made(made, params, usage, form);
         }
         let is_one_read = matches!(groups, Groups::One)
             && usage == Usage::Rowwise
@@ -306,16 +308,16 @@ impl GroupedSource {
             && self.found.is_none()
             && storage == Storage::Packed;
         if is_one_read {
-            let params_on_device = device_params(&self.x.tensor, params);
+            let params_on_device = device_params(&self.x.tensor, params, form);
             let made = launched(quantize::quantize_per_token(
                 client,
                 matrix,
                 &params_on_device,
             ));
-            return self.made(made, params, usage, storage);
+            return self.made(made, params, usage, form);
         }
         let amax = self.amax(params, usage);
-        let request = request(&self.x.tensor, params, &amax);
+        let request = request(&self.x.tensor, (params, form), &amax);
         let made = match (groups, storage) {
             (Groups::Offsets { .. }, _) => {
                 let (row, col) = match usage {
@@ -338,7 +340,7 @@ impl GroupedSource {
                 row.or(col).expect("one usage was requested")
             }
         };
-        self.made(made, params, usage, storage)
+        self.made(made, params, usage, form)
     }
 
     /// The tensor by MS-EDEN, from an `amax` that was found before, if it was.
@@ -346,7 +348,7 @@ impl GroupedSource {
         &self,
         params: &QuantParams,
         usage: Usage,
-        storage: Storage,
+        form: StoredForm,
         amax: Option<Handle>,
     ) -> QuantizedMatrix<CubeBackend> {
         self.trace("ms_eden", usage_name(usage));
@@ -354,23 +356,19 @@ impl GroupedSource {
             Groups::One => EdenSource::Matrix(&self.x.matrix),
             groups => EdenSource::Grouped(&self.x.matrix, groups),
         };
-        let form = match storage {
-            Storage::Packed => EdenForm::Packed(ScaleLayout::Compact),
-            Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
-        };
         let made = ms_eden(&self.x.tensor, source, usage, params, form, amax);
-        self.made(made, params, usage, storage)
+        self.made(made, params, usage, form)
     }
 
     /// The rowwise and the columnwise tensor, from one read where one kernel makes both.
     fn both(
         &self,
         [row, col]: [QuantParams; 2],
-        storages: [Storage; 2],
+        forms: [StoredForm; 2],
     ) -> (QuantizedMatrix<CubeBackend>, QuantizedMatrix<CubeBackend>) {
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         let is_2d = [row, col].map(|params| params.block == BlockShape::Block2d);
-        let [row_storage, col_storage] = storages;
+        let [row_form, col_form] = forms;
         if let (Groups::One, None) = (groups, &self.found)
             && is_eden(&row)
             && is_eden(&col)
@@ -379,32 +377,33 @@ impl GroupedSource {
             let found = quantize::ms_eden_amax_pair(client, matrix, transforms);
             let [row_amax, col_amax] = launched(found).map(Some);
             return (
-                self.eden(&row, Usage::Rowwise, row_storage, row_amax),
-                self.eden(&col, Usage::Columnwise, col_storage, col_amax),
+                self.eden(&row, Usage::Rowwise, row_form, row_amax),
+                self.eden(&col, Usage::Columnwise, col_form, col_amax),
             );
         }
+        let storages = forms.map(StoredForm::storage);
         if row.is_made_from_codes()
             || col.is_made_from_codes()
             || is_2d == [true, false]
             || is_2d == [false, true]
         {
             return (
-                self.one(&row, Usage::Rowwise, row_storage),
-                self.one(&col, Usage::Columnwise, col_storage),
+                self.one(&row, Usage::Rowwise, row_form),
+                self.one(&col, Usage::Columnwise, col_form),
             );
         }
         self.trace("quantize", "pair");
         let made = if is_2d == [true; 2] {
             let amax = self.amax(&row, Usage::Rowwise);
-            let (scaling, compact) = (row.scaling, [ScaleLayout::Compact; 2]);
+            let (scaling, orders) = (row.scaling, forms.map(StoredForm::scale_layout));
             launched(quantize::quantize_tile_with(
-                client, matrix, groups, &amax, scaling, compact,
+                client, matrix, groups, &amax, scaling, orders,
             ))
         } else {
             let (row_amax, col_amax) = self.pair_amax(&row, &col);
             let like = &self.x.tensor;
-            let for_row = request(like, &row, &row_amax);
-            let for_col = request(like, &col, &col_amax);
+            let for_row = request(like, (&row, row_form), &row_amax);
+            let for_col = request(like, (&col, col_form), &col_amax);
             match groups {
                 Groups::Offsets { .. } => {
                     let (row, col) = self.side_by_side(Some(&for_row), Some(&for_col));
@@ -414,8 +413,8 @@ impl GroupedSource {
                     client, matrix, groups, &for_row, &for_col,
                 )),
                 _ => {
-                    let for_row = Some((&for_row, row_storage));
-                    let for_col = Some((&for_col, col_storage));
+                    let for_row = Some((&for_row, row_form.storage()));
+                    let for_col = Some((&for_col, col_form.storage()));
                     let made = quantize::quantize_operands(client, matrix, for_row, for_col);
                     let (row, col) = launched(made);
                     (row.expect("requested"), col.expect("requested"))
@@ -423,8 +422,8 @@ impl GroupedSource {
             }
         };
         (
-            self.made(made.0, &row, Usage::Rowwise, row_storage),
-            self.made(made.1, &col, Usage::Columnwise, col_storage),
+            self.made(made.0, &row, Usage::Rowwise, row_form),
+            self.made(made.1, &col, Usage::Columnwise, col_form),
         )
     }
 
@@ -495,9 +494,9 @@ impl GroupedSource {
         made: DeviceQuantized,
         params: &QuantParams,
         usage: Usage,
-        storage: Storage,
+        form: StoredForm,
     ) -> QuantizedMatrix<CubeBackend> {
-        let layout = self.count.layout(self.x.shape(), usage, params, storage);
+        let layout = self.count.layout(self.x.shape(), usage, params, form);
         to_burn(&self.x.tensor, made, self.count, layout)
     }
 
@@ -530,9 +529,14 @@ fn ms_eden(
     source: EdenSource<'_>,
     usage: Usage,
     params: &QuantParams,
-    form: EdenForm,
+    form: StoredForm,
     amax: Option<Handle>,
 ) -> DeviceQuantized {
+    let form = match form.storage() {
+        // Rotation groups are whole tiles of scales.
+        Storage::Packed => EdenForm::Packed(form.scale_layout()),
+        Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
+    };
     let QuantRounding::MsEden(draw) = params.rounding else {
         unreachable!("parameters of MS-EDEN");
     };
@@ -558,7 +562,7 @@ pub(super) fn requantize(
     source: QuantizedMatrix<CubeBackend>,
     groups: RowGroups<CubeBackend>,
     usage: Usage,
-    params: &QuantParams,
+    (params, form): (&QuantParams, StoredForm),
     via: FloatDType,
 ) -> QuantizedMatrix<CubeBackend> {
     let Layout { rows, cols, .. } = source.layout;
@@ -571,7 +575,6 @@ pub(super) fn requantize(
         launched(quantize::mx_requantize(client, &source, usage, format, via))
     } else {
         trace_op("ms_eden", usage_name(usage), rows, cols);
-        let form = EdenForm::Packed(ScaleLayout::Compact);
         ms_eden(
             &like,
             EdenSource::Packed(&source),
@@ -581,7 +584,7 @@ pub(super) fn requantize(
             None,
         )
     };
-    let layout = count.layout((rows, cols), usage, params, Storage::Packed);
+    let layout = count.layout((rows, cols), usage, params, form);
     to_burn(&like, made, count, layout)
 }
 
@@ -620,7 +623,7 @@ pub(super) fn dequantize_matrix(
 }
 
 /// How the kernels quantize.
-fn device_params(like: &CubeTensor, params: &QuantParams) -> DeviceNvfp4Params {
+fn device_params(like: &CubeTensor, params: &QuantParams, form: StoredForm) -> DeviceNvfp4Params {
     let rounding = match params.rounding {
         QuantRounding::Elements(Rounding::Stochastic(stream)) => match params.offset_in_memory {
             true => DeviceRounding::StochasticAt(stream, offset_beside(like)),
@@ -633,14 +636,20 @@ fn device_params(like: &CubeTensor, params: &QuantParams) -> DeviceNvfp4Params {
     DeviceNvfp4Params {
         hadamard: params.hadamard,
         scaling: params.scaling,
+        layout: form.scale_layout(),
+        whole_tiles: form == StoredForm::WholeTiles,
         ..DeviceNvfp4Params::new(rounding)
     }
 }
 
-fn request<'a>(like: &CubeTensor, params: &QuantParams, amax: &'a Handle) -> QuantRequest<'a> {
+fn request<'a>(
+    like: &CubeTensor,
+    (params, form): (&QuantParams, StoredForm),
+    amax: &'a Handle,
+) -> QuantRequest<'a> {
     QuantRequest {
         amax,
         scope: params.amax,
-        copy: device_params(like, params),
+        copy: device_params(like, params, form),
     }
 }

@@ -104,7 +104,7 @@ pub(in crate::ops) fn to_burn(
     groups: GroupCount,
     layout: Layout,
 ) -> QuantizedMatrix<CubeBackend> {
-    let (outer, blocks) = (layout.outer(), layout.blocks());
+    let outer = layout.outer();
     let amax = match layout.format.has_global_scale() {
         true => {
             let shape = Shape::new([groups.amax_len(&layout)]);
@@ -115,7 +115,7 @@ pub(in crate::ops) fn to_burn(
     let data = match layout.storage {
         Storage::Packed => {
             let (width, dtype) = code_words(&layout);
-            let scales = Shape::new([outer, blocks]);
+            let scales = Shape::new(groups.scale_shape(&layout));
             QuantizedData::Packed {
                 codes: new_tensor(like, made.codes, Shape::new([outer, width]), dtype),
                 scales: new_tensor(like, made.scales, scales, DType::U8),

@@ -228,10 +228,11 @@ fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use nvfp4_kernels::{Nvfp4Params, Rounding, Storage};
+    use nvfp4_kernels::{Nvfp4Params, Rounding};
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
+    use super::super::super::stored::StoredForm;
     use super::super::super::tensors::{QuantUsages, RowGroups};
     use super::super::tensors::upload;
     use super::*;
@@ -322,7 +323,7 @@ mod tests {
         };
         let mxfp8 = |x| {
             let usage = Usage::Rowwise;
-            let one = QuantUsages::one(usage, QuantParams::mxfp8(), Storage::Packed);
+            let one = QuantUsages::one(usage, QuantParams::mxfp8(), StoredForm::ROWS);
             let made = Flex::nvfp4_quantize(x, RowGroups::Whole, one);
             Operand::Quantized(made.into_one())
         };

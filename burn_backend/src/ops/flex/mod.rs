@@ -17,9 +17,10 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::{Storage, Usage};
+use nvfp4_kernels::Usage;
 
 use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
     GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };
@@ -64,6 +65,7 @@ impl Nvfp4KernelOps for Flex {
         groups: RowGroups<Self>,
         usage: Usage,
         params: QuantParams,
+        form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
         // MS-EDEN takes the values exactly.
@@ -72,7 +74,7 @@ impl Nvfp4KernelOps for Flex {
             false => via,
         };
         let values = quantize::dequantize(source, &groups, via);
-        let usages = QuantUsages::one(usage, params, Storage::Packed);
+        let usages = QuantUsages::one(usage, params, form);
         quantize::quantize(values, &groups, usages).into_one()
     }
 

@@ -15,6 +15,7 @@ use nvfp4_kernels::{
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
+use super::super::stored::StoredForm;
 use super::super::tensors::{
     MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
 };
@@ -36,12 +37,12 @@ pub(super) fn quantize(
         columnwise,
     } = usages;
     trace(&groups, &usages);
-    let made = |usage, request: Option<(QuantParams, Storage)>, amax: Option<Amax>| {
-        request.map(|(params, storage)| {
+    let made = |usage, request: Option<(QuantParams, StoredForm)>, amax: Option<Amax>| {
+        request.map(|(params, form)| {
             let packed = with_elements!(x, |values| {
                 groups.quantize(values, usage, &params, &|_| amax.clone())
             });
-            stored_as(packed, storage)
+            stored_as(packed, form.storage())
         })
     };
     // One amax of the whole matrix serves both usages where neither is transformed, as MS-EDEN is.
@@ -79,9 +80,9 @@ pub(super) fn quantize_from_amax(
         columnwise,
     } = usages;
     trace(&groups, &usages);
-    let made = |usage, request: Option<(QuantParams, Storage)>, amax: MaybeTensor<Flex>| {
-        request.map(|(params, storage)| {
-            let layout = groups.count.layout(groups.shape, usage, &params, storage);
+    let made = |usage, request: Option<(QuantParams, StoredForm)>, amax: MaybeTensor<Flex>| {
+        request.map(|(params, _)| {
+            let layout = (groups.count).layout(groups.shape, usage, &params, StoredForm::ROWS);
             let known = Amax::new(&layout, amax_values(amax));
             with_elements!(x, |values| {
                 groups.quantize(values, usage, &params, &|_| Some(known.clone()))
@@ -300,7 +301,7 @@ impl GroupedRows {
     ) -> QuantizedMatrix<Flex> {
         let layout = self
             .count
-            .layout(self.shape, usage, params, Storage::Packed);
+            .layout(self.shape, usage, params, StoredForm::ROWS);
         if let GroupCount::Whole = self.count {
             let amax = amax(0).unwrap_or_else(|| amax_of(values, self.shape, usage, params));
             let made = quantize_one(values, self.shape, usage, params, &amax, 0);

@@ -5,9 +5,10 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{self, QuantRequest};
 use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceRounding, Groups};
-use nvfp4_kernels::{AmaxGranularity, BlockScaling, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockScaling, Usage};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
+use super::super::stored::StoredForm;
 use super::super::tensors::{QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::{InferenceOps, STATIC};
@@ -43,7 +44,7 @@ impl InferenceOps for CubeBackend {
                 client, &x.matrix, &groups, usage, &request,
             )),
         };
-        let layout = count.layout((rows, cols), usage, &STATIC, Storage::Packed);
+        let layout = count.layout((rows, cols), usage, &STATIC, StoredForm::ROWS);
         to_burn(&x.tensor, made, count, layout)
     }
 }

@@ -47,9 +47,10 @@ pub trait InferenceOps: Backend {
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
-    use nvfp4_kernels::{Storage, Usage};
+    use nvfp4_kernels::Usage;
 
     use super::super::meta::quantized;
+    use super::super::stored::StoredForm;
     use super::super::tensors::{QuantizedMatrixMetadata, RowGroupsMetadata};
     use super::STATIC;
 
@@ -59,7 +60,7 @@ mod meta {
         groups: &RowGroupsMetadata,
     ) -> QuantizedMatrixMetadata {
         let (groups, shape) = (groups.count(), (x.shape[0], x.shape[1]));
-        let layout = groups.layout(shape, Usage::Rowwise, &STATIC, Storage::Packed);
+        let layout = groups.layout(shape, Usage::Rowwise, &STATIC, StoredForm::ROWS);
         quantized(groups, layout)
     }
 }

@@ -14,7 +14,7 @@ mod places;
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{AmaxGranularity, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, Usage};
 use nvfp4_parallel::Reduction;
 
 use super::Nvfp4KernelOps;
@@ -23,6 +23,7 @@ use super::dtype::cast;
 use super::operands::{QuantSource, is_one_kernel};
 use super::segments::{narrow, offsets, slices};
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
+use super::stored::StoredForm;
 use super::tensors::{
     AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
     QuantizedPair, RowGroups,
@@ -67,6 +68,9 @@ pub(super) enum Role {
     OutputGradient,
 }
 
+/// How an operand is represented, and the form in which the GEMM reads it best.
+pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
+
 /// What part of the operand of one device a rank has.
 #[derive(Debug, Clone)]
 enum Part {
@@ -103,13 +107,13 @@ impl LinearSharding {
         &self,
         x: QuantSource<B>,
         role: Role,
-        row: Option<&OperandSpec>,
-        col: Option<&OperandSpec>,
+        row: Option<FormedSpec<'_>>,
+        col: Option<FormedSpec<'_>>,
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(role, x.shape().0);
-        let one_amax = |spec: Option<&OperandSpec>| {
-            let params = spec?.params().copied();
+        let one_amax = |spec: Option<FormedSpec<'_>>| {
+            let params = spec?.0.params().copied();
             params.filter(QuantParams::has_one_amax)
         };
         let (x, found) = match (x, [row, col].map(one_amax)) {
@@ -135,7 +139,7 @@ impl LinearSharding {
         &self,
         w: FloatTensor<B>,
         known: Option<FloatTensor<B>>,
-        (row, col): (Option<&OperandSpec>, Option<&OperandSpec>),
+        (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(Role::Weight, w.shape()[0]);
@@ -150,7 +154,7 @@ impl LinearSharding {
     pub(super) fn input<B: Nvfp4KernelOps>(
         &self,
         x: QuantSource<B>,
-        (row, col): (&OperandSpec, Option<&OperandSpec>),
+        (row, col): (FormedSpec<'_>, Option<FormedSpec<'_>>),
         source: BackwardSource,
         dtype: FloatDType,
     ) -> (Operand<B>, Option<Operand<B>>) {
@@ -173,7 +177,7 @@ impl LinearSharding {
         &self,
         forward: Operand<B>,
         role: Role,
-        spec: &OperandSpec,
+        (spec, form): FormedSpec<'_>,
         usage: Usage,
         dtype: FloatDType,
     ) -> Operand<B> {
@@ -190,9 +194,10 @@ impl LinearSharding {
             Part::Tokens(_) => Part::Whole,
             part => part,
         };
+        let asked = Some((spec, form));
         let (row, col) = match usage {
-            Usage::Rowwise => (Some(spec), None),
-            Usage::Columnwise => (None, Some(spec)),
+            Usage::Rowwise => (asked, None),
+            Usage::Columnwise => (None, asked),
         };
         let (row, col) = self.quantize_part(values, None, &part, (row, col), dtype);
         row.or(col).expect("one usage was asked for")
@@ -204,29 +209,36 @@ impl LinearSharding {
         x: FloatTensor<B>,
         found: Option<AmaxPair<B>>,
         part: &Part,
-        (row, col): (Option<&OperandSpec>, Option<&OperandSpec>),
+        (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let params = |spec: Option<&OperandSpec>| spec.and_then(|spec| spec.params().copied());
+        let params = |spec: Option<FormedSpec<'_>>| spec.and_then(|spec| spec.0.params().copied());
         let [row_params, col_params] = [params(row), params(col)];
+        let form = |spec: Option<FormedSpec<'_>>| self.form(part, spec);
+        let [row_form, col_form] = [form(row), form(col)];
+        let [row, col] = [row, col].map(|spec| spec.map(|(spec, _)| spec));
         let [row_amax, col_amax] = self.amaxes::<B>(&x, found, part, [row_params, col_params]);
         let (row_made, col_made) = match (row_params, col_params) {
             (Some(row), Some(col)) if is_one_kernel(&RowGroups::<B>::Whole, &row, &col) => {
-                let usages = QuantUsages::both(row, col);
+                let usages = QuantUsages {
+                    rowwise: Some((row, row_form.of(&row))),
+                    columnwise: Some((col, col_form.of(&col))),
+                };
                 self.segments::<B>(&x, part, (row_amax, col_amax), usages)
                     .into_options()
             }
             _ => {
-                let one = |params: Option<QuantParams>, usage, amax| {
-                    let usages = QuantUsages::one(usage, params?, Storage::Packed);
+                let one = |params: Option<QuantParams>, form: StoredForm, usage, amax| {
+                    let params = params?;
+                    let usages = QuantUsages::one(usage, params, form.of(&params));
                     let amax = match usage {
                         Usage::Rowwise => (amax, MaybeTensor::Absent),
                         Usage::Columnwise => (MaybeTensor::Absent, amax),
                     };
                     Some(self.segments::<B>(&x, part, amax, usages).into_one())
                 };
-                let made = one(row_params, Usage::Rowwise, row_amax);
-                (made, one(col_params, Usage::Columnwise, col_amax))
+                let made = one(row_params, row_form, Usage::Rowwise, row_amax);
+                (made, one(col_params, col_form, Usage::Columnwise, col_amax))
             }
         };
         let is_plain = |spec: Option<&OperandSpec>| spec == Some(&OperandSpec::HighPrecision);
@@ -255,6 +267,22 @@ impl LinearSharding {
             operand(row_made, row, Usage::Rowwise),
             operand(col_made, col, Usage::Columnwise),
         )
+    }
+
+    /// The form of an operand of a rank, `part` of that of one device. What is gathered, or made of
+    /// segments one by one, has rows of codes and scales, which can be put one after another; so has
+    /// the other operand of such a GEMM along the tokens, since both are padded alike.
+    fn form(&self, part: &Part, spec: Option<FormedSpec<'_>>) -> StoredForm {
+        let form = spec.map_or(StoredForm::ROWS, |(_, form)| form);
+        let is_moved =
+            matches!(part, Part::Tokens(_)) || self.deterministic || self.segments.len() > 1;
+        match form {
+            // Parts are packed.
+            StoredForm::Bf16Unscaled => StoredForm::ROWS,
+            _ if is_moved => StoredForm::ROWS,
+            StoredForm::WholeTiles if self.sequence_parallel => StoredForm::ROWS,
+            form => form,
+        }
     }
 
     /// The amax values with which a rank quantizes its part, those that are the group's in one
@@ -343,7 +371,7 @@ impl LinearSharding {
         (row_amax, col_amax): (MaybeTensor<B>, MaybeTensor<B>),
         usages: QuantUsages,
     ) -> QuantizedPair<B> {
-        let draws = |made: Option<(QuantParams, Storage)>| {
+        let draws = |made: Option<(QuantParams, StoredForm)>| {
             made.is_some_and(|(params, _)| !params.is_deterministic())
         };
         let quantize = |x, row_amax, col_amax, usages| {
@@ -355,16 +383,8 @@ impl LinearSharding {
         let [rows, cols] = [x.shape()[0], x.shape()[1]];
         let whole = self.whole_shape((rows, cols), part);
         let at = |start: (usize, usize), gaps: GapsBetween| {
-            let placed = |made: Option<(QuantParams, Storage)>, usage| {
-                made.map(|(params, storage)| {
-                    let params = positioned(params, usage, (start, whole), &gaps);
-                    (params, storage)
-                })
-            };
-            QuantUsages {
-                rowwise: placed(usages.rowwise, Usage::Rowwise),
-                columnwise: placed(usages.columnwise, Usage::Columnwise),
-            }
+            usages
+                .map(|params, form, usage| (positioned(params, usage, (start, whole), &gaps), form))
         };
         let (dim, segments) = match part {
             Part::Whole => return quantize(x.clone(), row_amax, col_amax, usages),
@@ -664,9 +684,10 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
         deterministic: false,
     };
     let spec = OperandSpec::Quantized(params);
+    let asked = Some((&spec, StoredForm::ROWS));
     let (row, col) = match usage {
-        Usage::Rowwise => (Some(&spec), None),
-        Usage::Columnwise => (None, Some(&spec)),
+        Usage::Rowwise => (asked, None),
+        Usage::Columnwise => (None, asked),
     };
     let (dtype, x) = (super::float_dtype(x.dtype()), QuantSource::Matrix(x));
     let (row, col) = sharding.quantize::<B>(x, Role::Input, row, col, dtype);

@@ -78,3 +78,31 @@ pub fn mma_m16n8k16_f16(
     );
     Vector::<f32, Const<4>>::reinterpret(d)
 }
+
+/// `c + a · b`, E4M3 operands as registers of four and a UE8M0 scale for each row of 32, `f32`
+/// accumulators: `mma.sync.m16n8k32` with `block_scale`. Scales are byte `byte` of a word, that of
+/// row `g` of `a` in lane `4 g`, of row `g + 8` in lane `4 g + 1`, of row `g` of `b` in lane `4 g`.
+///
+/// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Block Scaling for
+/// mma.sync"; PTX 8.7, sm_120a and later of that family.
+#[cube]
+pub fn mma_m16n8k32_mxfp8(
+    c: Vector<f32, Const<4>>,
+    a: Vector<u32, Const<4>>,
+    b: Vector<u32, Const<2>>,
+    a_scales: u32,
+    b_scales: u32,
+    #[comptime] byte: u32,
+) -> Vector<f32, Const<4>> {
+    let d: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X",
+        ".f32.e4m3.e4m3.f32.ue8m0 {d}, {a}, {b}, {c}, {sa}, {{{i}, 0}}, {sb}, {{{i}, 0}};",
+        d = out(_) d, c = in(_) Vector::<f32, Const<4>>::reinterpret(c),
+        a = in(_) Vector::<u32, Const<4>>::reinterpret(a),
+        b = in(_) Vector::<u32, Const<2>>::reinterpret(b),
+        sa = in(_) a_scales, sb = in(_) b_scales, i = const byte,
+        options(pure, nomem)
+    );
+    Vector::<f32, Const<4>>::reinterpret(d)
+}

@@ -88,6 +88,8 @@ pub enum Check {
     ScaleCopy,
     /// A single multiplication of which each sum is one product.
     OneHotMma,
+    /// The same of MXFP8.
+    OneHotMxfp8,
     /// Dense GEMMs with exact sums.
     IntegerDense,
     /// The same with factors for each row and column.
@@ -110,10 +112,11 @@ pub enum Check {
 
 impl Check {
     /// All of them, in order.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::TmemRoundTrip,
         Self::ScaleCopy,
         Self::OneHotMma,
+        Self::OneHotMxfp8,
         Self::IntegerDense,
         Self::IntegerPerToken,
         Self::IntegerMGrouped,
@@ -131,6 +134,7 @@ impl Check {
             Self::TmemRoundTrip => "tmem-round-trip",
             Self::ScaleCopy => "scale-copy-dump",
             Self::OneHotMma => "one-hot-mma",
+            Self::OneHotMxfp8 => "one-hot-mma-mxfp8",
             Self::IntegerDense => "integer-gemm-dense",
             Self::IntegerPerToken => "integer-gemm-per-token",
             Self::IntegerMGrouped => "integer-gemm-m-grouped",
@@ -160,10 +164,8 @@ impl Check {
                 device.probes(),
                 probes::scale_copy(client, device.executor()),
             ),
-            Self::OneHotMma => Outcome::new(
-                device.probes(),
-                probes::one_hot_mma(client, device.executor()),
-            ),
+            Self::OneHotMma => device.one_hot(client, BlockScaled::Nvfp4),
+            Self::OneHotMxfp8 => device.one_hot(client, BlockScaled::Mxfp8),
             Self::IntegerDense => {
                 let shapes = [
                     (1, 8, 32),
@@ -270,6 +272,12 @@ impl TestDevice {
             Executor::Instruction => "tcgen05 instructions",
             Executor::Model => "software model of single commands",
         }
+    }
+
+    /// Multiplies one-hot rows in `format`.
+    fn one_hot(self, client: &Client, format: BlockScaled) -> Outcome {
+        let found = probes::one_hot_mma(client, format, self.executor());
+        Outcome::new(self.probes(), found)
     }
 
     /// Computes each of `cases` in `form`, and compares.

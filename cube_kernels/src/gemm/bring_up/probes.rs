@@ -4,13 +4,13 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    cube::ptx::{TMEM_COLUMNS, TMEM_LANES},
-    format::{e2m1, e4m3, swizzle::swizzle},
+    cube::ptx::{BlockScaled, TMEM_COLUMNS, TMEM_LANES},
+    format::{e2m1, e4m3, swizzle::swizzle, ue8m0},
     gemm::{
         kernels::{
             sm100_block_scaled_engine::{TMEM_WORDS, VIOLATIONS},
             sm100_probe::{
-                B_CODES_AT, IMAGE, POISON, PROBE_UNITS, SCALE_COLUMN, SCALES_AT, step_kernel,
+                B_CODES_AT, IMAGE, POISON, PROBE_UNITS, ROW, SCALE_COLUMN, SCALES_AT, step_kernel,
                 step_model_kernel, tmem_round_trip_kernel,
             },
         },
@@ -21,13 +21,8 @@ use crate::{
     zeroed::zeros,
 };
 
-/// Columns of an operand in an image: four steps of 64.
-const K: usize = 256;
-/// Columns of a step, and its blocks.
-const STEP: usize = 64;
-const BLOCKS: usize = STEP / 16;
-/// E2M1 of 1.
-const ONE: u8 = 2;
+/// Block scales of a row in an image: a word.
+const BLOCKS: usize = 4;
 
 /// Random words.
 fn words(seed: u32, len: usize) -> Vec<u32> {
@@ -125,8 +120,10 @@ pub(super) fn tmem_round_trip(client: &Client) -> Result<(), String> {
     })
 }
 
-/// The operands of a multiplication: a code in each byte, and scales of one step.
+/// The operands of a multiplication: a code in each byte, and scales of one step of NVFP4, or of all
+/// of MXFP8.
 struct Operands {
+    format: BlockScaled,
     a: Vec<u8>,
     b: Vec<u8>,
     a_scales: Vec<u8>,
@@ -134,20 +131,28 @@ struct Operands {
 }
 
 impl Operands {
-    /// Any codes, and any positive scales from 2^-4 to 30: products of two elements are exact.
-    fn random(seed: u32) -> Self {
+    /// Any codes but NaN, and any positive scales of NVFP4 from 2^-4 to 30, of MXFP8 from 2^-8 to
+    /// 2^7: products of two elements are exact.
+    fn random(format: BlockScaled, seed: u32) -> Self {
+        let code = |word: u32| match (format, word as u8) {
+            (BlockScaled::Nvfp4, byte) => byte & 15,
+            (BlockScaled::Mxfp8, byte) if byte & 0x7f == 0x7f => byte ^ 1,
+            (BlockScaled::Mxfp8, byte) => byte,
+        };
+        let scale = |word: u32| match format {
+            BlockScaled::Nvfp4 => 0x18 + (word % 72) as u8,
+            BlockScaled::Mxfp8 => 119 + (word % 16) as u8,
+        };
         let codes = |seed, rows: usize| -> Vec<u8> {
-            let words = words(seed, rows * K);
-            words.into_iter().map(|word| word as u8 & 15).collect()
+            let words = words(seed, rows * format.tile_k());
+            words.into_iter().map(code).collect()
         };
         let scales = |seed, rows: usize| -> Vec<u8> {
             let words = words(seed, rows * BLOCKS);
-            words
-                .into_iter()
-                .map(|word| 0x18 + (word % 72) as u8)
-                .collect()
+            words.into_iter().map(scale).collect()
         };
         Self {
+            format,
             a: codes(seed, SM100_TILE_M),
             b: codes(seed + 1, SM100_TILE_N),
             a_scales: scales(seed + 2, SM100_TILE_M),
@@ -155,11 +160,31 @@ impl Operands {
         }
     }
 
-    /// A single 1 in each row of a step of `codes`: in column `row % 64`.
-    fn one_hot(codes: &mut [u8], step: usize) {
-        for (row, codes) in codes.chunks_exact_mut(K).enumerate() {
-            codes[step * STEP..(step + 1) * STEP].fill(0);
-            codes[step * STEP + row % STEP] = ONE;
+    /// The same with a single 1 in each row of a step of `a`, or else of `b`: each in the column of
+    /// its number, modulo the columns of a step.
+    fn one_hot(mut self, of_a: bool, step: usize) -> Self {
+        let (width, columns) = (self.format.tile_k(), self.format.step_k());
+        let one = match self.format {
+            BlockScaled::Nvfp4 => 2,
+            BlockScaled::Mxfp8 => 0x38,
+        };
+        let codes = if of_a { &mut self.a } else { &mut self.b };
+        for (row, codes) in codes.chunks_exact_mut(width).enumerate() {
+            let codes = &mut codes[step * columns..][..columns];
+            codes.fill(0);
+            codes[row % columns] = one;
+        }
+        self
+    }
+
+    /// `codes` in bytes of a row after the other.
+    fn bytes(&self, codes: &[u8]) -> Vec<u8> {
+        match self.format {
+            BlockScaled::Nvfp4 => codes
+                .chunks_exact(2)
+                .map(|pair| pair[0] | pair[1] << 4)
+                .collect(),
+            BlockScaled::Mxfp8 => codes.to_vec(),
         }
     }
 
@@ -167,11 +192,11 @@ impl Operands {
     fn image(&self) -> Vec<u8> {
         let mut image = vec![0; IMAGE];
         for (codes, at) in [(&self.a, 0), (&self.b, B_CODES_AT)] {
-            for (i, pair) in codes.chunks_exact(2).enumerate() {
-                let (row, byte) = (i / (K / 2), i % (K / 2));
+            for (i, byte) in self.bytes(codes).into_iter().enumerate() {
+                let (row, place) = (i / ROW, i % ROW);
                 // The swizzle exchanges the 16-byte parts of a row.
-                let part = (byte / 16) ^ (row % 8);
-                image[at + row * K / 2 + part * 16 + byte % 16] = pair[0] | pair[1] << 4;
+                let part = (place / 16) ^ (row % 8);
+                image[at + row * ROW + part * 16 + place % 16] = byte;
             }
         }
         let mut at = SCALES_AT;
@@ -188,13 +213,18 @@ impl Operands {
 
     /// The sums of `step`, one row after another.
     fn sums(&self, step: usize) -> Vec<f32> {
+        let (width, columns) = (self.format.tile_k(), self.format.step_k());
+        let element = |code: u8, k: usize, scales: &[u8]| match self.format {
+            BlockScaled::Nvfp4 => e2m1::decode(code) * e4m3::decode(scales[k / 16]),
+            BlockScaled::Mxfp8 => e4m3::decode_element(code) * ue8m0::decode(scales[step]),
+        };
         let decoded = |codes: &[u8], scales: &[u8]| -> Vec<f32> {
-            let rows = codes.chunks_exact(K).zip(scales.chunks_exact(BLOCKS));
+            let rows = codes.chunks_exact(width).zip(scales.chunks_exact(BLOCKS));
             rows.flat_map(|(codes, scales)| {
-                let codes = &codes[step * STEP..(step + 1) * STEP];
+                let codes = &codes[step * columns..][..columns];
                 let elements = codes.iter().enumerate();
                 elements
-                    .map(|(k, code)| e2m1::decode(*code) * e4m3::decode(scales[k / 16]))
+                    .map(|(k, code)| element(*code, k, scales))
                     .collect::<Vec<f32>>()
             })
             .collect()
@@ -202,8 +232,8 @@ impl Operands {
         let a = decoded(&self.a, &self.a_scales);
         let b = decoded(&self.b, &self.b_scales);
         let mut sums = Vec::new();
-        for a in a.chunks_exact(STEP) {
-            for b in b.chunks_exact(STEP) {
+        for a in a.chunks_exact(columns) {
+            for b in b.chunks_exact(columns) {
                 sums.push(a.iter().zip(b).map(|(x, y)| x * y).sum());
             }
         }
@@ -251,6 +281,7 @@ fn run_step(
     multiplies: bool,
     executor: Executor,
 ) -> Result<Vec<u32>, String> {
+    let multiplies = multiplies.then_some(operands.format);
     let image = upload(client, &operands.image());
     // SAFETY (of every buffer): an image has so many words, and tensor memory too.
     let memory = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
@@ -305,7 +336,7 @@ fn run_step(
 /// # Errors
 /// The first word that differs.
 pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), String> {
-    let mut operands = Operands::random(2);
+    let mut operands = Operands::random(BlockScaled::Nvfp4, 2);
     for (i, scale) in operands.a_scales.iter_mut().enumerate() {
         *scale = (i % 251) as u8;
     }
@@ -318,20 +349,21 @@ pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), Stri
     })
 }
 
-/// Multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at the first and
+/// In `format`, multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at the first and
 /// the last step of the swizzled rows: each sum is a single product, so that a misplaced code or
 /// scale shows. Scales must stay where they are.
 ///
 /// # Errors
 /// The first word that differs.
-pub(super) fn one_hot_mma(client: &Client, executor: Executor) -> Result<(), String> {
+pub(super) fn one_hot_mma(
+    client: &Client,
+    format: BlockScaled,
+    executor: Executor,
+) -> Result<(), String> {
     for step in [0, 3] {
         for which in ["a", "b"] {
-            let mut operands = Operands::random(10 + step as u32);
-            match which {
-                "a" => Operands::one_hot(&mut operands.a, step),
-                _ => Operands::one_hot(&mut operands.b, step),
-            }
+            let operands = Operands::random(format, 10 + step as u32);
+            let operands = operands.one_hot(which == "a", step);
             let dump = run_step(client, &operands, step, true, executor)?;
             let sums = operands.sums(step);
             let what = format!("one-hot {which}, step {step}");
@@ -359,7 +391,10 @@ mod tests {
     fn the_model_passes() {
         let client = client();
         assert_eq!(scale_copy(&client, Executor::Model), Ok(()));
-        assert_eq!(one_hot_mma(&client, Executor::Model), Ok(()));
+        for format in BlockScaled::ALL {
+            let found = one_hot_mma(&client, format, Executor::Model);
+            assert_eq!(found, Ok(()), "{format:?}");
+        }
     }
 
     /// A word that is not what it should be is named by its place.

@@ -11,16 +11,15 @@ use super::{
     kernels::{
         cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
         sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm100_block_scaled::Sm100BlockScaled,
-        sm120_nvfp4::Sm120Nvfp4, small_m::SmallM,
+        sm120_block_scaled::Sm120BlockScaled, small_m::SmallM,
     },
-    materialize::PackedReads,
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
     scheduler::GroupedDim,
     self_check,
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
 };
@@ -33,7 +32,7 @@ const KERNELS: [&dyn Kernel; 9] = [
     &Sm90W4a16,
     &Sm90Bf16,
     &Sm90StreamK,
-    &Sm120Nvfp4,
+    &Sm120BlockScaled,
     &Cmma,
     &Scalar,
 ];
@@ -46,7 +45,7 @@ pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
         Plan::W4a16(..) => &Sm90W4a16,
         Plan::DequantThenBf16(..) => &Sm90Bf16,
         Plan::StreamK(..) => &Sm90StreamK,
-        Plan::BlockScaled(_) => &Sm120Nvfp4,
+        Plan::BlockScaled(_) => &Sm120BlockScaled,
         Plan::Tcgen05(_) => &Sm100BlockScaled,
         Plan::Cmma => &Cmma,
         Plan::Scalar => &Scalar,
@@ -64,16 +63,6 @@ pub struct Choice {
     pub plan: Plan,
     /// Kernels that were asked before or compared, and their reasons.
     pub refusals: Vec<(&'static str, Refusal)>,
-}
-
-impl Choice {
-    /// What cuBLASLt said, where the problem is one that it is made for.
-    pub(crate) fn refused_by_library(&self) -> Option<&Nvfp4Error> {
-        self.refusals.iter().find_map(|refusal| match refusal {
-            (_, Refusal::Library(error)) => Some(error),
-            _ => None,
-        })
-    }
 }
 
 /// The kernel of `problem` on `device`: the first that takes it or, where that one estimates its
@@ -221,27 +210,32 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
     }
 }
 
-/// Whether a dense GEMM of two packed operands dequantizes both to bf16 before it multiplies: then
-/// an operand that nothing else reads may as well be quantized to
-/// [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled). The GEMM has the same bits.
-pub fn dequantizes(client: &Client, shape: impl Into<GemmShape>) -> bool {
-    let capabilities = Capabilities::of(client);
-    // The library of other devices need not be asked.
-    capabilities.gemm == GemmBackend::Sm90Wgmma
-        && dequantizes_on(&capabilities, sms(client), shape.into())
+/// What the GEMM `problem` reads of packed operands on the device behind `client`, and so how they
+/// are best written: the one source of that. With operands in another form it has the same bits,
+/// after a pass over them.
+///
+/// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
+///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
+/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. Where tokens are the contraction, so
+///   that it has any length, it is to be padded to whole tiles
+///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so is that of `problem`.
+///
+/// `NVFP4_SCALES=tiles` in the environment asks for tiles on every device: kernels that read rows
+/// then have them unswizzled before, with the same bits.
+pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
+    if std::env::var("NVFP4_SCALES").as_deref() == Ok("tiles") {
+        return PackedReads::Swizzled;
+    }
+    on_device(client, |device| packed_reads_on(device, problem))
 }
 
-/// [`dequantizes`] on a device with so many SMs.
-fn dequantizes_on(capabilities: &Capabilities, sms: usize, shape: GemmShape) -> bool {
-    let device = Device {
-        capabilities,
-        sms,
-        cublaslt: &|_| Ok(()),
-        tcgen05: &|_| Ok(()),
-    };
-    let problem = Problem::new([OperandLayout::Packed; 2], shape);
-    let choice = plan(&device, &problem);
-    choice.is_ok_and(|choice| kernel_of(choice.plan).reads(choice.plan).packed == PackedReads::Bf16)
+/// [`packed_reads`] on any device.
+fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
+    match plan(device, problem) {
+        Ok(choice) => kernel_of(choice.plan).reads(choice.plan).packed,
+        // What cannot be computed is said by the GEMM.
+        Err(_) => PackedReads::Compact,
+    }
 }
 
 /// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of

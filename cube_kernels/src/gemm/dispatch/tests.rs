@@ -34,6 +34,19 @@ fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice 
     plan(&device, problem).unwrap()
 }
 
+/// What the GEMM reads of packed operands.
+fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
+    packed_reads_on(
+        &Device {
+            capabilities,
+            sms: 132,
+            cublaslt: &|_: &CublasLtProblem| Ok(()),
+            tcgen05: &|_| Ok(()),
+        },
+        problem,
+    )
+}
+
 /// On an H100.
 fn sm90(problem: &Problem) -> Plan {
     let choice = choice(&device(Some(90), GemmBackend::Sm90Wgmma), 132, problem);
@@ -97,7 +110,7 @@ fn few_tiles_of_long_contractions_are_shared_out() {
 #[test]
 fn dequantized_operands_change_no_plan() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
-    let dequantizes = |(m, n, k)| dequantizes_on(&hopper, 132, GemmShape { m, n, k });
+    let dequantizes = |shape| reads(&hopper, &Problem::new(PACKED, shape)) == PackedReads::Bf16;
     for shape in [
         (8192, 4096, 4096),
         (8192, 8192, 8192),
@@ -128,12 +141,14 @@ fn plans_of_consumer_blackwell() {
         let problem = Problem::new(layouts, shape).grouped(dim, 1);
         choice(&blackwell, 84, &problem).plan
     };
-    let tile = |strips| {
+    let tile_of = |format, strips| {
         Plan::BlockScaled(Sm120Tile {
+            format,
             strips,
             multiply: Multiply::Instruction,
         })
     };
+    let tile = |strips| tile_of(BlockScaled::Nvfp4, strips);
     let none = GroupedDim::None;
     assert_eq!(plan(PACKED, (4096, 4096, 4096), none), tile(2));
     assert_eq!(plan(PACKED, (64, 8192, 8192), none), tile(1));
@@ -142,7 +157,20 @@ fn plans_of_consumer_blackwell() {
     assert_eq!(plan(WEIGHT_ONLY, (8, 8192, 8192), none), Plan::SmallM);
     assert_eq!(plan(PACKED, (8, 8192, 48), none), Plan::SmallM);
     assert_eq!(plan(WEIGHT_ONLY, (64, 8192, 8192), none), Plan::Cmma);
-    assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), Plan::Cmma);
+    // Groups along K, an amax for each row, and MXFP8 in every form.
+    assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), tile(1));
+    let mut per_row = Problem::new(PACKED, (4096, 4096, 4096));
+    (per_row.epilogue.a, per_row.epilogue.b) = (Factor::PerRow, Factor::PerRow);
+    assert_eq!(choice(&blackwell, 84, &per_row).plan, tile(2));
+    let mxfp8 = [OperandLayout::Mxfp8; 2];
+    for dim in [none, GroupedDim::M, GroupedDim::K] {
+        let wide = tile_of(BlockScaled::Mxfp8, 2);
+        assert_eq!(plan(mxfp8, (4096, 4096, 4096), dim), wide, "{dim:?}");
+    }
+    // Groups of K have an output each.
+    let experts = Problem::new(PACKED, (768, 768, 8192)).grouped(GroupedDim::K, 8);
+    assert_eq!(choice(&blackwell, 84, &experts).plan, tile(2));
+    assert_eq!(plan(PACKED, (768, 768, 8192), GroupedDim::K), tile(1));
 }
 
 /// Other CUDA devices: small M with a packed weight from sm_80 on, tiles otherwise.
@@ -270,7 +298,48 @@ fn the_library_and_what_it_refuses() {
         (refused.backend, refused.plan),
         (GemmBackend::Cmma, Plan::Cmma)
     );
-    assert!(refused.refused_by_library().is_some());
+    let is_library = |(_, refusal): &(_, Refusal)| matches!(refusal, Refusal::Library(_));
+    assert!(refused.refusals.iter().any(is_library));
+}
+
+/// FP4 tensor cores of data-center Blackwell read block scales in 128x4 tiles, in every GEMM of
+/// theirs; other kernels read them in rows, or bf16.
+#[test]
+fn who_reads_tiles_of_scales() {
+    use PackedReads::{Bf16, Compact, Swizzled};
+    let shape = (4096, 4096, 4096);
+    let dense = Problem::new(PACKED, shape);
+    let mut per_row = dense;
+    per_row.epilogue.b = Factor::PerRow;
+    let grouped = [GroupedDim::M, GroupedDim::K].map(|dim| dense.grouped(dim, 8));
+    for backend in [GemmBackend::CublasLt, GemmBackend::Sm100Tcgen05] {
+        let blackwell = device(Some(100), backend);
+        for problem in [dense, per_row, grouped[0], grouped[1]] {
+            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+        }
+        let odd = Problem::new(PACKED, (4096, 4096, 4112));
+        assert_eq!(reads(&blackwell, &odd), Compact);
+        // A weight beside bf16 activations.
+        assert_ne!(
+            reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
+            Swizzled
+        );
+    }
+    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
+    let large = Problem::new(PACKED, (8192, 8192, 8192));
+    assert_eq!(reads(&hopper, &large), Bf16);
+    assert_eq!(reads(&hopper, &dense), Compact);
+    for (capability, backend) in [
+        (Some(120), GemmBackend::Sm120BlockScaled),
+        (Some(80), GemmBackend::Cmma),
+        (None, GemmBackend::Scalar),
+    ] {
+        assert_eq!(
+            reads(&device(capability, backend), &dense),
+            Compact,
+            "{backend:?}"
+        );
+    }
 }
 
 /// Data-center Blackwell where the kernel for `tcgen05` is asked for, by `NVFP4_GEMM` or by the
@@ -385,7 +454,6 @@ fn mxfp8_where_there_are_instructions_for_it() {
     assert_eq!(plan(mixed, BlockScaled::Nvfp4), bf16);
     for (capability, backend) in [
         (Some(90), GemmBackend::Sm90Wgmma),
-        (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),
         (None, GemmBackend::Scalar),
     ] {

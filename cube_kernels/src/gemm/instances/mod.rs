@@ -16,10 +16,10 @@ use super::kernels::{
     Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
     W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel, dequantize_unscaled_kernel,
     factors_kernel, scalar_grouped_kernel, scalar_kernel, sm90_bf16_kernel, sm90_stream_k_kernel,
-    sm90_w4a16_kernel, sm120_nvfp4_kernel, small_m_kernel, transpose_kernel,
+    sm90_w4a16_kernel, sm120_block_scaled_kernel, small_m_kernel, transpose_kernel,
 };
 use crate::{
-    cube::ptx::Major,
+    cube::ptx::{BlockScaled, Major},
     gemm::{
         specialization::GemmInstance,
         tiles::{SM90_BOX, SM90_TILE_M},
@@ -39,7 +39,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all.extend(sm90_w4a16(device));
     all.extend(sm100::block_scaled(device));
     all.extend(sm100::probes(device));
-    all.extend(sm120_nvfp4(device));
+    all.extend(sm120_block_scaled(device));
     all.extend(small_m(device));
     all.extend(cmma(device));
     all.extend(scalar_grouped(device));
@@ -323,24 +323,35 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
 }
 
 /// With the instruction, for the GPUs that have it, and with the software in its place, for Hopper.
-fn sm120_nvfp4(device: &DummyDevice) -> Vec<Instance> {
+fn sm120_block_scaled(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for (multiply, architectures) in [
         (Multiply::Instruction, Architectures::Sm120),
         (Multiply::Software, Architectures::Sm90a),
     ] {
-        for (strips, k, grouped, kind) in [
-            (2, 128, GroupedDim::None, PLAIN),
-            (1, 128, GroupedDim::None, PLAIN),
-            (2, 64, GroupedDim::M, PLAIN),
-            (2, 128, GroupedDim::None, ALL),
-            (1, 16, GroupedDim::M, ALL),
-            (2, 32, GroupedDim::None, ALL),
+        use BlockScaled::{Mxfp8, Nvfp4};
+        for (format, strips, k, grouped, kind) in [
+            (Nvfp4, 2, 128, GroupedDim::None, PLAIN),
+            (Nvfp4, 1, 128, GroupedDim::None, PLAIN),
+            (Nvfp4, 2, 64, GroupedDim::M, PLAIN),
+            (Nvfp4, 2, 128, GroupedDim::None, ALL),
+            (Nvfp4, 1, 16, GroupedDim::M, ALL),
+            (Nvfp4, 2, 32, GroupedDim::None, ALL),
+            (Nvfp4, 2, 16, GroupedDim::K, ALL),
+            (Nvfp4, 1, 64, GroupedDim::K, PLAIN),
+            (Mxfp8, 2, 32, GroupedDim::None, PLAIN),
+            (Mxfp8, 1, 32, GroupedDim::None, ALL),
+            (Mxfp8, 2, 32, GroupedDim::M, ALL),
+            (Mxfp8, 2, 32, GroupedDim::K, ALL),
         ] {
             let plan = Sm120Plan {
                 grouped,
-                tile: Sm120Tile { strips, multiply },
-                pieces: Pieces::of(k),
+                tile: Sm120Tile {
+                    format,
+                    strips,
+                    multiply,
+                },
+                pieces: Pieces::of(format, k),
             };
             let expected = match multiply {
                 Multiply::Instruction => NO_SPILLS,
@@ -348,8 +359,11 @@ fn sm120_nvfp4(device: &DummyDevice) -> Vec<Instance> {
             };
             let instance = instance!(
                 device,
-                sm120_nvfp4_kernel,
-                format!("{strips}-{k}-{grouped:?}-{:?}-{multiply:?}", kind.out),
+                sm120_block_scaled_kernel,
+                format!(
+                    "{format:?}-{strips}-{k}-{grouped:?}-{:?}-{multiply:?}",
+                    kind.out
+                ),
                 expected,
                 AddressType::U32,
                 packed(device),
@@ -359,7 +373,7 @@ fn sm120_nvfp4(device: &DummyDevice) -> Vec<Instance> {
                 device.buffer(256),
                 plan,
             );
-            all.push(instance.of_gemm(GemmInstance::Sm120Nvfp4(plan), architectures));
+            all.push(instance.of_gemm(GemmInstance::Sm120BlockScaled(plan), architectures));
         }
     }
     all

@@ -151,13 +151,13 @@ pub(super) fn probes(device: &DummyDevice) -> Vec<Instance> {
         b(),
         b()
     );
-    let mut all = vec![on_sm100(round_trip, 0, false)];
-    for multiplies in [true, false] {
+    let mut all = vec![on_sm100(round_trip, 0, None)];
+    for multiplies in [Some(BlockScaled::Nvfp4), Some(BlockScaled::Mxfp8), None] {
         let step = instance!(
             device,
             units PROBE_UNITS,
             step_kernel,
-            multiplies,
+            format!("{multiplies:?}"),
             NO_SPILLS,
             b(),
             b(),
@@ -169,7 +169,7 @@ pub(super) fn probes(device: &DummyDevice) -> Vec<Instance> {
             device,
             units 32,
             step_model_kernel,
-            multiplies,
+            format!("{multiplies:?}"),
             Expected::default(),
             b(),
             b(),

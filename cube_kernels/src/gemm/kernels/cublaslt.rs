@@ -5,13 +5,13 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::small_m::SmallM;
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
     cube::codec::{load, store},
     gemm::{
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
         epilogue::{EpilogueArgs, Factor, factor},
-        materialize::{Materialized, PackedReads, Reads},
+        materialize::{Materialized, Reads},
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit},
         scheduler::GroupedDim,
     },

@@ -25,8 +25,8 @@ pub(crate) mod sm100_block_scaled_stage;
 #[allow(missing_docs)]
 pub mod sm100_probe;
 #[allow(missing_docs)]
-pub(crate) mod sm120_nvfp4;
-mod sm120_nvfp4_stage;
+pub(crate) mod sm120_block_scaled;
+mod sm120_block_scaled_stage;
 #[allow(missing_docs)]
 pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
@@ -62,7 +62,7 @@ pub use sm100_block_scaled_commands::{SoftwareTensorCore, SoftwareTensorCoreLaun
 pub use sm100_block_scaled_cta::{sm100_block_scaled_kernel, units as sm100_units};
 pub use sm100_block_scaled_operands::Sm100Plan;
 pub use sm100_block_scaled_stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};
-pub use sm120_nvfp4::{Sm120Plan, sm120_nvfp4_kernel};
-pub use sm120_nvfp4_stage::Pieces;
+pub use sm120_block_scaled::{Sm120Plan, sm120_block_scaled_kernel};
+pub use sm120_block_scaled_stage::Pieces;
 pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};
 pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};

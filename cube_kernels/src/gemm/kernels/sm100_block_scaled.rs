@@ -54,14 +54,14 @@ use super::{
     sm100_block_scaled_stage::{ScaleMapsLaunch, SwizzledScalesLaunch},
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
     cube::ptx::BlockScaled,
     format::{padding::padded_bound, swizzle::row_group_tiles},
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
         epilogue::Factor,
-        materialize::{Materialized, PackedReads, Reads},
+        materialize::{Materialized, Reads},
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,

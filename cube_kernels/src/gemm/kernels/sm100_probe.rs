@@ -3,8 +3,9 @@
 //! memory, so that a wrong layout shows where its words went.
 //!
 //! An image holds what the operands of one multiplication are in shared memory: the codes of 128
-//! rows of `a` and 256 of `b` with the 128-byte swizzle, four steps of 64 columns, and the block
-//! scales of one step in 128x4 tiles. [`step_model_kernel()`] executes the same commands on the
+//! rows of `a` and 256 of `b` with the 128-byte swizzle, four steps of 64 columns of NVFP4 or of 32
+//! of MXFP8, and block scales in 128x4 tiles: of one step of NVFP4, of all four of MXFP8.
+//! [`step_model_kernel()`] executes the same commands on the
 //! same image by the software model, on any device.
 //!
 //! The instructions of these kernels have never run: no such GPU was at hand. Their machine code
@@ -27,15 +28,13 @@ use crate::{
     gemm::tiles::{SM100_TILE_M, SM100_TILE_N},
 };
 
-/// What is multiplied.
-const KIND: BlockScaled = BlockScaled::Nvfp4;
-/// Columns of an instruction, and of an image.
-const STEP_K: usize = KIND.step_k();
-const TILE_K: usize = KIND.tile_k();
+/// Bytes of codes in a row of an image, and of a step of it.
+pub const ROW: usize = 128;
+const STEP: usize = 32;
 /// Where the codes of `b` begin in an image, in bytes.
-pub const B_CODES_AT: usize = SM100_TILE_M * TILE_K / 2;
+pub const B_CODES_AT: usize = SM100_TILE_M * ROW;
 /// Where the scales of `a` begin: a tile, and those of `b` behind it, two tiles.
-pub const SCALES_AT: usize = B_CODES_AT + SM100_TILE_N * TILE_K / 2;
+pub const SCALES_AT: usize = B_CODES_AT + SM100_TILE_N * ROW;
 /// Bytes of an image.
 pub const IMAGE: usize = SCALES_AT + 3 * ATOM;
 /// The first column of scales in tensor memory, behind the accumulators: four of `a`, eight of `b`.
@@ -117,20 +116,26 @@ pub fn tmem_round_trip_kernel(words: &[u32], out: &mut [u32]) {
 }
 
 /// The operands of the multiplication of step `step` of an image at `base`, with accumulators at
-/// `tmem`.
+/// `tmem`. A step of MXFP8 takes one byte of each word of scales, which the instruction descriptor
+/// names.
 #[cube]
-fn step_operands(base: u32, tmem: u32, step: u32) -> MmaOperands {
-    let idesc = comptime!(instruction_descriptor(
-        KIND,
+fn step_operands(base: u32, tmem: u32, step: u32, #[comptime] kind: BlockScaled) -> MmaOperands {
+    let plain = comptime!(instruction_descriptor(
+        kind,
         SM100_TILE_M as u32,
         SM100_TILE_N as u32
     ));
-    let codes = base + step * comptime!(STEP_K as u32 / 2);
+    let mut idesc = plain.runtime();
+    if comptime!(kind == BlockScaled::Mxfp8) {
+        // As `with_scale_ids` has it.
+        idesc |= (step << 4u32) | (step << 29u32);
+    }
+    let codes = base + step * comptime!(STEP as u32);
     MmaOperands {
         d: tmem,
         a: tcgen05_descriptor(codes, SharedLayout::CODES),
         b: tcgen05_descriptor(codes + comptime!(B_CODES_AT as u32), SharedLayout::CODES),
-        idesc: idesc.runtime(),
+        idesc,
         a_scales: tmem + SCALE_COLUMN,
         b_scales: tmem + comptime!(SCALE_COLUMN + 4),
         accumulate: 0u32.runtime(),
@@ -138,9 +143,14 @@ fn step_operands(base: u32, tmem: u32, step: u32) -> MmaOperands {
 }
 
 /// Poisons tensor memory, copies the three tiles of scales of `image` to it, multiplies step `step`
-/// where `multiplies` says so, and dumps tensor memory to `out`. One CTA.
+/// in the format that `multiplies` says, if it says one, and dumps tensor memory to `out`. One CTA.
 #[cube(launch_unchecked, create_dummy_kernel)]
-pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multiplies: bool) {
+pub fn step_kernel(
+    image: &[u32],
+    out: &mut [u32],
+    step: u32,
+    #[comptime] multiplies: Option<BlockScaled>,
+) {
     let mut operands: Shared<[u32]> = Shared::new_aligned_slice(comptime!(IMAGE / 4), 1024usize);
     let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
     let barriers: Shared<[Barrier]> = Shared::new_aligned_slice(1usize, 8usize);
@@ -174,8 +184,9 @@ pub fn step_kernel(image: &[u32], out: &mut [u32], step: u32, #[comptime] multip
                     1usize,
                 );
             }
-            if comptime!(multiplies) {
-                tcgen05_mma(step_operands(base, tmem, step), KIND, 1usize);
+            if comptime!(multiplies.is_some()) {
+                let kind = comptime!(multiplies.unwrap());
+                tcgen05_mma(step_operands(base, tmem, step, kind), kind, 1usize);
             }
             tcgen05_commit(done);
         }
@@ -195,7 +206,7 @@ pub fn step_model_kernel(
     tmem: &mut [u32],
     violations: &[Atomic<u32>],
     step: u32,
-    #[comptime] multiplies: bool,
+    #[comptime] multiplies: Option<BlockScaled>,
 ) {
     let memory = Memory {
         shared: MODEL_BASE.runtime(),
@@ -221,8 +232,9 @@ pub fn step_model_kernel(
                 execute_copy(image, tmem, memory, command, lane, violations);
             }
         }
-        if comptime!(multiplies) {
-            let mma = step_operands(MODEL_BASE.runtime(), 0u32.runtime(), step);
+        if comptime!(multiplies.is_some()) {
+            let kind = comptime!(multiplies.unwrap());
+            let mma = step_operands(MODEL_BASE.runtime(), 0u32.runtime(), step, kind);
             let command = Command {
                 opcode: MMA.runtime(),
                 target: mma.d,
@@ -234,7 +246,7 @@ pub fn step_model_kernel(
                 accumulate: mma.accumulate,
             };
             for lane in 0..comptime!(TMEM_LANES as u32) {
-                execute_mma(image, tmem, memory, command, lane, violations, KIND);
+                execute_mma(image, tmem, memory, command, lane, violations, kind);
             }
         }
     }

@@ -17,7 +17,7 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
@@ -30,7 +30,7 @@ use crate::{
         arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch, thread_in_cta},
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
-        materialize::{Materialized, PackedReads, Reads},
+        materialize::{Materialized, Reads},
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,

@@ -18,7 +18,7 @@ use super::sm90_bf16::{
     fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global,
@@ -28,7 +28,7 @@ use crate::{
         arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
-        materialize::{PackedReads, Reads},
+        materialize::Reads,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
         },

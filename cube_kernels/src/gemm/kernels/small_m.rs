@@ -10,7 +10,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{sm90_bf16::check_sm90, sm120_nvfp4::check_sm120};
+use super::{sm90_bf16::check_sm90, sm120_block_scaled::check_sm120};
 use crate::{
     BLOCK, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},

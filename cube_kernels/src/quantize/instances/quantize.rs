@@ -65,6 +65,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             hadamard,
             default_signs: hadamard == Some(HadamardSize::H16) && !device_offset,
             swizzled: device_offset,
+            whole_tiles: false,
             per_row: hadamard.is_some() && device_offset,
             unscaled: false,
         };
@@ -179,7 +180,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 Some(copy(true, false, standard, h16)),
                 false,
             ),
-            (None, Some(copy(true, true, standard, h16)), false),
+            (
+                None,
+                Some(QuantPlan {
+                    whole_tiles: true,
+                    ..copy(true, true, standard, h16)
+                }),
+                false,
+            ),
             (
                 None,
                 Some(copy(false, false, standard, Some(HadamardSize::H128))),

@@ -127,13 +127,13 @@ impl EdenScales {
         bytes: Vector<u32, Const<2>>,
         at: &Position,
         line: usize,
-        #[comptime] across: bool,
+        #[comptime] policy: EdenPolicy,
     ) {
         #[comptime]
         match self {
             EdenScales::Compact(scales) => scales[line * at.pitch + at.first] = bytes,
             EdenScales::Swizzled(scales) => {
-                let word = swizzled_word(at, line, across);
+                let word = swizzled_word(at, line, policy);
                 scales[word] = bytes.extract(0usize);
                 scales[word + TILE_OF_SCALES] = bytes.extract(1usize);
             }

@@ -386,8 +386,9 @@ pub fn ms_eden<'a>(
 /// What the result of MS-EDEN is stored as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EdenForm {
-    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows begin anew, and rows
-    /// that pad a tile are written, as zeros.
+    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows begin anew, but for
+    /// those of groups side by side, which are whole tiles of one matrix. Rows that pad a tile are
+    /// written, as zeros.
     Packed(ScaleLayout),
     /// Codes times scales, [`Storage::Bf16Unscaled`].
     Bf16Unscaled,
@@ -402,8 +403,7 @@ impl EdenForm {
 /// [`ms_eden`] as `form`.
 ///
 /// # Errors
-/// As [`ms_eden_amax`], and for scales in 128x4 tiles of tensors that are concatenated along the
-/// columns.
+/// As [`ms_eden_amax`].
 pub fn ms_eden_as<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -565,13 +565,6 @@ impl<'a> Geometry<'a> {
         let (rows, cols) = source.shape();
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
-        if swizzled && across && plan.grouping.side_by_side() {
-            return Err(Nvfp4Error::value(
-                "layout",
-                "Swizzled128x4, of groups with offsets along their rows",
-                "Compact: such copies lie side by side",
-            ));
-        }
         // Scales in 128x4 tiles are written for lines that pad a tile, too.
         let tiles_of = |lines: usize| match swizzled {
             true => lines.div_ceil(ROWS) * (ROWS / LINES),

@@ -128,7 +128,7 @@ impl PlaneBlocks {
                 bytes.insert(1usize, u32::reinterpret(other));
             }
             if !is_upper && (comptime!(policy.swizzled) || row < at.lines) {
-                out.values.store_scales(bytes, at, row, policy.across);
+                out.values.store_scales(bytes, at, row, policy);
             }
         }
     }

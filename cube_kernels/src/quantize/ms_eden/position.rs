@@ -210,15 +210,21 @@ pub(super) fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
 /// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its
 /// first four blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
 #[cube]
-pub(super) fn swizzled_word(at: &Position, line: usize, #[comptime] across: bool) -> usize {
-    let row = if comptime!(across) {
+pub(super) fn swizzled_word(at: &Position, line: usize, #[comptime] policy: EdenPolicy) -> usize {
+    // Groups side by side are whole rotation groups, and so whole tiles, of one matrix.
+    let one_matrix = comptime!(policy.across && policy.source.grouping.side_by_side());
+    let row = if comptime!(policy.across) {
         line
     } else {
         line + at.padding
     };
     // Eight bytes for each rotation group, in tiles of four blocks.
-    let before = at.lines.div_ceil(128) * 128usize * at.units_before * 2usize;
-    let group = at.first - at.lines * at.units_before;
+    let mut before = 0usize;
+    let mut group = at.first;
+    if comptime!(!one_matrix) {
+        before = at.lines.div_ceil(128) * 128usize * at.units_before * 2usize;
+        group -= at.lines * at.units_before;
+    }
     before + swizzled_at(row, group * 8usize, at.pitch * 2usize) / 4usize
 }
 

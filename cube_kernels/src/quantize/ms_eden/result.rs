@@ -108,11 +108,10 @@ impl Blocks {
                         self.scales[slot + block] = byte;
                     }
                 } else {
-                    out.values.store_scales(found, at, row, policy.across);
+                    out.values.store_scales(found, at, row, policy);
                 }
             } else if comptime!(policy.swizzled) {
-                out.values
-                    .store_scales(Vector::new(0u32), at, row, policy.across);
+                out.values.store_scales(Vector::new(0u32), at, row, policy);
             }
             line += CUBE_DIM as usize;
         }
@@ -153,11 +152,11 @@ impl EdenValues {
         bytes: Vector<u32, Const<2>>,
         at: &Position,
         line: usize,
-        #[comptime] across: bool,
+        #[comptime] policy: EdenPolicy,
     ) {
         #[comptime]
         match self {
-            EdenValues::Packed(packed) => packed.scales.store(bytes, at, line, across),
+            EdenValues::Packed(packed) => packed.scales.store(bytes, at, line, policy),
             EdenValues::Bf16Unscaled(_) => {}
         }
     }

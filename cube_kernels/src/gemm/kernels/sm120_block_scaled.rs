@@ -1,29 +1,34 @@
-//! The NVFP4 GEMM of consumer Blackwell (sm_120, sm_121): block-scaled matrix instructions that
-//! take codes and block scales as they are stored, `mma.sync.m16n8k64` with E2M1 operands and an
-//! E4M3 scale for each 16 elements (`kind::mxf4nvf4`, `scale_vec::4X`).
+//! The block-scaled GEMM of consumer Blackwell (sm_120, sm_121): matrix instructions that take codes
+//! and block scales as they are stored, of NVFP4 (`mma.sync.m16n8k64`, `kind::mxf4nvf4` and
+//! `scale_vec::4X`: an E4M3 scale for each 16 elements) or MXFP8 (`mma.sync.m16n8k32`,
+//! `kind::mxf8f6f4` and `scale_vec::1X`: a UE8M0 scale for each 32).
 //!
-//! A cube of eight warps computes a tile of `out`. Codes and scales of [`DEPTH`] columns make a
-//! stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside the operands.
-//! A row of codes takes 64 bytes, whose four parts of 16 are exchanged so that eight rows of one
-//! part, which `ldmatrix` reads at a time, lie in different banks. The sums of a warp have the
-//! layout of `wgmma`'s, so the epilogue is that of [`sm90_bf16`](super::sm90_bf16).
+//! A cube of eight warps computes a tile of `out`. The codes in [`ROW`] bytes of each row, with their
+//! scales, make a stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside
+//! the operands, or outside of a group along K. An instruction takes 32 bytes of a row in either
+//! format, and its fragments have the same bytes in the same registers. The four parts of 16 bytes
+//! of a row are exchanged so that eight rows of one part, which `ldmatrix` reads at a time, lie in
+//! different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that of
+//! [`sm90_bf16`](super::sm90_bf16).
 //!
 //! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
 //! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
 //! its place.
 
-use super::sm120_nvfp4_stage::{
-    DEPTH, Pieces, ROW, SCALES, STAGES, TileRows, UNITS, copy_stage, stage_offset, swizzled,
+use super::sm120_block_scaled_stage::{
+    Pieces, ROW, STAGES, STEP, TileRows, UNITS, copy_stage, stage_offset, swizzled,
 };
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
 use crate::{
-    BLOCK, Nvfp4Error,
+    Nvfp4Error,
     capabilities::GemmBackend,
     cube::{
-        codec::{decode_e2m1, decode_e4m3},
+        codec::{decode_e2m1, decode_e4m3, decode_e4m3_element},
+        mx::decode_ue8m0,
         ptx::{
-            cp_async_commit_group, cp_async_wait_group, cvta_to_shared, ld_shared_v2, ldmatrix_x4,
+            BlockScaled, cp_async_commit_group, cp_async_wait_group, cvta_to_shared, ld_shared,
+            ld_shared_v2, ldmatrix_x4, mma_m16n8k32_mxfp8,
         },
     },
     gemm::{
@@ -32,7 +37,7 @@ use crate::{
             ProblemShapeLaunch,
         },
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
-        materialize::Materialized,
+        materialize::{Materialized, Reads},
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
             misfit, sms,
@@ -57,6 +62,7 @@ const MOST_SHARED: usize = 99 << 10;
 
 const _: () = {
     let widest = Sm120Tile {
+        format: BlockScaled::Nvfp4,
         strips: 2,
         multiply: Multiply::Instruction,
     };
@@ -81,22 +87,20 @@ fn multiply_stage(
     #[unroll]
     for i in 0..strips {
         let row = warp_row + comptime!(16 * i as u32) + lane / 4u32 + (lane % 2u32) * 8u32;
-        let part = stage + comptime!(shape.a_scales());
-        a_scales[i] = ld_shared_v2(part + row * comptime!(SCALES as u32));
+        a_scales[i] = row_scales(stage + comptime!(shape.a_scales()), row, shape);
     }
     let mut b_scales = Array::<Vector<u32, Const<2>>>::new(COLUMNS);
     #[unroll]
     for j in 0..COLUMNS {
         let row = warp_column + comptime!(8 * j as u32) + lane / 4u32;
-        let part = stage + comptime!(shape.b_scales());
-        b_scales[j] = ld_shared_v2(part + row * comptime!(SCALES as u32));
+        b_scales[j] = row_scales(stage + comptime!(shape.b_scales()), row, shape);
     }
     #[unroll]
-    for half in 0..comptime!(DEPTH / 64) {
+    for half in 0..comptime!(ROW / STEP) {
         let mut a = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.strips));
         #[unroll]
         for i in 0..strips {
-            // Upper rows, lower rows, and both 32 columns on.
+            // Upper rows, lower rows, and both 16 bytes on.
             let row = warp_row + comptime!(16 * i as u32) + (matrix % 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix / 2u32;
             a[i] = ldmatrix_x4(stage + row * comptime!(ROW as u32) + swizzled(row, chunk));
@@ -104,7 +108,7 @@ fn multiply_stage(
         let mut b = Array::<Vector<u32, Const<4>>>::new(comptime!(COLUMNS / 2));
         #[unroll]
         for j in 0..comptime!(COLUMNS / 2) {
-            // Eight rows and the same 32 columns on, then eight more rows.
+            // Eight rows and the same 16 bytes on, then eight more rows.
             let row = warp_column + comptime!(16 * j as u32) + (matrix / 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix % 2u32;
             let part = stage + comptime!(shape.b_codes());
@@ -113,57 +117,79 @@ fn multiply_stage(
         #[unroll]
         for j in 0..COLUMNS {
             let words = b[comptime!(j / 2)];
+            let mut pair = Vector::<u32, Const<2>>::empty();
+            pair.insert(0usize, words.extract(comptime!(2 * (j % 2))));
+            pair.insert(1usize, words.extract(comptime!(2 * (j % 2) + 1)));
             #[unroll]
             for i in 0..strips {
                 let at = comptime!(i * COLUMNS + j);
-                sums[at] = multiply(
-                    sums[at],
-                    a[i],
-                    words.extract(comptime!(2 * (j % 2))),
-                    words.extract(comptime!(2 * (j % 2) + 1)),
-                    a_scales[i].extract(half),
-                    b_scales[j].extract(half),
-                    shape.multiply,
-                );
+                let scales = ScalePair {
+                    a: a_scales[i].extract(half),
+                    b: b_scales[j].extract(half),
+                };
+                let step = comptime!(half as u32);
+                sums[at] = multiply(sums[at], a[i], pair, scales, step, shape);
             }
         }
     }
 }
 
-/// `c + a · b` for 16 rows of `a`, 8 of `b` and 64 columns, every 16 elements times their scale.
+/// The scales of row `row` in a stage, those of each instruction in a word: in MXFP8 the same word,
+/// of which an instruction takes one byte.
+#[cube]
+fn row_scales(scales: u32, row: u32, #[comptime] shape: Sm120Tile) -> Vector<u32, Const<2>> {
+    let address = scales + row * comptime!(shape.scale_pitch() as u32);
+    if comptime!(shape.format == BlockScaled::Nvfp4) {
+        ld_shared_v2(address)
+    } else {
+        Vector::<u32, Const<2>>::new(ld_shared(address))
+    }
+}
+
+/// The scales that a lane has of an instruction's operands.
+#[derive(CubeType, Clone, Copy)]
+struct ScalePair {
+    a: u32,
+    b: u32,
+}
+
+/// `c + a · b` for 16 rows of `a`, 8 of `b` and the columns of instruction `step` of a stage, every
+/// block times its scale.
 ///
-/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1) and "Block Scaling
-/// for mma.sync". Lane `4 g + t` holds, eight codes to a word and the first in the lowest bits:
-/// - `a`: columns `8 t..` of rows `g` and `g + 8`, then the same rows 32 columns on;
-/// - `b`: columns `8 t..` of row `g`, then 32 columns on;
+/// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1), "for mma.m16n8k32"
+/// (E4M3) and "Block Scaling for mma.sync". Lane `4 g + t` holds, the first code of a word in its
+/// lowest bits:
+/// - `a`: bytes `4 t..` of rows `g` and `g + 8`, then the same rows 16 bytes on;
+/// - `b`: bytes `4 t..` of row `g`, then 16 bytes on;
 /// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
-/// - `a_scales`: the four scales of row `g` where `t` is 0, of row `g + 8` where it is 1;
-/// - `b_scales`: those of row `g` where `t` is 0. Other lanes' scales are not read.
+/// - `scales.a`: the four scales of NVFP4 of row `g` where `t` is 0, of row `g + 8` where it is 1;
+/// - `scales.b`: those of row `g` where `t` is 0. Other lanes' scales are not read. Of MXFP8 they
+///   are byte `step`.
 #[cube]
 fn multiply(
     c: Vector<f32, Const<4>>,
     a: Vector<u32, Const<4>>,
-    b_low: u32,
-    b_high: u32,
-    a_scales: u32,
-    b_scales: u32,
-    #[comptime] by: Multiply,
+    b: Vector<u32, Const<2>>,
+    scales: ScalePair,
+    #[comptime] step: u32,
+    #[comptime] shape: Sm120Tile,
 ) -> Vector<f32, Const<4>> {
-    if comptime!(by == Multiply::Instruction) {
-        multiply_by_instruction(c, a, b_low, b_high, a_scales, b_scales)
+    if comptime!(shape.multiply == Multiply::Software) {
+        multiply_in_software(c, a, b, scales, step, shape.format)
+    } else if comptime!(shape.format == BlockScaled::Nvfp4) {
+        multiply_nvfp4(c, a, b, scales)
     } else {
-        multiply_in_software(c, a, b_low, b_high, a_scales, b_scales)
+        mma_m16n8k32_mxfp8(c, a, b, scales.a, scales.b, step)
     }
 }
 
+/// By the instruction.
 #[cube]
-fn multiply_by_instruction(
+fn multiply_nvfp4(
     c: Vector<f32, Const<4>>,
     a: Vector<u32, Const<4>>,
-    b_low: u32,
-    b_high: u32,
-    a_scales: u32,
-    b_scales: u32,
+    b: Vector<u32, Const<2>>,
+    scales: ScalePair,
 ) -> Vector<f32, Const<4>> {
     let definition = cmma::MmaDefinition::<e2m1x2, e2m1x2, f32>::new_scaled::<e4m3>(
         16usize, 8usize, 64usize, 4usize,
@@ -174,8 +200,10 @@ fn multiply_by_instruction(
         left[i] = Vector::<e2m1x2, Const<4>>::reinterpret(a.extract(i));
     }
     let mut right = Array::<Vector<e2m1x2, Const<4>>>::new(2usize);
-    right[0] = Vector::<e2m1x2, Const<4>>::reinterpret(b_low);
-    right[1] = Vector::<e2m1x2, Const<4>>::reinterpret(b_high);
+    #[unroll]
+    for i in 0..2usize {
+        right[i] = Vector::<e2m1x2, Const<4>>::reinterpret(b.extract(i));
+    }
     let mut sums = Array::<Vector<f32, Const<2>>>::new(2usize);
     #[unroll]
     for i in 0..2usize {
@@ -188,8 +216,8 @@ fn multiply_by_instruction(
         &left,
         &right,
         &sums,
-        Vector::<e4m3, Const<4>>::reinterpret(a_scales),
-        Vector::<e4m3, Const<4>>::reinterpret(b_scales),
+        Vector::<e4m3, Const<4>>::reinterpret(scales.a),
+        Vector::<e4m3, Const<4>>::reinterpret(scales.b),
     );
     let mut out = Vector::<f32, Const<4>>::new(0.0f32);
     #[unroll]
@@ -200,30 +228,43 @@ fn multiply_by_instruction(
     out
 }
 
-/// Columns ascend, and every product is exact: codes have two significant bits and scales four.
+/// Element `i` of a word of codes times the scale, byte `scale` of `scales`. Exact: an E2M1 code has
+/// two significant bits and an E4M3 scale four, and a UE8M0 scale is a power of two.
+#[cube]
+fn element(word: u32, i: u32, scales: u32, scale: u32, #[comptime] format: BlockScaled) -> f32 {
+    let byte = (scales >> (8u32 * scale)) & 0xFFu32;
+    if comptime!(format == BlockScaled::Nvfp4) {
+        decode_e2m1(word >> (4u32 * i)) * decode_e4m3(byte)
+    } else {
+        decode_e4m3_element((word >> (8u32 * i)) & 0xFFu32) * decode_ue8m0(byte)
+    }
+}
+
+/// Columns ascend, and every element is exact, and so is every product.
 #[cube]
 fn multiply_in_software(
     c: Vector<f32, Const<4>>,
     a: Vector<u32, Const<4>>,
-    b_low: u32,
-    b_high: u32,
-    a_scales: u32,
-    b_scales: u32,
+    b: Vector<u32, Const<2>>,
+    scales: ScalePair,
+    #[comptime] step: u32,
+    #[comptime] format: BlockScaled,
 ) -> Vector<f32, Const<4>> {
+    let codes = comptime!(32 / format.format().code_bits() as u32);
     let group = UNIT_POS_PLANE / 4u32;
     let within = UNIT_POS_PLANE % 4u32;
     // The first lanes of those that hold the rows of `b` whose sums this lane has.
     let even = within * 8u32;
     let odd = even + 4u32;
-    let a_upper = plane_shuffle(a_scales, 4u32 * group);
-    let a_lower = plane_shuffle(a_scales, 4u32 * group + 1u32);
-    let b_even = plane_shuffle(b_scales, even);
-    let b_odd = plane_shuffle(b_scales, odd);
+    let a_upper = plane_shuffle(scales.a, 4u32 * group);
+    let a_lower = plane_shuffle(scales.a, 4u32 * group + 1u32);
+    let b_even = plane_shuffle(scales.b, even);
+    let b_odd = plane_shuffle(scales.b, odd);
     let mut c0 = c.extract(0usize);
     let mut c1 = c.extract(1usize);
     let mut c2 = c.extract(2usize);
     let mut c3 = c.extract(3usize);
-    // Eight columns at a time.
+    // A word at a time.
     for part in 0..8u32 {
         let lane = part % 4u32;
         let first = part < 4u32;
@@ -235,19 +276,19 @@ fn multiply_in_software(
             select(first, a.extract(1usize), a.extract(3usize)),
             4u32 * group + lane,
         );
-        let words = select(first, b_low, b_high);
+        let words = select(first, b.extract(0usize), b.extract(1usize));
         let left = plane_shuffle(words, even + lane);
         let right = plane_shuffle(words, odd + lane);
-        let byte = (part / 2u32) * 8u32;
-        let upper_scale = decode_e4m3(a_upper >> byte);
-        let lower_scale = decode_e4m3(a_lower >> byte);
-        let left_scale = decode_e4m3(b_even >> byte);
-        let right_scale = decode_e4m3(b_odd >> byte);
-        for i in 0..8u32 {
-            let up = decode_e2m1(upper >> (4u32 * i)) * upper_scale;
-            let low = decode_e2m1(lower >> (4u32 * i)) * lower_scale;
-            let x = decode_e2m1(left >> (4u32 * i)) * left_scale;
-            let y = decode_e2m1(right >> (4u32 * i)) * right_scale;
+        let scale = if comptime!(format == BlockScaled::Nvfp4) {
+            part / 2u32
+        } else {
+            step.runtime()
+        };
+        for i in 0..codes {
+            let up = element(upper, i, a_upper, scale, format);
+            let low = element(lower, i, a_lower, scale, format);
+            let x = element(left, i, b_even, scale, format);
+            let y = element(right, i, b_odd, scale, format);
             c0 += up * x;
             c1 += up * y;
             c2 += low * x;
@@ -261,10 +302,10 @@ fn multiply_in_software(
     out
 }
 
-/// The comptime choices of `sm120_nvfp4_kernel`.
+/// The comptime choices of `sm120_block_scaled_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm120Plan {
-    /// What is in groups: nothing, or M.
+    /// What is in groups.
     pub grouped: GroupedDim,
     /// The tile.
     pub tile: Sm120Tile,
@@ -273,13 +314,13 @@ pub struct Sm120Plan {
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
-/// group.
+/// group, or over its columns.
 ///
 /// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
 /// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
 /// bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn sm120_nvfp4_kernel(
+pub fn sm120_block_scaled_kernel(
     a: PackedMatrix<u32>,
     b: PackedMatrix<u32>,
     problem: GroupedProblem,
@@ -310,13 +351,24 @@ pub fn sm120_nvfp4_kernel(
     let mut group = 0u32;
     let mut passed = 0u32;
     while group < problem.shape.groups {
-        // The rows of the group, within those that there are.
+        // The rows of the group, within those that there are; those of its output; and its columns.
         let mut first = 0u32;
         let mut end = problem.shape.m;
+        let mut output = 0u32;
+        let mut b_first = 0u32;
+        let mut k_first = 0u32;
+        let mut k_end = problem.shape.k;
         if comptime!(plan.grouped == GroupedDim::M) {
             let rows = extent(&problem.offsets, group, problem.shape.m);
             first = rows.start;
             end = rows.end;
+            b_first = group * n;
+        }
+        if comptime!(plan.grouped == GroupedDim::K) {
+            let columns = extent(&problem.offsets, group, problem.shape.k);
+            k_first = columns.start;
+            k_end = columns.end;
+            output = group * problem.shape.m;
         }
         let tiles_m = (end - first).div_ceil(tile_m);
         if tile - passed < tiles_m * tiles_n {
@@ -331,9 +383,11 @@ pub fn sm120_nvfp4_kernel(
             let rows = TileRows {
                 a: first + at.row,
                 a_end: end,
-                b: group * n + at.column,
-                b_end: group * n + n,
-                k: problem.shape.k,
+                b: b_first + at.column,
+                b_end: b_first + n,
+                from: bytes_of(k_first, shape.format),
+                end: bytes_of(k_end, shape.format),
+                pitch: bytes_of(problem.shape.k, shape.format),
             };
             let sums = multiply_tile(&a, &b, ring_at, rows, warp_row, warp_column, plan);
             #[unroll]
@@ -348,8 +402,8 @@ pub fn sm120_nvfp4_kernel(
                     }
                 }
                 let own = WarpTile {
-                    row: rows.a + warp_row + comptime!(16 * i as u32),
-                    end,
+                    row: output + rows.a + warp_row + comptime!(16 * i as u32),
+                    end: output + end,
                     column: at.column + warp_column,
                     n,
                     group,
@@ -362,6 +416,16 @@ pub fn sm120_nvfp4_kernel(
             passed += tiles_m * tiles_n;
             group += 1u32;
         }
+    }
+}
+
+/// Bytes of the codes of `columns` columns.
+#[cube]
+fn bytes_of(columns: u32, #[comptime] format: BlockScaled) -> u32 {
+    if comptime!(format == BlockScaled::Nvfp4) {
+        columns / 2u32
+    } else {
+        columns
     }
 }
 
@@ -378,7 +442,7 @@ fn multiply_tile(
 ) -> Array<Vector<f32, Const<4>>> {
     let shape = comptime!(plan.tile);
     let pieces = comptime!(plan.pieces);
-    let steps = rows.k.div_ceil(comptime!(DEPTH as u32));
+    let steps = rows.stages();
     let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.tile.strips * COLUMNS));
     #[unroll]
     for i in 0..comptime!(shape.strips * COLUMNS) {
@@ -408,8 +472,8 @@ fn multiply_tile(
     sums
 }
 
-/// The NVFP4 GEMM of sm_120.
-pub(crate) struct Sm120Nvfp4;
+/// The block-scaled GEMM of sm_120.
+pub(crate) struct Sm120BlockScaled;
 
 /// Whether the kernels of sm_120 take sizes and memory: they write 16 bytes.
 ///
@@ -431,9 +495,9 @@ pub(crate) fn check_sm120(device: &Device, problem: &Problem) -> Result<(), Refu
     Ok(())
 }
 
-impl Kernel for Sm120Nvfp4 {
+impl Kernel for Sm120BlockScaled {
     fn name(&self) -> &'static str {
-        "sm120_nvfp4"
+        "sm120_block_scaled"
     }
 
     fn backend(&self, _device: &Device, _problem: &Problem) -> GemmBackend {
@@ -442,25 +506,45 @@ impl Kernel for Sm120Nvfp4 {
 
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
         check_sm120(device, problem)?;
-        if problem.is_packed() != [true; 2] {
-            return Err(Refusal::Operands(
-                "block-scaled instructions take packed operands",
-            ));
+        match problem.block_scaled() {
+            Some(_) => Ok(()),
+            None => Err(Refusal::Operands(
+                "block-scaled instructions take packed operands of one format",
+            )),
         }
-        if problem.grouped == GroupedDim::K {
-            return Err(Refusal::Operands("groups are along K"));
-        }
-        Ok(())
     }
 
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         let GemmShape { m, n, .. } = problem.shape;
-        Plan::BlockScaled(Sm120Tile::of(device.sms, m, n, Multiply::Instruction)).into()
+        let outputs = match problem.grouped {
+            GroupedDim::K => problem.groups,
+            GroupedDim::None | GroupedDim::M => 1,
+        };
+        let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
+        let shape = (m, n, outputs);
+        Plan::BlockScaled(Sm120Tile::of(
+            format,
+            device.sms,
+            shape,
+            Multiply::Instruction,
+        ))
+        .into()
+    }
+
+    fn reads(&self, _plan: Plan) -> Reads {
+        Reads {
+            mxfp8: true,
+            ..Reads::COMPACT
+        }
+    }
+
+    fn takes_mxfp8(&self) -> bool {
+        true
     }
 
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
-            Plan::BlockScaled(tile) if launch.a.is_packed() && launch.b.is_packed() => {
+            Plan::BlockScaled(tile) if launch.block_scaled() == Some(tile.format) => {
                 queue(launch, tile);
                 Ok(())
             }
@@ -469,7 +553,8 @@ impl Kernel for Sm120Nvfp4 {
     }
 }
 
-/// Queues the GEMM: `m` rows of `n`, dense or with groups along M.
+/// Queues the GEMM: `m` rows of `n`, dense or with groups along M, or as many for each group along
+/// K.
 fn queue(launch: &Launch, shape: Sm120Tile) {
     let Launch {
         client,
@@ -485,7 +570,7 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     let rows = match groups.grouping {
         // Each group may end in a tile of its own.
         GroupedDim::M => m.div_ceil(shape.tile_m()) + groups.groups,
-        GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()),
+        GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()) * groups.groups,
     };
     let tiles = rows * n.div_ceil(SM120_TILE_N);
     // Shared memory holds one cube on an SM.
@@ -495,34 +580,44 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
         // what `epilogue.kind` reads of it.
         unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
     };
-    let bytes = m * n * epilogue.kind.out.size();
-    let b_rows = b.rows;
+    // Rows of the output, and of the factors of `b`.
+    let (outputs, b_factors) = match groups.grouping {
+        GroupedDim::K => (groups.groups * m, groups.groups * n),
+        GroupedDim::None | GroupedDim::M => (m, b.rows),
+    };
+    let bytes = outputs * n * epilogue.kind.out.size();
+    let format = shape.format.format();
     let packed = |matrix: &Materialized, rows: usize| {
         PackedMatrixLaunch::new(
-            memory(&matrix.codes, rows * k / 8),
-            memory(&matrix.scales, rows * k / BLOCK),
+            memory(&matrix.codes, rows * k * format.code_bits() / 32),
+            memory(&matrix.scales, rows * k / format.block()),
         )
+    };
+    // Columns that rows have a multiple of, and groups along them begin at multiples of.
+    let unit = match groups.grouping {
+        GroupedDim::K => 1 << (k | launch.k_alignment).trailing_zeros(),
+        GroupedDim::None | GroupedDim::M => k,
     };
     // SAFETY: the kernel masks what it reads and writes by rows and columns.
     unsafe {
-        sm120_nvfp4_kernel::launch_unchecked(
+        sm120_block_scaled_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
-            address_type((m.max(b_rows) * k).max(m * n)),
+            address_type((m.max(b.rows) * k).max(outputs * n)),
             packed(a, m),
-            packed(b, b_rows),
+            packed(b, b.rows),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),
                 memory(&groups.offsets, groups.groups + 1),
                 BAND,
             ),
-            epilogue.launch([m, b_rows], groups.groups, (out, bytes / 4), 1.0),
+            epilogue.launch([outputs, b_factors], groups.groups, (out, bytes / 4), 1.0),
             memory(out, bytes / 16),
             Sm120Plan {
                 grouped: groups.grouping,
                 tile: shape,
-                pieces: Pieces::of(k),
+                pieces: Pieces::of(shape.format, unit),
             },
         );
     }

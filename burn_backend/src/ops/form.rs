@@ -1,0 +1,168 @@
+//! The forms of a layer's quantized operands: as the GEMM that reads them reads them.
+
+use burn_core::backend::{Backend, tensor::IntTensor};
+use burn_core::tensor::Shape;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use nvfp4_kernels::AmaxGranularity;
+use nvfp4_kernels::PackedReads;
+use nvfp4_kernels::reference::swizzle::TILE_INNER;
+
+use super::spec::{OperandSpec, QuantParams};
+use super::stored::StoredForm;
+use super::tensors::RowGroups;
+
+impl StoredForm {
+    /// This form, or rows of codes and scales, where tensors by `params` are not stored so.
+    pub(super) fn of(self, params: &QuantParams) -> Self {
+        match self {
+            Self::Bf16Unscaled if !params.has_bf16_storage() => Self::ROWS,
+            // Kernels swizzle the scales of MX formats.
+            _ if !params.format.has_global_scale() => Self::ROWS,
+            form => form,
+        }
+    }
+}
+
+/// What of a layer's GEMM is in groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum GroupedAxis {
+    /// Nothing.
+    None,
+    /// Rows, in so many groups, each with its own weight.
+    Rows(usize),
+    /// Tokens, in so many groups, which are the contraction.
+    Tokens(usize),
+}
+
+/// A GEMM of a layer, as far as the form of its operands depends on it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LayerGemm<'a> {
+    /// How the operands are represented.
+    pub specs: [&'a OperandSpec; 2],
+    /// M, N and the contraction, without padding.
+    pub shape: (usize, usize, usize),
+    /// What is in groups.
+    pub grouped: GroupedAxis,
+    /// Whether the contraction is the tokens.
+    pub along_tokens: bool,
+}
+
+impl LayerGemm<'_> {
+    /// What it reads of its operands on `device`, which is asked only where both are NVFP4.
+    pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
+        if !self.specs.iter().all(|spec| spec.is_nvfp4()) {
+            return PackedReads::Compact;
+        }
+        let own = self.specs[0].unit().max(self.specs[1].unit());
+        // Tokens are padded to whole tiles only for GEMMs that read these.
+        let tiles = TILE_INNER;
+        if self.along_tokens && !self.shape.2.next_multiple_of(own).is_multiple_of(tiles) {
+            let reads = self.reads_padded::<B>(device, own.max(tiles));
+            if reads == PackedReads::Swizzled {
+                return reads;
+            }
+        }
+        self.reads_padded::<B>(device, own)
+    }
+
+    /// The same, of a contraction that is padded to a multiple of `unit`.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn reads_padded<B: Backend>(&self, device: &B::Device, unit: usize) -> PackedReads {
+        use nvfp4_kernels::gemm::{Factor, GroupedDim, OperandLayout, Problem, packed_reads};
+        let device: &dyn std::any::Any = device;
+        let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
+            return PackedReads::Compact;
+        };
+        let (m, n, k) = self.shape;
+        let problem = Problem::new([OperandLayout::Packed; 2], (m, n, k.next_multiple_of(unit)));
+        let (mut problem, per_tensor) = match self.grouped {
+            GroupedAxis::None => (problem, Factor::Tensor),
+            GroupedAxis::Rows(count) => (problem.grouped(GroupedDim::M, count), Factor::PerGroup),
+            GroupedAxis::Tokens(count) => (problem.grouped(GroupedDim::K, count), Factor::PerGroup),
+        };
+        let factor = |spec: &OperandSpec| match spec.params().map(|params| params.amax) {
+            Some(AmaxGranularity::PerRow) => Factor::PerRow,
+            _ => per_tensor,
+        };
+        (problem.epilogue.a, problem.epilogue.b) = (factor(self.specs[0]), factor(self.specs[1]));
+        packed_reads(&device.client(), &problem)
+    }
+
+    /// The same, of a contraction that is padded to a multiple of `unit`: Flex reads rows.
+    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
+    fn reads_padded<B: Backend>(&self, _: &B::Device, _: usize) -> PackedReads {
+        PackedReads::Compact
+    }
+
+    /// The forms of its operands if it reads them as `reads`.
+    pub fn forms(&self, reads: PackedReads) -> Forms {
+        let is_one_matrix = self.grouped == GroupedAxis::None;
+        match reads {
+            PackedReads::Bf16 if is_one_matrix => Forms {
+                once: StoredForm::Bf16Unscaled,
+                kept: StoredForm::ROWS,
+            },
+            PackedReads::Bf16 | PackedReads::Compact => Forms::ROWS,
+            PackedReads::Swizzled if self.along_tokens => Forms::both(StoredForm::WholeTiles),
+            PackedReads::Swizzled => Forms::both(StoredForm::TILES),
+        }
+    }
+}
+
+/// The forms of a GEMM's operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Forms {
+    /// Of one that only this GEMM reads.
+    pub once: StoredForm,
+    /// Of one that is kept.
+    pub kept: StoredForm,
+}
+
+impl Forms {
+    /// Rows of codes and scales.
+    pub const ROWS: Self = Self::both(StoredForm::ROWS);
+
+    const fn both(form: StoredForm) -> Self {
+        Self {
+            once: form,
+            kept: form,
+        }
+    }
+}
+
+impl<B: Backend> RowGroups<B> {
+    /// What of a GEMM of these tokens with weights is in groups.
+    pub(super) fn along_rows(&self) -> GroupedAxis {
+        self.offsets_count()
+            .map_or(GroupedAxis::None, GroupedAxis::Rows)
+    }
+
+    /// What of a GEMM along these tokens is in groups.
+    pub(super) fn along_tokens(&self) -> GroupedAxis {
+        self.offsets_count()
+            .map_or(GroupedAxis::None, GroupedAxis::Tokens)
+    }
+
+    fn offsets_count(&self) -> Option<usize> {
+        use burn_core::backend::TensorMetadata;
+        self.offsets().map(|offsets| offsets.shape()[0] - 1)
+    }
+}
+
+/// The block scales `[matrices * outer, blocks]` in rows, of those in 128x4 tiles that begin anew at
+/// each of the matrices.
+pub(super) fn rows_of_tiles<B: Backend>(
+    scales: IntTensor<B>,
+    matrices: usize,
+    (outer, blocks): (usize, usize),
+) -> IntTensor<B> {
+    let (down, across) = (outer.div_ceil(128), blocks.div_ceil(4));
+    // A tile is 32 lines of four rows, 32 apart, with four blocks each.
+    let tiles = Shape::new([matrices * down, across, 32, 4, 4]);
+    let tiles = B::int_reshape(scales, tiles);
+    let rows = B::int_permute(tiles, &[0, 3, 2, 1, 4]);
+    let rows = B::int_reshape(rows, Shape::new([matrices, down * 128, across * 4]));
+    let own = [0..matrices, 0..outer, 0..blocks].map(burn_core::tensor::Slice::from);
+    let rows = B::int_slice(rows, &own);
+    B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
+}

@@ -1,0 +1,172 @@
+//! Events about GEMMs that dequantize what the tensor cores of their device multiply as it is.
+
+use std::{
+    collections::HashSet,
+    sync::{LazyLock, Mutex},
+};
+
+use super::{
+    cublaslt::CublasLtFormat,
+    dispatch::Choice,
+    problem::{Device, GemmShape, Plan, Problem, Refusal},
+};
+use crate::capabilities::GemmBackend;
+
+/// The kernels that multiply codes and block scales as they are.
+const MULTIPLY_CODES: [&str; 3] = ["cublaslt", "sm100_block_scaled", "sm120_block_scaled"];
+
+/// Why a GEMM takes a slower kernel than the device has for its operands, one reason for each
+/// faster kernel; none where it does not.
+fn reasons<'a>(
+    device: &Device,
+    problem: &Problem,
+    choice: &'a Choice,
+) -> Vec<(&'static str, &'a Refusal)> {
+    let has_units = matches!(
+        device.capabilities.gemm,
+        GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 | GemmBackend::Sm120BlockScaled
+    );
+    let is_fast = matches!(
+        choice.plan,
+        Plan::CublasLt(CublasLtFormat::Nvfp4)
+            | Plan::Tcgen05(_)
+            | Plan::BlockScaled(_)
+            // Bound by reading the weight, which it reads as it is.
+            | Plan::SmallM
+    );
+    // One that was asked for is what its caller wants.
+    if !has_units || is_fast || problem.backend.is_some() || problem.block_scaled().is_none() {
+        return Vec::new();
+    }
+    let (refusals, capability) = (
+        choice.refusals.iter(),
+        device.capabilities.compute_capability,
+    );
+    refusals
+        .filter(|(kernel, _)| MULTIPLY_CODES.contains(kernel))
+        .filter(|(kernel, _)| kernel.starts_with("sm120") == (capability >= Some(120)))
+        .map(|(kernel, refusal)| (*kernel, refusal))
+        .collect()
+}
+
+/// What a reason is known by, whatever the shape of the GEMM.
+fn kind(kernel: &'static str, refusal: &Refusal) -> String {
+    let why = match refusal {
+        Refusal::Device(why) | Refusal::Operands(why) => why,
+        Refusal::Slower { .. } => "slower",
+        Refusal::Library(_) => "refused by the library",
+        Refusal::SelfCheck(_) => "self-check",
+    };
+    format!("{kernel}: {why}")
+}
+
+/// The reasons that were reported in this process.
+#[derive(Default)]
+struct Reported(Mutex<HashSet<String>>);
+
+impl Reported {
+    /// Whether this is the first time that `reasons` are given.
+    fn is_first(&self, reasons: &[(&'static str, &Refusal)]) -> bool {
+        let kinds = reasons
+            .iter()
+            .map(|(kernel, refusal)| kind(kernel, refusal));
+        let kinds: Vec<_> = kinds.collect();
+        let mut reported = self.0.lock().unwrap_or_else(|held| held.into_inner());
+        reported.insert(kinds.join("; "))
+    }
+}
+
+static REPORTED: LazyLock<Reported> = LazyLock::new(Reported::default);
+
+/// Reports a GEMM that takes a slower kernel: the first one of a process with its reasons as a
+/// warning, all others as debug events, so that `RUST_LOG=nvfp4_kernels=debug` shows each.
+pub(super) fn report(device: &Device, problem: &Problem, choice: &Choice) {
+    let reasons = reasons(device, problem, choice);
+    if reasons.is_empty() {
+        return;
+    }
+    let GemmShape { m, n, k } = problem.shape;
+    let (grouped, kernel) = (problem.grouped, &choice.plan);
+    let why: Vec<_> = (reasons.iter())
+        .map(|(kernel, refusal)| format!("{kernel}: {refusal}"))
+        .collect();
+    let why = why.join("; ");
+    match REPORTED.is_first(&reasons) {
+        true => tracing::warn!(
+            m, n, k, ?grouped, %kernel, why,
+            "gemm without FP4 or FP8 tensor cores; others for the same reason are debug events"
+        ),
+        false => tracing::debug!(
+            m, n, k, ?grouped, %kernel, why,
+            "gemm without FP4 or FP8 tensor cores"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Nvfp4Error, cube::codec::Conversion, gemm::OperandLayout};
+    use crate::{capabilities::Capabilities, gemm::dispatch::plan};
+
+    fn found(gemm: GemmBackend, capability: u32, problem: &Problem) -> Vec<String> {
+        let capabilities = Capabilities {
+            device: "a GPU".into(),
+            runtime: "cuda",
+            compute_capability: Some(capability),
+            conversion: Conversion::Sm80,
+            gemm,
+        };
+        let device = Device {
+            capabilities: &capabilities,
+            sms: 132,
+            cublaslt: &|problem| Err(Nvfp4Error::value("k", format!("{}", problem.k), "another")),
+            tcgen05: &|_| Ok(()),
+        };
+        let choice = plan(&device, problem).unwrap();
+        let reasons = reasons(&device, problem, &choice);
+        let kinds = reasons
+            .iter()
+            .map(|(kernel, refusal)| kind(kernel, refusal));
+        kinds.collect()
+    }
+
+    #[test]
+    fn only_slower_kernels_are_reported() {
+        let packed = |m, n, k| Problem::new([OperandLayout::Packed; 2], (m, n, k));
+        let bf16 = Problem::new([OperandLayout::KMajor; 2], (256, 256, 256));
+        let dense = packed(256, 256, 256);
+        assert!(found(GemmBackend::Sm90Wgmma, 90, &dense).is_empty());
+        assert!(found(GemmBackend::Sm120BlockScaled, 120, &dense).is_empty());
+        assert!(found(GemmBackend::Sm100Tcgen05, 100, &dense).is_empty());
+        assert!(found(GemmBackend::CublasLt, 100, &bf16).is_empty());
+        let refused = found(GemmBackend::CublasLt, 100, &dense);
+        assert_eq!(refused.len(), 2, "{refused:?}");
+        // Whatever the library says of another shape.
+        assert_eq!(
+            refused,
+            found(GemmBackend::CublasLt, 100, &packed(256, 256, 512))
+        );
+        let odd = found(GemmBackend::CublasLt, 100, &packed(256, 256, 272));
+        assert!(odd.len() == 2 && odd != refused, "{odd:?}");
+        let narrow = found(GemmBackend::Sm120BlockScaled, 120, &packed(256, 260, 256));
+        assert_eq!(narrow.len(), 1, "{narrow:?}");
+        // It was asked for.
+        let asked = Problem {
+            backend: Some(GemmBackend::Cmma),
+            ..packed(256, 260, 256)
+        };
+        assert!(found(GemmBackend::Sm120BlockScaled, 120, &asked).is_empty());
+    }
+
+    #[test]
+    fn each_reason_is_reported_once() {
+        let (reported, one) = (Reported::default(), Refusal::Operands("one"));
+        let library = |k: usize| Refusal::Library(Nvfp4Error::value("k", format!("{k}"), "64"));
+        assert!(reported.is_first(&[("cublaslt", &one)]));
+        assert!(!reported.is_first(&[("cublaslt", &one)]));
+        assert!(reported.is_first(&[("cublaslt", &library(48))]));
+        assert!(!reported.is_first(&[("cublaslt", &library(80))]));
+        assert!(reported.is_first(&[("sm100_block_scaled", &one)]));
+    }
+}

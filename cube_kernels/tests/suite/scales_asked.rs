@@ -1,0 +1,22 @@
+//! What `NVFP4_SCALES` in the environment asks for, in a process of its own.
+
+use crate::support::process::ran_in_own_process;
+use nvfp4_kernels::{
+    PackedReads,
+    gemm::{OperandLayout, Problem, packed_reads},
+};
+
+#[test]
+fn tiles_on_every_device() {
+    let client = client!("tiles_on_every_device");
+    let problem = Problem::new([OperandLayout::Packed; 2], (256, 256, 256));
+    let reads = packed_reads(&client, &problem);
+    let environment = [("NVFP4_SCALES", "tiles")];
+    if ran_in_own_process("scales_asked", "tiles_on_every_device", &environment) {
+        // Without it they are what the kernels of the device read.
+        let asked = std::env::var_os("NVFP4_SCALES").is_some();
+        assert!(asked || client.name() != "cpu" || reads == PackedReads::Compact);
+        return;
+    }
+    assert_eq!(reads, PackedReads::Swizzled);
+}
