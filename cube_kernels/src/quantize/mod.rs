@@ -84,7 +84,8 @@ pub mod kernels {
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
             EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
-            EdenValuesArgs, ScreenPlan, ms_eden_amax_kernel, ms_eden_kernel, ms_eden_screen_kernel,
+            EdenValuesArgs, ScreenOutLaunch, ScreenPlan, ms_eden_amax_kernel, ms_eden_kernel,
+            ms_eden_screen_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

@@ -40,9 +40,8 @@
 //! group, which has no stage.
 //!
 //! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
-//! inspected; with [`TensorCore::Software`] the form for NVFP4 on one CTA runs on Hopper, with the
-//! bits of the scalar kernel. The forms for MXFP8, for two CTAs and for exchanged operands have run
-//! on no GPU yet: the model has executed their operands on CubeCL's CPU runtime, stage by stage.
+//! inspected; with [`TensorCore::Software`] all of its forms run on Hopper, with the bits of the
+//! scalar kernel.
 
 use cubecl::{prelude::*, server::Handle};
 

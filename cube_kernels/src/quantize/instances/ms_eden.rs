@@ -6,8 +6,8 @@ use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
         EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
-        EdenValuesArgs, Grouping, ScreenPlan, SourcePlan, ms_eden_amax_kernel, ms_eden_kernel,
-        ms_eden_screen_kernel,
+        EdenValuesArgs, Grouping, ScreenOutLaunch, ScreenPlan, SourcePlan, ms_eden_amax_kernel,
+        ms_eden_kernel, ms_eden_screen_kernel,
     },
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
@@ -179,10 +179,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             shape(),
             signs(),
             signs(),
-            b(64),
-            b(64),
-            b(1),
-            b(1),
+            ScreenOutLaunch::new(b(64), b(1)),
+            ScreenOutLaunch::new(b(64), b(1)),
             ScreenPlan {
                 kind: dtype,
                 redrawn_signs: [false, true],

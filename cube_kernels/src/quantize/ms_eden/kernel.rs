@@ -22,7 +22,8 @@ use crate::{
 #[derive(CubeType)]
 struct Walk {
     first: usize,
-    step: usize,
+    /// In 32 bits also where addresses have 64: a plane has no register to spare.
+    step: u32,
 }
 
 #[cube]
@@ -31,12 +32,12 @@ fn walk(#[comptime] policy: EdenPolicy) -> Walk {
         let planes = CUBE_DIM as usize / 32usize;
         Walk {
             first: CUBE_POS * planes + UNIT_POS as usize / 32usize,
-            step: CUBE_COUNT * planes,
+            step: u32::cast_from(CUBE_COUNT) * (CUBE_DIM / 32u32),
         }
     } else {
         Walk {
             first: CUBE_POS,
-            step: CUBE_COUNT,
+            step: u32::cast_from(CUBE_COUNT),
         }
     }
 }
@@ -78,7 +79,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
                 let bits = plane_amax::<F, N>(&source, &at, reading, policy, kind);
                 kept.include(bits, at.part, out, policy);
             }
-            index += tile_walk.step;
+            index += usize::cast_from(tile_walk.step);
         }
     } else {
         let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
@@ -91,7 +92,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
                 kept.include(tile_amax(&tile, across), at.part, out, policy);
                 sync_cube();
             }
-            index += tile_walk.step;
+            index += usize::cast_from(tile_walk.step);
         }
     }
     atomic_amax(out, kept.part, kept.bits, policy);
@@ -138,7 +139,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                     sync_plane();
                 }
             }
-            index += tile_walk.step;
+            index += usize::cast_from(tile_walk.step);
         }
     } else {
         let mut blocks = Blocks::new(policy.unscaled);
@@ -155,7 +156,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
                 blocks.finish(&at, &mut out, &draw, &random, policy);
                 sync_cube();
             }
-            index += tile_walk.step;
+            index += usize::cast_from(tile_walk.step);
         }
     }
 }

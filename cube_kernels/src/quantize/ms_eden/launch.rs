@@ -5,17 +5,18 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     super::{
         packed_source::{PackedSource, SourcePlan},
-        plan::{check_position, signs_launch},
+        plan::check_position,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     arguments::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenScalesArgs,
-        EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenValuesArgs,
+        EdenScreenLaunch, EdenStoredArgs, EdenValuesArgs,
     },
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
     position::{EdenPolicy, EdenTilesLaunch},
     screen::{Screen, can_screen, screen},
+    transform::EdenTransform,
 };
 use crate::{
     BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
@@ -26,9 +27,7 @@ use crate::{
     },
     launch::{buffer, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
-    reference::{
-        EDEN_GROUP, EdenTarget, check_eden_hadamard, eden_position, padding::padded_bound,
-    },
+    reference::{EDEN_GROUP, EdenTarget, eden_position, padding::padded_bound},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
     zeroed::zeros_of_step,
 };
@@ -201,60 +200,6 @@ impl From<RandomStream> for EdenRandom {
             stream,
             offset: None,
         }
-    }
-}
-
-/// The transform of MS-EDEN, of 128 elements.
-#[derive(Debug, Clone)]
-pub struct EdenTransform {
-    /// The transform. Where signs are redrawn, its signs are those of an offset of zero.
-    pub hadamard: Hadamard,
-    /// Where the signs come from, if a kernel draws them.
-    pub redrawn: Option<RedrawnSigns>,
-}
-
-/// Signs that a kernel draws: those of [`Hadamard::seeded_with_size`] for `seed` plus
-/// [`Hadamard::SEED_STEP`] times an offset in device memory. A captured graph that advances the
-/// offset draws fresh signs at each replay.
-#[derive(Debug, Clone)]
-pub struct RedrawnSigns {
-    /// The seed for an offset of zero.
-    pub seed: u64,
-    /// The offset: two `u32`, low word first.
-    pub offset: Handle,
-}
-
-impl From<&Hadamard> for EdenTransform {
-    fn from(hadamard: &Hadamard) -> Self {
-        Self {
-            hadamard: *hadamard,
-            redrawn: None,
-        }
-    }
-}
-
-impl EdenTransform {
-    fn check(&self) -> Result<(), Nvfp4Error> {
-        check_eden_hadamard(&self.hadamard)?;
-        let memory = self.redrawn.as_ref().map(|signs| &signs.offset);
-        memory.map_or(Ok(()), |offset| check_memory("transform", offset, 8))
-    }
-
-    /// The argument of a kernel; `unread` stands for an offset that there is not.
-    pub(super) fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
-        let (words, offset) = match &self.redrawn {
-            None => (self.hadamard.sign_words(), None),
-            Some(RedrawnSigns { seed, offset }) => {
-                let seed = [*seed as u32, (*seed >> 32) as u32, 0, 0];
-                (seed, Some(offset))
-            }
-        };
-        // SAFETY: an offset was checked, and the kernel reads no other memory.
-        let offset = match offset {
-            Some(offset) => unsafe { buffer(offset, 2) },
-            None => unsafe { buffer(unread, 1) },
-        };
-        EdenSignsLaunch::new(signs_launch(words), offset)
     }
 }
 

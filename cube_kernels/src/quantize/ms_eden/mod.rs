@@ -18,9 +18,11 @@ mod plane_tile;
 mod position;
 mod result;
 mod screen;
+mod transform;
 
 pub use arguments::*;
 pub use kernel::*;
 pub use launch::*;
 pub use position::*;
-pub use screen::{ScreenPlan, ms_eden_screen_kernel};
+pub use screen::{ScreenOutLaunch, ScreenPlan, ms_eden_screen_kernel};
+pub use transform::*;

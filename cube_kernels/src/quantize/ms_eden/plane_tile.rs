@@ -558,8 +558,6 @@ fn packed_along(
 ) -> Segments {
     let own = source.factor_of(at.part, reading.factor, plan);
     let kept = packed_line(source, own, part.kept, part.segment, at, reading, plan);
-    // As in `HeldLines::load_rows`.
-    sync_plane();
     let sent = packed_line(source, own, part.sent, part.segment, at, reading, plan);
     Segments { kept, sent }
 }

@@ -11,7 +11,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     super::tile::{Shape, ShapeLaunch},
     arguments::{EdenScreenLaunch, EdenSigns},
-    launch::EdenTransform,
+    transform::EdenTransform,
 };
 use crate::{
     capabilities::Capabilities,
@@ -37,6 +37,34 @@ pub struct ScreenPlan {
     pub kind: FloatKind,
     /// The signs of the transforms are drawn by the kernel: along rows, across them.
     pub redrawn_signs: [bool; 2],
+}
+
+/// What is found of one transform.
+#[derive(CubeType, CubeLaunch)]
+pub struct ScreenOut {
+    /// The largest magnitude of each tile of 128 positions by 32 lines.
+    pub tiles: Box<[f32]>,
+    /// That of the whole, as bits: one word, zero before.
+    pub largest: Box<[Atomic<u32>]>,
+}
+
+#[cube]
+impl ScreenOut {
+    /// Takes the largest magnitude of a tile as the units of a plane see it; returns it as bits.
+    fn take(&mut self, tile: usize, found: f32) -> u32 {
+        let bits = plane_max(u32::reinterpret(found));
+        if UNIT_POS_PLANE == 0u32 {
+            self.tiles[tile] = f32::reinterpret(bits);
+        }
+        bits
+    }
+
+    /// Raises the largest magnitude of the whole to `bits`.
+    fn raise(&mut self, bits: u32) {
+        if UNIT_POS_PLANE == 0u32 && bits > self.largest[0].load() {
+            self.largest[0].fetch_max(bits);
+        }
+    }
 }
 
 /// What a unit multiplies by, and the signs that it gives to what it loads.
@@ -265,10 +293,8 @@ pub fn ms_eden_screen_kernel(
     shape: Shape,
     along: EdenSigns,
     across: EdenSigns,
-    along_tiles: &mut [f32],
-    across_tiles: &mut [f32],
-    largest_along: &mut [Atomic<u32>],
-    largest_across: &mut [Atomic<u32>],
+    mut of_along: ScreenOut,
+    mut of_across: ScreenOut,
     #[comptime] plan: ScreenPlan,
 ) {
     let plane = UNIT_POS as usize / 32usize;
@@ -290,17 +316,11 @@ pub fn ms_eden_screen_kernel(
                     let words = load_along(vectors, row0 + half * ROWS, col0, &shape);
                     found = ptx::max_nan_abs(found, operand.largest(&words, plan.kind));
                 }
-                let bits = plane_max(u32::reinterpret(found));
-                if UNIT_POS_PLANE == 0u32 {
-                    along_tiles[line * wide + tile % wide] = f32::reinterpret(bits);
-                }
-                most = max(most, bits);
+                most = max(most, of_along.take(line * wide + tile % wide, found));
             }
             tile += CUBE_COUNT;
         }
-        if UNIT_POS_PLANE == 0u32 && most > largest_along[0].load() {
-            largest_along[0].fetch_max(most);
-        }
+        of_along.raise(most);
     } else {
         let signs = across.resolve(plan.redrawn_signs[1]);
         let operand = Operand::new(&signs, true, plan.kind);
@@ -313,17 +333,11 @@ pub fn ms_eden_screen_kernel(
                     let words = load_across(pairs, row0, col0 + half * ROWS, &shape);
                     found = ptx::max_nan_abs(found, operand.largest(&words, plan.kind));
                 }
-                let bits = plane_max(u32::reinterpret(found));
-                if UNIT_POS_PLANE == 0u32 {
-                    across_tiles[tile / wide * narrow + column] = f32::reinterpret(bits);
-                }
-                most = max(most, bits);
+                most = max(most, of_across.take(tile / wide * narrow + column, found));
             }
             tile += CUBE_COUNT;
         }
-        if UNIT_POS_PLANE == 0u32 && most > largest_across[0].load() {
-            largest_across[0].fetch_max(most);
-        }
+        of_across.raise(most);
     }
 }
 
@@ -338,6 +352,11 @@ impl Screen {
     pub fn arg(&self) -> EdenScreenLaunch {
         // SAFETY: as many were allocated.
         unsafe { EdenScreenLaunch::new(buffer(&self.largest, 1), buffer(&self.tiles, self.count)) }
+    }
+
+    fn out(&self) -> ScreenOutLaunch {
+        // SAFETY: as many were allocated.
+        unsafe { ScreenOutLaunch::new(buffer(&self.tiles, self.count), buffer(&self.largest, 1)) }
     }
 }
 
@@ -388,10 +407,8 @@ pub(super) fn screen(
             ShapeLaunch::new(rows, cols, 1, wide),
             along.arg(&of_along.largest),
             across.arg(&of_across.largest),
-            buffer(&of_along.tiles, of_along.count),
-            buffer(&of_across.tiles, of_across.count),
-            buffer(&of_along.largest, 1),
-            buffer(&of_across.largest, 1),
+            of_along.out(),
+            of_across.out(),
             plan,
         );
     }

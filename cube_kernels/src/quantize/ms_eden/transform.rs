@@ -1,0 +1,62 @@
+//! The transform of MS-EDEN as it is asked for.
+
+use cubecl::server::Handle;
+
+use super::{super::plan::signs_launch, arguments::EdenSignsLaunch};
+use crate::{
+    Hadamard, Nvfp4Error, launch::buffer, memory::check_memory, reference::check_eden_hadamard,
+};
+
+/// The transform of MS-EDEN, of 128 elements.
+#[derive(Debug, Clone)]
+pub struct EdenTransform {
+    /// The transform. Where signs are redrawn, its signs are those of an offset of zero.
+    pub hadamard: Hadamard,
+    /// Where the signs come from, if a kernel draws them.
+    pub redrawn: Option<RedrawnSigns>,
+}
+
+/// Signs that a kernel draws: those of [`Hadamard::seeded_with_size`] for `seed` plus
+/// [`Hadamard::SEED_STEP`] times an offset in device memory. A captured graph that advances the
+/// offset draws fresh signs at each replay.
+#[derive(Debug, Clone)]
+pub struct RedrawnSigns {
+    /// The seed for an offset of zero.
+    pub seed: u64,
+    /// The offset: two `u32`, low word first.
+    pub offset: Handle,
+}
+
+impl From<&Hadamard> for EdenTransform {
+    fn from(hadamard: &Hadamard) -> Self {
+        Self {
+            hadamard: *hadamard,
+            redrawn: None,
+        }
+    }
+}
+
+impl EdenTransform {
+    pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
+        check_eden_hadamard(&self.hadamard)?;
+        let memory = self.redrawn.as_ref().map(|signs| &signs.offset);
+        memory.map_or(Ok(()), |offset| check_memory("transform", offset, 8))
+    }
+
+    /// The argument of a kernel; `unread` stands for an offset that there is not.
+    pub(super) fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
+        let (words, offset) = match &self.redrawn {
+            None => (self.hadamard.sign_words(), None),
+            Some(RedrawnSigns { seed, offset }) => {
+                let seed = [*seed as u32, (*seed >> 32) as u32, 0, 0];
+                (seed, Some(offset))
+            }
+        };
+        // SAFETY: an offset was checked, and the kernel reads no other memory.
+        let offset = match offset {
+            Some(offset) => unsafe { buffer(offset, 2) },
+            None => unsafe { buffer(unread, 1) },
+        };
+        EdenSignsLaunch::new(signs_launch(words), offset)
+    }
+}
