@@ -153,6 +153,7 @@ fn the_oracle_writes_a_report() {
     for name in [
         "scale-copy-dump",
         "one-hot-mma",
+        "one-hot-mma-mxfp8",
         "integer-gemm-dense",
         "integer-gemm-per-token",
         "integer-gemm-m-grouped",
@@ -169,7 +170,7 @@ fn the_oracle_writes_a_report() {
     }
     assert_eq!(report["device"], "cpu");
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!(report["passed"], 10);
+    assert_eq!(report["passed"], 11);
 
     let only = ["--report", path, "--only", "scale-copy-dump"];
     succeeds(nvfp4("oracle tcgen05 --device cpu", &only));
