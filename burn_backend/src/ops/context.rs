@@ -270,8 +270,8 @@ pub(crate) mod tests {
         })
     }
 
-    /// In any form, and in that which the device chooses, operands give outputs and gradients of the
-    /// same bits; also where the tokens fill no block of 16, or no tile of 64.
+    /// In any form, and in that which the device chooses, operands give outputs and gradients of
+    /// the same bits; also where the tokens fill no block of 16, or no tile of 64.
     fn the_form_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {

@@ -149,8 +149,8 @@ impl<B: Backend> RowGroups<B> {
     }
 }
 
-/// The block scales `[matrices * outer, blocks]` in rows, of those in 128x4 tiles that begin anew at
-/// each of the matrices.
+/// The block scales `[matrices * outer, blocks]` in rows, of those in 128x4 tiles that begin anew
+/// at each of the matrices.
 pub(super) fn rows_of_tiles<B: Backend>(
     scales: IntTensor<B>,
     matrices: usize,

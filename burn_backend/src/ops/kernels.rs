@@ -140,8 +140,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     ) -> QuantizedMatrix<Self>;
 
     /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
-    /// they stay in the rotated domain. With groups, `source` is rowwise, with block scales in rows;
-    /// rows of no group are undefined.
+    /// they stay in the rotated domain. With groups, `source` is rowwise, with block scales in
+    /// rows; rows of no group are undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
         #[extension_type] source: QuantizedMatrix<Self>,

@@ -98,7 +98,8 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
     }
 }
 
-/// The operand of `x` by `spec`, contracted along `usage`, in this `form` where it can be. Without quantization it has the type `dtype`, that of the activations.
+/// The operand of `x` by `spec`, contracted along `usage`, in this `form` where it can be. Without
+/// quantization it has the type `dtype`, that of the activations.
 pub(super) fn quantize<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
@@ -226,8 +227,8 @@ pub(super) fn is_one_kernel<B: Backend>(
 }
 
 /// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, in this
-/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from, whose
-/// scales are in rows if there are any.
+/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from,
+/// whose scales are in rows if there are any.
 pub(super) fn requantize<B: Nvfp4KernelOps>(
     forward: Operand<B>,
     groups: &RowGroups<B>,

@@ -160,7 +160,8 @@ impl QuantParams {
         self.block == BlockShape::Block1d && self.format.has_global_scale()
     }
 
-    /// Whether one amax of the whole matrix, transformed or not, serves it; none is made by MS-EDEN.
+    /// Whether one amax of the whole matrix, transformed or not, serves it; none is made by
+    /// MS-EDEN.
     pub(super) fn has_one_amax(&self) -> bool {
         self.format.has_global_scale()
             && !self.is_made_from_codes()

@@ -1,5 +1,5 @@
-//! What a B200 should take for an NVFP4 or MXFP8 GEMM, without one: a roofline, and the figures of NVIDIA's
-//! model that `benches/model_b200.py` has written. Nothing here is measured.
+//! What a B200 should take for an NVFP4 or MXFP8 GEMM, without one: a roofline, and the figures of
+//! NVIDIA's model that `benches/model_b200.py` has written. Nothing here is measured.
 
 use std::fs;
 

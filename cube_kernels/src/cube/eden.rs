@@ -3,8 +3,8 @@
 //!
 //! The unit of work is a tile of 128 positions along the contraction (a group) by 32 lines. On CUDA
 //! one plane works on a tile: eight neighbouring units share two lines and transform them by
-//! shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between barriers;
-//! each phase is cut into 256 tasks of 16 values.
+//! shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between
+//! barriers; each phase is cut into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
 

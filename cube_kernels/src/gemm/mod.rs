@@ -87,12 +87,12 @@ pub enum Grouped<'a> {
     /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
     /// over the columns `k` of group `g`, one M x N output after another.
     ///
-    /// Groups begin at multiples of 16 along K, or of 32 in MXFP8 (columns of an operand, rows of an
-    /// [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data and
-    /// the next group is zero: what quantizing each group by itself leaves. An empty group gives
-    /// zeros. Global scales may be one for the tensor, for each group, or for each stored row of
-    /// each group: `groups x M` of `a`, `groups x N` of `b`, one group after another. There is no
-    /// bias.
+    /// Groups begin at multiples of 16 along K, or of 32 in MXFP8 (columns of an operand, rows of
+    /// an [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data
+    /// and the next group is zero: what quantizing each group by itself leaves. An empty group
+    /// gives zeros. Global scales may be one for the tensor, for each group, or for each stored row
+    /// of each group: `groups x M` of `a`, `groups x N` of `b`, one group after another. There is
+    /// no bias.
     K(&'a GroupOffsets),
 }
 

@@ -347,8 +347,8 @@ pub(crate) trait Kernel: Sync {
         Reads::COMPACT
     }
 
-    /// Whether it reads MXFP8. For other kernels such operands are dequantized to bf16, exactly, and
-    /// [`Problem::without_mxfp8`] is what they are asked about.
+    /// Whether it reads MXFP8. For other kernels such operands are dequantized to bf16, exactly,
+    /// and [`Problem::without_mxfp8`] is what they are asked about.
     fn takes_mxfp8(&self) -> bool {
         false
     }

@@ -246,7 +246,8 @@ impl Sm120Tile {
 pub const SM100_TILE_M: usize = 128;
 /// Rows of the second operand: the columns of its accumulators.
 pub const SM100_TILE_N: usize = 256;
-/// The same where the operands are exchanged for few rows of `a`, which are the second operand then.
+/// The same where the operands are exchanged for few rows of `a`, which are the second operand
+/// then.
 pub const SM100_SWAP_AB_N: usize = 64;
 
 /// Who executes `tcgen05` instructions.
@@ -326,8 +327,8 @@ pub enum Sm100Form {
     /// Two CTAs of a cluster multiply 256 rows of each, with one instruction for both: a CTA has
     /// half of the rows of either in its shared memory, and 128 rows of the output.
     TwoCta,
-    /// `b` is the first operand of the instructions and `a` the second, whose width follows the rows
-    /// that there are: for few rows of `a`. Not with groups along K.
+    /// `b` is the first operand of the instructions and `a` the second, whose width follows the
+    /// rows that there are: for few rows of `a`. Not with groups along K.
     SwapAb,
 }
 

@@ -148,8 +148,8 @@ pub fn quantize_both<'a>(
 /// [`whole_tiles`](DeviceNvfp4Params::whole_tiles). It has room for `padded_bound(x.rows, groups,
 /// unit)` of them; those behind the last group are not written. Rows of `x` behind the last group
 /// are not written in the rowwise tensor, whose scales in 128x4 tiles begin anew at each group;
-/// those in whole tiles of the columnwise one are one matrix. Stochastic rounding numbers blocks as [`quantize`] does, group after
-/// group.
+/// those in whole tiles of the columnwise one are one matrix. Stochastic rounding numbers blocks as
+/// [`quantize`] does, group after group.
 ///
 /// # Errors
 /// As [`quantize`], and when scales of a columnwise tensor are to be swizzled without

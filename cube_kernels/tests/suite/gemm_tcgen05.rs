@@ -319,9 +319,9 @@ enum Caught {
     Violation(&'static str),
 }
 
-/// Each fault of operands as they are is noticed: in the bits of the result, or because a command is
-/// not what the PTX ISA asks for. The contraction takes more stages than the ring has, so that one
-/// that is released too early is filled again.
+/// Each fault of operands as they are is noticed: in the bits of the result, or because a command
+/// is not what the PTX ISA asks for. The contraction takes more stages than the ring has, so that
+/// one that is released too early is filled again.
 pub fn check_faults(client: &Client, form: Sm100Form) {
     let (m, n, k) = (128 * form.ctas(), 256, 2560);
     let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));

@@ -1,7 +1,7 @@
-//! The kernel for `tcgen05` in MXFP8, on two CTAs and with exchanged operands, with its tensor core in software,
-//! on a Hopper GPU (`NVFP4_TEST_DEVICE=cuda`): against the scalar kernel, bit for bit, which
-//! multiplies MXFP8 operands dequantized to bf16. Products are exact, and the order of sums is the
-//! same.
+//! The kernel for `tcgen05` in MXFP8, on two CTAs and with exchanged operands, with its tensor core
+//! in software, on a Hopper GPU (`NVFP4_TEST_DEVICE=cuda`): against the scalar kernel, bit for bit,
+//! which multiplies MXFP8 operands dequantized to bf16. Products are exact, and the order of sums
+//! is the same.
 
 use crate::gemm_tcgen05::check_faults;
 use crate::support::{

@@ -1,6 +1,6 @@
 //! Quantized tensors with block scales in 128x4 tiles, as FP4 tensor cores read them, against those
-//! with scales in rows; and GEMMs of either, which have the same bits. On CubeCL's CPU runtime or on
-//! a GPU (`NVFP4_TEST_DEVICE`).
+//! with scales in rows; and GEMMs of either, which have the same bits. On CubeCL's CPU runtime or
+//! on a GPU (`NVFP4_TEST_DEVICE`).
 
 use std::ops::Range;
 

@@ -227,9 +227,9 @@ impl<'a> From<&'a Mxfp8> for Stored<'a> {
 }
 
 /// The memory of all stages of a CTA, each with the K tile of its number: codes as TMA leaves them,
-/// zeros behind the last row and column, and the scales that there are; anything elsewhere. Two CTAs
-/// read scales in boxes as high as a stage: behind the last column those of other rows, and zeros
-/// behind the last of all.
+/// zeros behind the last row and column, and the scales that there are; anything elsewhere. Two
+/// CTAs read scales in boxes as high as a stage: behind the last column those of other rows, and
+/// zeros behind the last of all.
 fn stages_of_cta(a: &Stored, b: &Stored, loads: &Loads, plan: Sm100Plan) -> Vec<u8> {
     let mut bytes = vec![0x77u8; plan.operands()];
     let (in_boxes, whole) = (plan.ctas() > 1, plan.atoms() * 512);

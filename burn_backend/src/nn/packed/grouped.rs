@@ -14,8 +14,8 @@ use crate::nn::Nvfp4GroupedLinear;
 use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm, float_dtype};
 use crate::validate;
 
-/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for inference:
-/// the weights are stored in NVFP4, and all experts run in one launch.
+/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for
+/// inference: the weights are stored in NVFP4, and all experts run in one launch.
 ///
 /// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The output is a constant to
 /// autodiff.
@@ -67,8 +67,8 @@ impl Nvfp4PackedGroupedLinear {
         self.activations
     }
 
-    /// Apply the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or `f16`,
-    /// to `[tokens, d_out]` of the same, zero for tokens of no expert.
+    /// Apply the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or
+    /// `f16`, to `[tokens, d_out]` of the same, zero for tokens of no expert.
     ///
     /// # Errors
     /// When the input is on another device than the weight or `experts`, its type is not supported,

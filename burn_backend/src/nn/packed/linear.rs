@@ -16,8 +16,8 @@ use crate::validate;
 /// A linear layer `y = x Wᵀ + b` for inference, whose weight is stored in NVFP4.
 ///
 /// With bf16 activations on a GPU, kernels read the codes themselves: with few rows (decoding) in a
-/// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its own
-/// time, as it does for `f32` activations. The output is a constant to autodiff.
+/// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its
+/// own time, as it does for `f32` activations. The output is a constant to autodiff.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedLinear {
     /// The weight, `[d_out, d_in]`.
@@ -73,7 +73,8 @@ impl Nvfp4PackedLinear {
         self.activations
     }
 
-    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the same.
+    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
+    /// same.
     ///
     /// # Errors
     /// When the input is on another device than the weight, its type is not supported, or its last

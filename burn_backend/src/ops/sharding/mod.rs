@@ -133,8 +133,8 @@ impl LinearSharding {
         self.quantize_part(x, found, &part, (row, col), dtype)
     }
 
-    /// The operands of the weight `w`, as far as they are asked for; `known` is the amax of the rank's
-    /// part, if the optimizer found it and the operands are made from it.
+    /// The operands of the weight `w`, as far as they are asked for; `known` is the amax of the
+    /// rank's part, if the optimizer found it and the operands are made from it.
     pub(super) fn quantize_weight<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
@@ -270,8 +270,8 @@ impl LinearSharding {
     }
 
     /// The form of an operand of a rank, `part` of that of one device. What is gathered, or made of
-    /// segments one by one, has rows of codes and scales, which can be put one after another; so has
-    /// the other operand of such a GEMM along the tokens, since both are padded alike.
+    /// segments one by one, has rows of codes and scales, which can be put one after another; so
+    /// has the other operand of such a GEMM along the tokens, since both are padded alike.
     fn form(&self, part: &Part, spec: Option<FormedSpec<'_>>) -> StoredForm {
         let form = spec.map_or(StoredForm::ROWS, |(_, form)| form);
         let is_moved =

@@ -168,8 +168,8 @@ pub fn max_nan_abs_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
-/// The products of the halves, all bf16, each rounded once: `fma.rn.bf16x2` with -0, which leaves the
-/// sign of a zero product.
+/// The products of the halves, all bf16, each rounded once: `fma.rn.bf16x2` with -0, which leaves
+/// the sign of a zero product.
 ///
 /// PTX ISA "Half Precision Floating Point Instructions: fma"; PTX 7.0, sm_80 and later, where
 /// `mul.bf16x2` is one of sm_90.

@@ -100,8 +100,8 @@ pub fn mbarrier_arrive_cluster_relaxed(barrier: u32) {
 }
 
 /// Counts `bytes` as arrived, as TMA does, at `barrier`, an address that [`mapa()`] returns:
-/// `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases what was
-/// written.
+/// `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases what
+/// was written.
 ///
 /// PTX 8.0; sm_90 and later.
 #[cube]

@@ -17,8 +17,8 @@ pub fn ldmatrix_x4(address: u32) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
-/// [`ldmatrix_x4()`] that transposes each matrix: lane `4 r + c` receives the elements of rows `2 c`
-/// and `2 c + 1` in column `r`: `ldmatrix.x4.trans`.
+/// [`ldmatrix_x4()`] that transposes each matrix: lane `4 r + c` receives the elements of rows `2
+/// c` and `2 c + 1` in column `r`: `ldmatrix.x4.trans`.
 ///
 /// PTX ISA "Warp-level matrix load instruction: ldmatrix"; PTX 6.5, sm_75 and later.
 #[cube]

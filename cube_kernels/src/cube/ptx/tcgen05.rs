@@ -1,6 +1,6 @@
-//! The instructions of the fifth-generation tensor cores, `tcgen05`, for one CTA (`cta_group::1`) and
-//! for two of a cluster (`cta_group::2`). PTX ISA "TensorCore 5th Generation Family Instructions";
-//! PTX 8.6, sm_100a and sm_103a, unless a wrapper says otherwise.
+//! The instructions of the fifth-generation tensor cores, `tcgen05`, for one CTA (`cta_group::1`)
+//! and for two of a cluster (`cta_group::2`). PTX ISA "TensorCore 5th Generation Family
+//! Instructions"; PTX 8.6, sm_100a and sm_103a, unless a wrapper says otherwise.
 //!
 //! Accumulators and block scales are in tensor memory (TMEM): 128 lanes of 512 columns of 32 bits
 //! in each SM, addressed as `lane << 16 | column`. Operands are in shared memory and addressed by
@@ -105,8 +105,8 @@ pub struct MmaOperands {
     pub accumulate: u32,
 }
 
-/// `d = a · bᵀ (+ d)` over 32 bytes of codes of each row: 64 of E2M1 with an E4M3 scale for each 16,
-/// or 32 of E4M3 with a UE8M0 scale: `tcgen05.mma.kind::mxf4nvf4.block_scale.block16` or
+/// `d = a · bᵀ (+ d)` over 32 bytes of codes of each row: 64 of E2M1 with an E4M3 scale for each
+/// 16, or 32 of E4M3 with a UE8M0 scale: `tcgen05.mma.kind::mxf4nvf4.block_scale.block16` or
 /// `kind::mxf8f6f4.block_scale.block32`. One thread.
 ///
 /// PTX 8.8 for the names `block16` of `scale_vec::4X`, which ptxas refuses for the family target
@@ -151,8 +151,8 @@ pub fn tcgen05_commit(barrier: u32) {
     );
 }
 
-/// [`tcgen05_commit()`] in a pair, which arrives at the barrier at `barrier` in the shared memory of
-/// each CTA of the cluster whose bit `mask` has: `tcgen05.commit` with `multicast::cluster`.
+/// [`tcgen05_commit()`] in a pair, which arrives at the barrier at `barrier` in the shared memory
+/// of each CTA of the cluster whose bit `mask` has: `tcgen05.commit` with `multicast::cluster`.
 #[cube]
 pub fn tcgen05_commit_multicast(barrier: u32, #[comptime] mask: u16) {
     gpu_asm!(

@@ -120,8 +120,8 @@ pub(super) fn tmem_round_trip(client: &Client) -> Result<(), String> {
     })
 }
 
-/// The operands of a multiplication: a code in each byte, and scales of one step of NVFP4, or of all
-/// of MXFP8.
+/// The operands of a multiplication: a code in each byte, and scales of one step of NVFP4, or of
+/// all of MXFP8.
 struct Operands {
     format: BlockScaled,
     a: Vec<u8>,
@@ -349,9 +349,9 @@ pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), Stri
     })
 }
 
-/// In `format`, multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at the first and
-/// the last step of the swizzled rows: each sum is a single product, so that a misplaced code or
-/// scale shows. Scales must stay where they are.
+/// In `format`, multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at
+/// the first and the last step of the swizzled rows: each sum is a single product, so that a
+/// misplaced code or scale shows. Scales must stay where they are.
 ///
 /// # Errors
 /// The first word that differs.

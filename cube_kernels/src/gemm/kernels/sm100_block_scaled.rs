@@ -7,10 +7,10 @@
 //! stages. A stage has 128 bytes of 128 rows of `a` and of 256 of `b`, 256 columns of NVFP4 or 128
 //! of MXFP8, with their scales in 128x4 tiles of 512 bytes.
 //!
-//! For many rows of `a` two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`]). One
-//! thread of the even CTA issues the instructions, which read the shared memory and write the tensor
-//! memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes a stage with the
-//! scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
+//! For many rows of `a` two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`]).
+//! One thread of the even CTA issues the instructions, which read the shared memory and write the
+//! tensor memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes a stage with
+//! the scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
 //!
 //! For few rows of `a` the operands are exchanged, as CUTLASS and DeepGEMM do ("swap A and B"): 128
 //! rows of `b` are the lanes, and up to 64 of `a` the columns, of which an instruction multiplies
@@ -251,8 +251,8 @@ fn codes_map(
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
-/// How TMA reads the block scales at `scales` for two CTAs: a row is one of `atoms` 128x4 tiles, and
-/// a box those of a stage.
+/// How TMA reads the block scales at `scales` for two CTAs: a row is one of `atoms` 128x4 tiles,
+/// and a box those of a stage.
 fn scales_map(scales: &Handle, atoms: usize, plan: Sm100Plan) -> TensorMapArg<Tiled> {
     let words = ATOM / 4;
     // SAFETY: the caller checked that the memory holds so many tiles.

@@ -1,5 +1,5 @@
-//! How the [`sm100_block_scaled`](super::sm100_block_scaled) kernel reaches its tensor core: by instructions, or
-//! by commands in a ring in shared memory, which four warps execute
+//! How the [`sm100_block_scaled`](super::sm100_block_scaled) kernel reaches its tensor core: by
+//! instructions, or by commands in a ring in shared memory, which four warps execute
 //! ([`sm100_block_scaled_engine`](super::sm100_block_scaled_engine)).
 //!
 //! The ring holds the commands of more K tiles than the kernel has stages, so that a stage that is

@@ -1,9 +1,9 @@
-//! What a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel does: shared memory, barriers and
-//! tensor memory, and the epilogue's warps. The threads that load and multiply are in
+//! What a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel does: shared memory,
+//! barriers and tensor memory, and the epilogue's warps. The threads that load and multiply are in
 //! [`sm100_block_scaled_roles`](super::sm100_block_scaled_roles).
 //!
-//! Of two CTAs that share a tile each loads its part and writes its 128 rows; the even one issues the
-//! instructions of both.
+//! Of two CTAs that share a tile each loads its part and writes its 128 rows; the even one issues
+//! the instructions of both.
 
 use cubecl::prelude::{barrier::Barrier, *};
 

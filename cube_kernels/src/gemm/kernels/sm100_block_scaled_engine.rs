@@ -7,9 +7,9 @@
 //! column, `[column][lane]`. Nothing here is specific to CUDA: a test runs the same functions on
 //! CubeCL's CPU runtime.
 //!
-//! Of two CTAs it executes the commands of the even one for both: a lane from 128 on is one of the odd
-//! CTA, whose shared memory it reads ([`Peer`]) and whose tensor memory is behind that of the even
-//! one.
+//! Of two CTAs it executes the commands of the even one for both: a lane from 128 on is one of the
+//! odd CTA, whose shared memory it reads ([`Peer`]) and whose tensor memory is behind that of the
+//! even one.
 //!
 //! It models what the documents say. It cannot show that hardware does the same.
 
@@ -222,8 +222,8 @@ pub fn execute_copy(
 }
 
 /// Whether `idesc` is anything but one of `kind` with M = 128 for each of `ctas` CTAs, dense,
-/// K-major, not negated. Scales of NVFP4 begin at the first byte of their words; MXFP8 takes any one
-/// byte of them. Of two CTAs each has a multiple of 8 rows of `b`.
+/// K-major, not negated. Scales of NVFP4 begin at the first byte of their words; MXFP8 takes any
+/// one byte of them. Of two CTAs each has a multiple of 8 rows of `b`.
 #[cube]
 pub fn is_bad_instruction(
     idesc: u32,
@@ -241,7 +241,8 @@ pub fn is_bad_instruction(
 }
 
 /// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators of all CTAs, 32
-/// bytes of columns of both operands. Columns ascend and every product is exact, as in the scalar kernel.
+/// bytes of columns of both operands. Columns ascend and every product is exact, as in the scalar
+/// kernel.
 #[cube]
 pub fn execute_mma(
     shared: &[u32],
@@ -283,8 +284,8 @@ pub fn execute_mma(
     }
 }
 
-/// The scale of the columns of word `word` of an instruction, from the word of scales of a row. NVFP4
-/// has two words of codes to a scale; MXFP8 has one scale, which byte `id` is.
+/// The scale of the columns of word `word` of an instruction, from the word of scales of a row.
+/// NVFP4 has two words of codes to a scale; MXFP8 has one scale, which byte `id` is.
 #[cube]
 fn scale_of(scales: u32, id: u32, #[comptime] word: usize, #[comptime] kind: BlockScaled) -> f32 {
     match comptime!(kind) {

@@ -7,10 +7,10 @@
 //! many of them a 128x4 tile of scales holds: in NVFP4 those of one instruction, in MXFP8 those of
 //! all four of a stage, which take the bytes of a word one after another.
 //!
-//! Of two CTAs ([`Sm100Form::TwoCta`]) each has its own stages at the same addresses: its 128 rows of
-//! `a` with their scales, half of the rows of `b`, and the scales of all rows of `b`, because its
-//! accumulators are those of its rows of `a` and of all of `b`. The operands of an instruction are
-//! valid for both.
+//! Of two CTAs ([`Sm100Form::TwoCta`]) each has its own stages at the same addresses: its 128 rows
+//! of `a` with their scales, half of the rows of `b`, and the scales of all rows of `b`, because
+//! its accumulators are those of its rows of `a` and of all of `b`. The operands of an instruction
+//! are valid for both.
 
 use cubecl::prelude::*;
 

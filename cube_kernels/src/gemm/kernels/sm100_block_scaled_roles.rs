@@ -1,5 +1,5 @@
-//! The two threads that drive the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one fills stages, one
-//! issues instructions.
+//! The two threads that drive the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one
+//! fills stages, one issues instructions.
 
 use cubecl::{prelude::barrier::Barrier, prelude::*};
 
@@ -409,8 +409,8 @@ fn expect_share(cta: CtaState, stage: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Without `cta_group::2` TMA signals barriers of the CTA that it fills alone: this thread waits for
-/// fill number `used`, and passes its bytes on to the even CTA.
+/// Without `cta_group::2` TMA signals barriers of the CTA that it fills alone: this thread waits
+/// for fill number `used`, and passes its bytes on to the even CTA.
 #[cube]
 fn forward_share(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.has_arrived()) {

@@ -90,8 +90,8 @@ pub(super) fn wait(barrier: u32, parity: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions, behind loads
-/// of tensor memory. `release.cluster` would wait for all that the epilogue has written.
+/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions, behind
+/// loads of tensor memory. `release.cluster` would wait for all that the epilogue has written.
 #[cube]
 pub(super) fn arrive_at_issuer(barrier: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.ctas() == 1) {

@@ -1,15 +1,15 @@
-//! The block-scaled GEMM of consumer Blackwell (sm_120, sm_121): matrix instructions that take codes
-//! and block scales as they are stored, of NVFP4 (`mma.sync.m16n8k64`, `kind::mxf4nvf4` and
+//! The block-scaled GEMM of consumer Blackwell (sm_120, sm_121): matrix instructions that take
+//! codes and block scales as they are stored, of NVFP4 (`mma.sync.m16n8k64`, `kind::mxf4nvf4` and
 //! `scale_vec::4X`: an E4M3 scale for each 16 elements) or MXFP8 (`mma.sync.m16n8k32`,
 //! `kind::mxf8f6f4` and `scale_vec::1X`: a UE8M0 scale for each 32).
 //!
-//! A cube of eight warps computes a tile of `out`. The codes in [`ROW`] bytes of each row, with their
-//! scales, make a stage; `cp.async` keeps a ring of stages filled, with zeros for what lies outside
-//! the operands, or outside of a group along K. An instruction takes 32 bytes of a row in either
-//! format, and its fragments have the same bytes in the same registers. The four parts of 16 bytes
-//! of a row are exchanged so that eight rows of one part, which `ldmatrix` reads at a time, lie in
-//! different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that of
-//! [`sm90_bf16`](super::sm90_bf16).
+//! A cube of eight warps computes a tile of `out`. The codes in [`ROW`] bytes of each row, with
+//! their scales, make a stage; `cp.async` keeps a ring of stages filled, with zeros for what lies
+//! outside the operands, or outside of a group along K. An instruction takes 32 bytes of a row in
+//! either format, and its fragments have the same bytes in the same registers. The four parts of 16
+//! bytes of a row are exchanged so that eight rows of one part, which `ldmatrix` reads at a time,
+//! lie in different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that
+//! of [`sm90_bf16`](super::sm90_bf16).
 //!
 //! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
 //! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
@@ -228,8 +228,8 @@ fn multiply_nvfp4(
     out
 }
 
-/// Element `i` of a word of codes times the scale, byte `scale` of `scales`. Exact: an E2M1 code has
-/// two significant bits and an E4M3 scale four, and a UE8M0 scale is a power of two.
+/// Element `i` of a word of codes times the scale, byte `scale` of `scales`. Exact: an E2M1 code
+/// has two significant bits and an E4M3 scale four, and a UE8M0 scale is a power of two.
 #[cube]
 fn element(word: u32, i: u32, scales: u32, scale: u32, #[comptime] format: BlockScaled) -> f32 {
     let byte = (scales >> (8u32 * scale)) & 0xFFu32;

@@ -1,5 +1,5 @@
-//! Stages of the [`sm120_block_scaled`](super::sm120_block_scaled) kernel: how codes and block scales of both
-//! operands lie in shared memory, and how `cp.async` brings them there.
+//! Stages of the [`sm120_block_scaled`](super::sm120_block_scaled) kernel: how codes and block
+//! scales of both operands lie in shared memory, and how `cp.async` brings them there.
 
 use cubecl::prelude::*;
 
@@ -139,8 +139,8 @@ pub(super) fn swizzled(row: u32, chunk: u32) -> u32 {
     (chunk ^ ((row / 2u32) % 4u32)) * 16u32
 }
 
-/// The scales of `count` blocks from `first` on of a row that begins at `base`, up to block `end`, in
-/// a word.
+/// The scales of `count` blocks from `first` on of a row that begins at `base`, up to block `end`,
+/// in a word.
 #[cube]
 fn word_of_scales(scales: &[u8], base: usize, first: u32, end: u32, #[comptime] count: u32) -> u32 {
     let mut word = 0u32;

@@ -52,9 +52,9 @@ pub struct EdenScreen {
 impl EdenScreen {
     /// Whether the largest magnitude may be in tile `index`.
     ///
-    /// Sums of a tile are of 128 elements, none of them above `M`, its largest result: at every step
-    /// of a butterfly the largest magnitude grows. A product sums 16 of them with an error of at
-    /// most `16 · 2⁻²² M`, however the sums are aligned and cut off, three more steps make eight
+    /// Sums of a tile are of 128 elements, none of them above `M`, its largest result: at every
+    /// step of a butterfly the largest magnitude grows. A product sums 16 of them with an error of
+    /// at most `16 · 2⁻²² M`, however the sums are aligned and cut off, three more steps make eight
     /// times as much of it at most, and the exact sums round by less: all is below `2⁻¹⁴ M`. Near
     /// the largest number, and where there is a NaN or an infinity, every tile is looked at.
     pub(super) fn may_hold_largest(&self, index: usize) -> bool {

@@ -88,8 +88,8 @@ impl Exchange {
     }
 
     /// Transforms a line that is kept and one that is sent, but for [`low`](Self::low) and
-    /// [`high`](Self::high), to the lower result in `kept` and the upper one in `sent`. The sums are
-    /// those of distances 1, 2, 4, .., 64 in this order. All units of the plane must be here.
+    /// [`high`](Self::high), to the lower result in `kept` and the upper one in `sent`. The sums
+    /// are those of distances 1, 2, 4, .., 64 in this order. All units of the plane must be here.
     pub fn transform(&self, segments: &mut Segments) {
         self.before_last(segments);
         #[unroll]

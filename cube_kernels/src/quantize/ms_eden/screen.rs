@@ -360,7 +360,8 @@ impl Screen {
     }
 }
 
-/// Whether `matrix` can be screened: by the matrix instructions of sm_80, vectors of eight elements.
+/// Whether `matrix` can be screened: by the matrix instructions of sm_80, vectors of eight
+/// elements.
 pub(super) fn can_screen(client: &Client, matrix: &Matrix) -> bool {
     let capabilities = Capabilities::of(client);
     capabilities.conversion.has_ptx()
