@@ -125,11 +125,13 @@ fn step_operands(base: u32, tmem: u32, step: u32, #[comptime] kind: BlockScaled)
         SM100_TILE_M as u32,
         SM100_TILE_N as u32
     ));
-    let mut idesc = plain.runtime();
-    if comptime!(kind == BlockScaled::Mxfp8) {
+    // Not a variable: an instruction in assembly would get its address.
+    let idesc = if comptime!(kind == BlockScaled::Mxfp8) {
         // As `with_scale_ids` has it.
-        idesc |= (step << 4u32) | (step << 29u32);
-    }
+        plain.runtime() | (step << 4u32) | (step << 29u32)
+    } else {
+        plain.runtime()
+    };
     let codes = base + step * comptime!(STEP as u32);
     MmaOperands {
         d: tmem,

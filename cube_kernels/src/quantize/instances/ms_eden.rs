@@ -142,6 +142,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 elem
             ));
             for (suffix, form) in [("", form)].into_iter().chain(others) {
+                let words = words && (across || form == EdenForm::Bf16Unscaled);
+                let (width, elem) = load(words);
                 all.push(instance!(
                     device,
                     ms_eden_kernel,
