@@ -360,11 +360,12 @@ impl Screen {
     }
 }
 
-/// Whether `matrix` can be screened: by the matrix instructions of sm_80, vectors of eight
-/// elements.
+/// Whether `matrix` can be screened: by the matrix instructions of sm_80, in vectors of eight
+/// elements. Not where E2M1 has conversions (sm_100 and later), for which ptxas spills a register.
 pub(super) fn can_screen(client: &Client, matrix: &Matrix) -> bool {
     let capabilities = Capabilities::of(client);
     capabilities.conversion.has_ptx()
+        && !capabilities.conversion.has_nearest()
         && matrix.dtype.size() == 2
         && matrix.cols.is_multiple_of(8)
         && matrix.rows > 0
