@@ -11,7 +11,7 @@ use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
 
 use super::dtype::cast;
-use super::spec::{OperandSpec, QuantParams, QuantRounding};
+use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
@@ -202,8 +202,7 @@ fn shares_screening<B: Backend>(
     row: &QuantParams,
     col: &QuantParams,
 ) -> bool {
-    let is_eden = |params: &QuantParams| matches!(params.rounding, QuantRounding::MsEden(_));
-    matches!(groups, RowGroups::Whole) && is_eden(row) && is_eden(col)
+    matches!(groups, RowGroups::Whole) && row.is_ms_eden() && col.is_ms_eden()
 }
 
 /// Whether one kernel makes both tensors.

@@ -288,7 +288,7 @@ impl GroupedSource {
             let made = launched(made);
             return self.made(made, params, usage, form);
         }
-        if is_eden(params) {
+        if params.is_ms_eden() {
             let amax = self.found.is_some().then(|| self.amax(params, usage));
             return self.eden(params, usage, form, amax);
         }
@@ -370,8 +370,8 @@ impl GroupedSource {
         let is_2d = [row, col].map(|params| params.block == BlockShape::Block2d);
         let [row_form, col_form] = forms;
         if let (Groups::One, None) = (groups, &self.found)
-            && is_eden(&row)
-            && is_eden(&col)
+            && row.is_ms_eden()
+            && col.is_ms_eden()
         {
             let transforms = [&row, &col].map(|params| eden_transform(&self.x.tensor, params));
             let found = quantize::ms_eden_amax_pair(client, matrix, transforms);
@@ -503,11 +503,6 @@ impl GroupedSource {
     fn trace(&self, op: &'static str, usage: &'static str) {
         trace_op(op, usage, self.x.matrix.rows, self.x.matrix.cols);
     }
-}
-
-/// Whether a tensor is made by MS-EDEN, as it is on the device.
-fn is_eden(params: &QuantParams) -> bool {
-    matches!(params.rounding, QuantRounding::MsEden(_)) && params.hadamard.is_some()
 }
 
 /// The transform of MS-EDEN.

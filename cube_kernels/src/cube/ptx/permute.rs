@@ -7,21 +7,7 @@ use cubecl::prelude::*;
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: prmt"; PTX 2.0, all targets.
 #[cube]
-pub fn prmt(a: u32, b: u32, #[comptime] selector: u32) -> u32 {
-    let a = u32::reinterpret(a);
-    let b = u32::reinterpret(b);
-    let bytes: u32;
-    gpu_asm!(
-        "prmt.b32 {o}, {a}, {b}, {s};",
-        o = out(_) bytes, a = in(_) a, b = in(_) b, s = in(_) selector,
-        options(pure, nomem)
-    );
-    u32::reinterpret(bytes)
-}
-
-/// [`prmt()`] with a selector of the run time.
-#[cube]
-pub fn prmt_by(a: u32, b: u32, selector: u32) -> u32 {
+pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     let a = u32::reinterpret(a);
     let b = u32::reinterpret(b);
     let selector = u32::reinterpret(selector);

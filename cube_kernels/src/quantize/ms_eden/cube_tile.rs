@@ -1,5 +1,4 @@
-//! A tile of a cube, in `f32` in shared memory: for devices without planes of 32 units, and across a
-//! packed source, whose blocks of 16 lines a cube decodes once.
+//! A tile of a cube, in `f32` in shared memory: for devices without planes of 32 units.
 
 use cubecl::prelude::*;
 

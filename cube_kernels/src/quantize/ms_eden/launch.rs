@@ -216,7 +216,9 @@ pub fn ms_eden_amax<'a>(
     usage: Usage,
     transform: impl Into<EdenTransform>,
 ) -> Result<Handle, Nvfp4Error> {
-    amax_of(client, source.into(), usage, &transform.into(), None)
+    let (source, transform) = (source.into(), transform.into());
+    let geometry = Geometry::new(client, source, usage, &transform, None)?;
+    Ok(amax_of(client, &geometry, &transform, None))
 }
 
 /// [`ms_eden_amax`] of a matrix along its rows and across them, by the transform for each: the same
@@ -229,37 +231,30 @@ pub fn ms_eden_amax_pair(
     matrix: &Matrix,
     [along, across]: [EdenTransform; 2],
 ) -> Result<[Handle; 2], Nvfp4Error> {
-    let source = EdenSource::Matrix(matrix);
-    matrix.check("source")?;
-    along.check()?;
-    across.check()?;
+    let geometry = |usage, transform| {
+        Geometry::new(client, EdenSource::Matrix(matrix), usage, transform, None)
+    };
+    let rows = geometry(Usage::Rowwise, &along)?;
+    let cols = geometry(Usage::Columnwise, &across)?;
     let screens = can_screen(client, matrix).then(|| screen(client, matrix, [&along, &across]));
     let [of_along, of_across] = screens.map_or([None, None], |screens| screens.map(Some));
     Ok([
-        amax_of(client, source, Usage::Rowwise, &along, of_along.as_ref())?,
-        amax_of(
-            client,
-            source,
-            Usage::Columnwise,
-            &across,
-            of_across.as_ref(),
-        )?,
+        amax_of(client, &rows, &along, of_along.as_ref()),
+        amax_of(client, &cols, &across, of_across.as_ref()),
     ])
 }
 
 /// [`ms_eden_amax`], of the tiles alone that a `screen` leaves.
 fn amax_of(
     client: &Client,
-    source: EdenSource,
-    usage: Usage,
+    geometry: &Geometry,
     transform: &EdenTransform,
     screen: Option<&Screen>,
-) -> Result<Handle, Nvfp4Error> {
-    let geometry = Geometry::new(client, source, usage, transform, None)?;
-    let maxima = source.groups().count();
+) -> Handle {
+    let maxima = geometry.source.groups().count();
     let out = zeros_of_step(client, maxima);
     if geometry.tile_count == 0 {
-        return Ok(out);
+        return out;
     }
     // SAFETY: as many were allocated.
     let result = unsafe { buffer(&out, maxima) };
@@ -290,7 +285,7 @@ fn amax_of(
             elements.elem(),
         );
     }
-    Ok(out)
+    out
 }
 
 /// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values

@@ -541,10 +541,10 @@ fn fill_across<F: Numeric, N: Size>(
 fn half_of(word: u32, second: bool, #[comptime] kind: FloatKind) -> f32 {
     if comptime!(kind == FloatKind::Bf16) {
         let selector = select(second, 0x3244u32, 0x1044u32);
-        f32::reinterpret(ptx::prmt_by(word, 0u32, selector))
+        f32::reinterpret(ptx::prmt(word, 0u32, selector))
     } else {
         let selector = select(second, 0x4432u32, 0x4410u32);
-        unpack(ptx::prmt_by(word, 0u32, selector), 0u32, kind)
+        unpack(ptx::prmt(word, 0u32, selector), 0u32, kind)
     }
 }
 
