@@ -99,6 +99,5 @@ pub use nn::{
 pub use nvfp4_kernels::{
     BlockPosition, Gap, Gaps, Hadamard, Nvfp4Error, RandomStream, Rounding, Usage,
 };
-pub use parallel::DataParallel;
 pub use recipe::{LayerMode, Nvfp4Recipe};
 pub use state::{Nvfp4State, RngState, set_mode};

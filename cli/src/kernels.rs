@@ -93,7 +93,7 @@ impl log::Log for Counter {
 /// The time until the first step is done, in which kernels are compiled. Says every few seconds how
 /// many are.
 pub(crate) struct Waiting {
-    devices: Vec<Device>,
+    device: Device,
     started: Instant,
     before: usize,
     /// Ends the reports when it is dropped.
@@ -101,8 +101,8 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    /// Begins to wait for `devices`; `report` shows how many kernels were compiled.
-    pub(crate) fn new(devices: &[Device], report: impl Fn(usize) + Send + 'static) -> Self {
+    /// Begins to wait for `device`; `report` shows how many kernels were compiled.
+    pub(crate) fn new(device: &Device, report: impl Fn(usize) + Send + 'static) -> Self {
         let before = compiled();
         let (sender, receiver) = channel::<()>();
         let thread = thread::spawn(move || {
@@ -111,19 +111,17 @@ impl Waiting {
             }
         });
         Self {
-            devices: devices.to_vec(),
+            device: device.clone(),
             started: Instant::now(),
             before,
             reports: Some((sender, thread)),
         }
     }
 
-    /// Waits for the devices, on which the first step was queued; what the time went to.
+    /// Waits for the device, on which the first step was queued; what the time went to.
     pub(crate) fn finish(mut self) -> String {
-        for device in &self.devices {
-            // A failure shows where the loss is read.
-            let _ = device.sync();
-        }
+        // A failure shows where the loss is read.
+        let _ = self.device.sync();
         self.stop();
         let place = place();
         let seconds = self.started.elapsed().as_secs_f64();
@@ -153,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_wait_ends_with_what_was_compiled() {
-        let waiting = Waiting::new(&[], |_| {});
+        let waiting = Waiting::new(&Device::flex(), |_| {});
         COMPILED.fetch_add(2, Ordering::Relaxed);
         let text = waiting.finish();
         assert!(text.contains("2 kernels compiled"), "{text}");

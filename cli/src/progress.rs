@@ -52,12 +52,12 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Of step `first` of `steps`. `compiles` says whether the devices compile kernels.
+    /// Of step `first` of `steps`. `compiles` says whether `device` compiles kernels.
     pub(crate) fn new(
         recipe: RecipeName,
         (first, steps): (u64, u64),
         interrupt: Arc<AtomicBool>,
-        devices: &[Device],
+        device: &Device,
         compiles: bool,
     ) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
@@ -67,7 +67,7 @@ impl Progress {
         });
         let waiting = compiles.then(|| {
             let bar = bar.clone();
-            Waiting::new(devices, move |compiled| {
+            Waiting::new(device, move |compiled| {
                 let text = format!("waiting for the first step: {compiled} kernels compiled");
                 show(bar.as_ref(), &text);
             })

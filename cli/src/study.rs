@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::{DeviceName, install_decorator};
 use crate::options::Options;
 use crate::plot;
-use crate::train::{gap, median_speed, open_all};
+use crate::train::{gap, median_speed};
 
 #[derive(Args)]
 pub(crate) struct Study {
@@ -144,7 +144,7 @@ impl Planned {
 struct Session<'a> {
     out: &'a Path,
     corpus: &'a Corpus,
-    devices: &'a [Device],
+    device: &'a Device,
     until: Option<Instant>,
     interrupt: &'a AtomicBool,
 }
@@ -162,7 +162,7 @@ impl Session<'_> {
         let Planned { name, config, .. } = planned;
         let folder = self.out.join(name);
         let recipe = config.recipe.clone();
-        let mut run = Run::<M>::open(config, recipe, self.corpus, self.devices, &folder)?;
+        let mut run = Run::<M>::open(config, recipe, self.corpus, self.device, &folder)?;
         write_json(&folder.join(CONFIG), config)?;
         let mut watch = Watch {
             name,
@@ -227,11 +227,11 @@ impl Study {
             let until = self
                 .seconds
                 .map(|s| Instant::now() + Duration::from_secs(s));
-            let devices = open_all(first, device)?;
+            let device = device.open()?;
             let session = Session {
                 out: &self.out,
                 corpus: &corpus,
-                devices: &devices,
+                device: &device,
                 until,
                 interrupt: &interrupt,
             };

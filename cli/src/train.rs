@@ -73,7 +73,7 @@ struct Summary {
     /// Median over the rows of metrics.csv.
     tokens_per_s: Option<f64>,
     baseline_tokens_per_s: Option<f64>,
-    /// All devices, separated by commas.
+    /// Of rank 0.
     device: String,
     /// The hardware's own name.
     hardware: Option<String>,
@@ -135,8 +135,8 @@ impl Train {
         if config.decorate.is_some() {
             install_decorator()?;
         }
-        let devices = agree(group, open_all(&config, device_name))?;
-        let connected = agree(group, ranks.connected(&devices[0], &config))?;
+        let device = agree(group, device_name.open())?;
+        let connected = agree(group, ranks.connected(&device, &config))?;
         let mut prepare = || -> Result<Corpus> {
             if ranks.is_first() {
                 eprintln!("reading text ...");
@@ -145,7 +145,7 @@ impl Train {
             let corpus = Corpus::load(&config.data, config.data_bytes)?;
             corpus.check(config.model.context)?;
             if self.resume.is_none() {
-                check_models(&config, &devices[0], &connected)?;
+                check_models(&config, &device, &connected)?;
                 // The run can be resumed from another folder.
                 for path in &mut config.data {
                     *path = std::path::absolute(&path)
@@ -168,7 +168,7 @@ impl Train {
         let training = Training {
             config: &config,
             corpus: &corpus,
-            devices: &devices,
+            device: &device,
             folder: &folder,
             stop_at: self.stop_at,
             interrupt: &interrupt,
@@ -203,7 +203,7 @@ impl Train {
             return Ok(ExitCode::from(interrupted));
         }
         let reported = match ranks.is_first() {
-            true => report(&config, &corpus, &folder, &results, all_hardware(&devices)),
+            true => report(&config, &corpus, &folder, &results, hardware(&device)),
             false => Ok(()),
         };
         agree(group, reported)?;
@@ -230,7 +230,7 @@ impl Train {
         Ok((config, device, folder))
     }
 
-    /// The configuration, of the resumed run or of a new one, and its (first) device.
+    /// The configuration, of the resumed run or of a new one, and its device.
     fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
             let path = folder.join(CONFIG);
@@ -242,12 +242,6 @@ impl Train {
             let mut config: RunConfig = read_json(&path)?;
             let given = self.options.clone().of_resumed()?;
             if let Some(device) = given.device {
-                ensure!(
-                    config.devices.is_empty(),
-                    "device is {device}, but the run in {} is on {}: leave --device out",
-                    folder.display(),
-                    config.devices.join(",")
-                );
                 config.device = device.to_string();
             }
             config.tp = given.tp.unwrap_or(config.tp);
@@ -315,35 +309,11 @@ fn fits<M: LanguageModel>(
     M::part_of(M::build(config, recipe, device)?, config, groups).map(drop)
 }
 
-/// The hardware's own names, each once.
-fn all_hardware(devices: &[Device]) -> Option<String> {
-    let mut names: Vec<String> = devices.iter().filter_map(hardware).collect();
-    names.dedup();
-    (!names.is_empty()).then(|| names.join(", "))
-}
-
-/// The devices of the run: `device`, or all of `devices`.
-pub(crate) fn open_all(config: &RunConfig, device: DeviceName) -> Result<Vec<Device>> {
-    if config.devices.is_empty() {
-        return Ok(vec![device.open()?]);
-    }
-    config
-        .devices
-        .iter()
-        .map(|name| {
-            let name: DeviceName = name
-                .parse()
-                .map_err(|error| anyhow::anyhow!("devices has {name:?}, but {error}"))?;
-            name.open()
-        })
-        .collect()
-}
-
 /// What the runs of all recipes share.
 struct Training<'a> {
     config: &'a RunConfig,
     corpus: &'a Corpus,
-    devices: &'a [Device],
+    device: &'a Device,
     folder: &'a Path,
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
@@ -362,7 +332,7 @@ impl Training<'_> {
                 self.config,
                 recipe.clone(),
                 self.corpus,
-                self.devices,
+                self.device,
                 &path,
                 self.groups.clone(),
             )?;
@@ -373,8 +343,8 @@ impl Training<'_> {
                         recipe.clone(),
                         (run.step(), self.config.steps),
                         self.interrupt.clone(),
-                        self.devices,
-                        self.config.all_devices().contains("cuda"),
+                        self.device,
+                        self.config.device.contains("cuda"),
                     );
                     let outcome = run.train(self.stop_at, &mut progress);
                     progress.finish();
@@ -449,10 +419,10 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         config.recipe,
         config.steps,
         config.batch * config.model.context,
-        config.all_devices(),
+        config.device,
         folder.display()
     );
-    if config.all_devices().contains("cuda") {
+    if config.device.contains("cuda") {
         eprintln!("kernels {}", kernels::place());
     }
 }
@@ -502,7 +472,7 @@ fn report(
         baseline_seconds: baseline.map(|result| result.seconds),
         tokens_per_s: main.tokens_per_s(),
         baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
-        device: config.all_devices(),
+        device: config.device.clone(),
         hardware,
         train_bytes: corpus.fingerprint().train_bytes,
         valid_bytes: corpus.fingerprint().valid_bytes,

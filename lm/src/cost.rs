@@ -14,11 +14,11 @@ use serde::Serialize;
 
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
-use crate::data_parallel::{Rank, Watched};
 use crate::groups::ParallelGroups;
 use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
+use crate::train::rank::{Rank, Watched};
 
 /// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

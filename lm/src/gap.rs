@@ -119,7 +119,7 @@ fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: &Path) -> f64 {
         seed,
         ..RunConfig::preset(Preset::Tiny, "flex")
     };
-    let device = [Device::flex()];
+    let device = Device::flex();
     let mut run = Run::<Transformer>::open(&config, recipe, corpus, &device, folder).unwrap();
     run.train(None, &mut ()).unwrap();
     run.rows().last().and_then(|row| row.train_loss).unwrap()

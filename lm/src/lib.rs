@@ -52,7 +52,6 @@ pub mod sample;
 pub mod tokens;
 pub mod train;
 
-mod data_parallel;
 #[cfg(all(test, feature = "flex"))]
 mod gap;
 mod random;

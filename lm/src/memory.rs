@@ -32,7 +32,7 @@ pub struct MemoryNeed {
 }
 
 impl MemoryNeed {
-    /// What a step of the run `config` with `recipe` needs on each of its devices.
+    /// What a step of the run `config` with `recipe` needs on the device of each rank.
     pub fn of(config: &RunConfig, recipe: &RecipeName) -> Self {
         let model = &config.model;
         let element = config.activation_of(recipe).bytes();
@@ -50,7 +50,7 @@ impl MemoryNeed {
         let blocks = element * (5 * model.width * model.layers + inner * kept);
         // One-hot bytes, as input and as target, and their probabilities in f32.
         let ends = VOCABULARY * (element + 4 + 4);
-        let tokens = config.batch / config.devices_together() * model.context;
+        let tokens = config.batch / config.ranks_together() * model.context;
         let parameters = config.parameters_of_rank() as u64;
         let ranks = config.dp.unwrap_or(1) as u64;
         let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
@@ -123,7 +123,7 @@ impl fmt::Display for OutOfMemory {
             need,
             batch,
             context,
-            devices,
+            ranks,
             command,
         } = &self.budget;
         write!(f, "out of device memory on {device}: ")?;
@@ -144,9 +144,9 @@ impl fmt::Display for OutOfMemory {
         }
         writeln!(f, "  gradients        {:>10}", shown(need.gradients))?;
         writeln!(f, "  optimizer state  {:>10}", shown(need.optimizer))?;
-        let (share, each) = match devices {
+        let (share, each) = match ranks {
             0 | 1 => (*batch, ""),
-            _ => (batch / devices, " on each device"),
+            _ => (batch / ranks, " on each rank"),
         };
         writeln!(
             f,
@@ -170,7 +170,7 @@ impl fmt::Display for OutOfMemory {
                     write!(f, ", a larger --recompute")?;
                 }
                 if device.starts_with("cuda") {
-                    write!(f, ", or more GPUs (--devices), which share each batch")?;
+                    write!(f, ", or more GPUs (nvfp4 launch), which share each batch")?;
                 }
             }
             Command::Finetune { has_adapters, .. } => {
@@ -192,15 +192,15 @@ impl fmt::Display for OutOfMemory {
 
 impl std::error::Error for OutOfMemory {}
 
-/// The memory that a run needs on each of its devices.
+/// The memory that a run needs on the device of each rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBudget {
     device: String,
     need: MemoryNeed,
     batch: usize,
     context: usize,
-    /// How many devices share a batch.
-    devices: usize,
+    /// How many ranks share a batch.
+    ranks: usize,
     command: Command,
 }
 
@@ -253,11 +253,11 @@ impl MemoryBudget {
     /// The budget of the run `config` with `recipe`.
     pub fn new(config: &RunConfig, recipe: &RecipeName) -> Self {
         Self {
-            device: config.all_devices(),
+            device: config.device.clone(),
             need: MemoryNeed::of(config, recipe),
             batch: config.batch,
             context: config.model.context,
-            devices: config.devices_together(),
+            ranks: config.ranks_together(),
             command: Command::Train {
                 can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
                 is_f32: *recipe == RecipeName::f32(),
@@ -272,7 +272,7 @@ impl MemoryBudget {
             need: run.need,
             batch: run.batch,
             context: run.context,
-            devices: 1,
+            ranks: 1,
             command: Command::Finetune {
                 has_adapters: run.has_adapters,
                 is_f32: run.is_f32,
@@ -285,7 +285,7 @@ impl MemoryBudget {
         let left = capacity?.saturating_sub(self.need.fixed());
         let share =
             u128::from(left) * self.batch as u128 / u128::from(self.need.activations.max(1));
-        let most = share as usize / self.devices * self.devices;
+        let most = share as usize / self.ranks * self.ranks;
         Some(most)
     }
 
@@ -472,11 +472,11 @@ mod tests {
         config.activation = Activation::F32;
         let wide = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(wide.activations, 8 * 128 * (4 * 2 * block + 256 * 12));
-        config.devices = ["cuda:0", "cuda:1"].map(String::from).into();
+        config.dp = Some(2);
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
         // A tensor group shares all of it, and experts are on some ranks of the batch.
-        (config.devices, config.tp) = (Vec::new(), 2);
+        (config.dp, config.tp) = (None, 2);
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
         assert_eq!(half.weights, 4 * parameters / 2);
@@ -508,7 +508,7 @@ mod tests {
             "a smaller --batch (no more than 49",
             "--context",
             "--recompute",
-            "--devices",
+            "nvfp4 launch",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }

@@ -80,12 +80,21 @@ pub(crate) fn gathered_bytes<const N: usize>(
     group: &ProcessGroup,
     own: [u8; N],
 ) -> Result<Vec<[u8; N]>> {
-    let mut all = vec![0; N * group.size()];
-    (group.collective()).all_gather(Buffer::U8(&own), BufferMut::U8(&mut all))?;
+    let all = gathered(group, &own)?;
     let parts = all.chunks_exact(N).map(<[u8; N]>::try_from);
     parts
         .map(|part| part.map_err(|error| anyhow!("{error}")))
         .collect()
+}
+
+/// [`gathered_bytes`] of a number of bytes that is known at run time, one rank behind the other.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn gathered(group: &ProcessGroup, own: &[u8]) -> Result<Vec<u8>> {
+    let mut all = vec![0; own.len() * group.size()];
+    (group.collective()).all_gather(Buffer::U8(own), BufferMut::U8(&mut all))?;
+    Ok(all)
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! One training run: step, evaluate, record, save, resume.
 
+mod digest;
 #[cfg(all(test, feature = "flex"))]
 mod parallel_tests;
+pub(crate) mod rank;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,13 +22,13 @@ use crate::checkpoint::parts::parameter_names;
 use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
-use crate::data_parallel::{Others, Rank, Watched};
 use crate::groups::ParallelGroups;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due, read_lossy, whole_lines};
 use crate::model::LanguageModel;
 use crate::optim::{Optimizer, learning_rate};
 use crate::ranks::{self, agree};
+use rank::{Rank, Watched};
 
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
@@ -62,13 +64,8 @@ pub struct Run<'a, M> {
     config: &'a RunConfig,
     recipe: RecipeName,
     corpus: &'a Corpus,
-    /// All devices, with autodiff.
-    devices: Vec<Device>,
     folder: PathBuf,
-    /// The rank on the first device, with which everything but steps is done.
     rank: Rank<M>,
-    /// Those on the other devices, while steps are taken.
-    others: Option<Others>,
     /// The processes of the run, of which this is one.
     groups: ParallelGroups,
     step: u64,
@@ -83,21 +80,21 @@ pub struct Run<'a, M> {
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
-    /// Start the run `config` with `recipe`, or resume it if `folder` has a checkpoint of it. With
-    /// several `devices`, each takes its part of every batch.
+    /// Start the run `config` with `recipe` on `device`, or resume it if `folder` has a checkpoint of
+    /// it.
     ///
     /// # Errors
-    /// When there is no device, the batch cannot be shared equally, the configuration does not fit
-    /// the device or the text, or the checkpoint is damaged or belongs to another run.
+    /// When the configuration does not fit the device or the text, or the checkpoint is damaged or
+    /// belongs to another run.
     pub fn open(
         config: &'a RunConfig,
         recipe: RecipeName,
         corpus: &'a Corpus,
-        devices: &[Device],
+        device: &Device,
         folder: &Path,
     ) -> Result<Self> {
         let groups = ParallelGroups::single();
-        Self::open_rank(config, recipe, corpus, devices, folder, groups)
+        Self::open_rank(config, recipe, corpus, device, folder, groups)
     }
 
     /// As [`open`](Self::open), as a rank of `groups`: all ranks, a process with a device each, make
@@ -111,12 +108,12 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         config: &'a RunConfig,
         recipe: RecipeName,
         corpus: &'a Corpus,
-        devices: &[Device],
+        device: &Device,
         folder: &Path,
         groups: ParallelGroups,
     ) -> Result<Self> {
         let world = groups.world().clone();
-        let made = Self::try_open(config, recipe, corpus, devices, folder, groups);
+        let made = Self::try_open(config, recipe, corpus, device, folder, groups);
         let (mut run, names) = agree(&world, made)?;
         let joined = run.rank.join(&run.groups, config, names);
         agree(&world, joined)?;
@@ -132,7 +129,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         config: &'a RunConfig,
         recipe: RecipeName,
         corpus: &'a Corpus,
-        devices: &[Device],
+        device: &Device,
         folder: &Path,
         groups: ParallelGroups,
     ) -> Result<(Self, BTreeMap<u64, String>)> {
@@ -141,14 +138,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         if config.graph {
             groups.check_graph()?;
         }
-        ensure!(!devices.is_empty(), "devices is empty, but a run has one");
-        check_share(config.batch, devices.len())?;
         corpus.check(config.model.context)?;
         let budget = MemoryBudget::new(config, &recipe);
-        devices.iter().try_for_each(|device| budget.check(device))?;
+        budget.check(device)?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let devices: Vec<Device> = devices.iter().cloned().map(Device::autodiff).collect();
-        let device = devices[0].clone();
+        let device = device.clone().autodiff();
         let mut model = M::build(config, &recipe, &device)?;
         let mut optimizer = Optimizer::new(config)?;
         let mut resumed = None;
@@ -178,8 +172,6 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             recipe,
             corpus,
             rank: Rank::new(device, model, optimizer),
-            others: None,
-            devices,
             folder: folder.into(),
             step: 0,
             losses: Vec::new(),
@@ -255,20 +247,14 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// stops it. Writes a checkpoint at the end in any case.
     ///
     /// # Errors
-    /// When the loss is no longer finite, a device runs out of memory, the weights of the devices
-    /// are not equal at a checkpoint, or a file cannot be written.
+    /// When the loss is no longer finite, the device runs out of memory, the weights of the ranks are
+    /// not equal at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         let budget = MemoryBudget::new(self.config, &self.recipe);
         let device = self.rank.device.clone();
         budget.guard(&device, || {
-            if self.devices.len() > 1 {
-                self.others = Some(Others::start(&mut self.rank, &self.devices, &budget)?);
-            }
             let outcome = self.train_ranks(stop_at, observer);
             self.rank.end_graph();
-            if let Some(others) = self.others.take() {
-                others.stop();
-            }
             outcome
         })
     }
@@ -386,16 +372,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             .corpus
             .train_batch(seed, self.step, batch, model.context);
         let group = self.groups.batch();
-        let batch = batch
+        let own = batch
             .split(group.size())
             .into_iter()
             .nth(group.rank())
             .expect("a part for each rank");
-        let mut parts = batch.split(self.devices.len()).into_iter();
-        let own = parts.next().expect("a run has a device");
-        if let Some(others) = &self.others {
-            others.step(parts, lr);
-        }
         self.rank.step(own, lr, watched)?;
         self.step += 1;
         Ok(())
@@ -433,10 +414,6 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     /// Fetch the losses that are still on the device, which waits for it.
     fn read_losses(&mut self) -> Result<()> {
         let losses = self.rank.losses();
-        let losses = match &self.others {
-            Some(others) if !losses.is_empty() => others.mean_losses(losses),
-            _ => losses,
-        };
         let group = self.groups.batch();
         let losses = match group.size() {
             1 => losses,
@@ -514,12 +491,11 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         // Rows and samples reach the disk before the checkpoint that relies on them.
         self.metrics.write()?;
         self.sync_telemetry()?;
-        if let Some(others) = &self.others {
-            others.check(&self.rank, self.step)?;
-        }
         let model = self.rank.model();
         let partition = self.rank.partition();
         let mut record: Bytes = model.valid().into_record().into_bytes()?;
+        let equal = self.rank.check_equal(&record, self.step);
+        agree(self.groups.world(), equal)?;
         let mut nvfp4 = Nvfp4State::collect(model);
         if let Some(partition) = partition {
             record = partition.renamed(record)?;
@@ -593,14 +569,4 @@ fn has_row(config: &RunConfig, step: u64) -> bool {
     [config.eval_every, config.log_every]
         .into_iter()
         .any(|every| is_due(every, step, config.steps))
-}
-
-/// Fail unless `devices` devices can take equal parts of a batch of `batch` sequences.
-fn check_share(batch: usize, devices: usize) -> Result<()> {
-    ensure!(
-        batch.is_multiple_of(devices),
-        "batch is {batch}, but it must be a multiple of the number of devices ({devices}), which \
-         take equal parts of it"
-    );
-    Ok(())
 }

@@ -2,17 +2,20 @@
 
 use crate::support::*;
 
+/// The sizes of a decorated model.
+#[cfg(feature = "cpu")]
+const DECORATED: &str = "--decorate --recipe nvidia --no-compare --device cpu --width 16 \
+                         --layers 1 --heads 1 --hidden 32 --context 8 --batch 2 --steps 2 \
+                         --eval-every 2 --eval-batches 1 --log-every 1 --checkpoint-every 2";
+
 /// A model of Burn's own layers: trained, stopped, resumed, sampled, with an account of every
 /// product.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_decorated_model_trains_and_resumes() {
     let out = folder("decorated");
-    let sizes = "--decorate --recipe nvidia --no-compare --device cpu --width 16 --layers 1 \
-                 --heads 1 --hidden 32 --context 8 --batch 2 --steps 2 --eval-every 2 \
-                 --eval-batches 1 --log-every 1 --checkpoint-every 2 --stop-at 1";
     let paths = ["--data", text(), "--out", out.to_str().unwrap()];
-    let said = succeeds(nvfp4(&format!("train {sizes}"), &paths));
+    let said = succeeds(nvfp4(&format!("train {DECORATED} --stop-at 1"), &paths));
     assert!(
         said.contains("encoder.layers.0.pwff.linear_outer"),
         "{said}"
@@ -31,4 +34,31 @@ fn a_decorated_model_trains_and_resumes() {
         nvfp4("sample --device flex", &checkpoint),
         &["CubeCL CPU or CUDA"],
     );
+}
+
+/// Two ranks with a part of each batch average the gradients of decorated layers, too: a checkpoint
+/// is not written where their weights differ.
+#[cfg(feature = "cpu")]
+#[test]
+fn decorated_ranks_train_as_one() {
+    let losses = |name: &str, command: &str| -> Vec<f64> {
+        let out = folder(name);
+        let paths = ["--data", text(), "--out", out.to_str().unwrap()];
+        let said = succeeds(nvfp4(&format!("{command} {DECORATED}"), &paths));
+        assert!(said.contains("encoder.layers.0.mha.query"), "{said}");
+        let rows = metrics(&out.join("nvidia").join("metrics.csv"));
+        let losses = rows.iter().flat_map(|row| [&row[2], &row[3]]);
+        let losses = losses.filter(|loss| !loss.is_empty());
+        losses.map(|loss| loss.parse().unwrap()).collect()
+    };
+    let one = losses("decorated-one", "train");
+    let two = losses("decorated-two", "launch --gpus 2 -- train");
+    assert_eq!(one.len(), two.len());
+    // Each rank has the amax and the random bits of its own tokens.
+    for (one, two) in one.iter().zip(&two) {
+        assert!(
+            (two / one - 1.0).abs() < 0.01,
+            "{one} on one rank, {two} on two"
+        );
+    }
 }

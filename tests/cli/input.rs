@@ -6,10 +6,9 @@ use crate::support::*;
 
 #[test]
 fn bad_arguments_are_named() {
-    let cases: [(&str, &[&str]); 15] = [
+    let cases: [(&str, &[&str]); 14] = [
         ("--decorate", &["decorate", "flex", "cuda:N"]),
         ("--decorate=maybe", &["--decorate", "strict", "lenient"]),
-        ("--devices cuda:0,cuda:1", &["--devices", "--device"]),
         ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
         ("--device cuda:99", &["cuda:99"]),
         ("--recipe fp8", &["recipe", "fp8", "nvfp4"]),
@@ -95,7 +94,7 @@ fn folders_and_files_are_checked() {
     // A file of options, and flags that win over it.
     let out = folder("from-config");
     let values = format!(
-        r#"{{"devices": ["cuda:0", "cuda:1"], "decorate": "strict", "experts": 4, "width": 16,
+        r#"{{"device": "cuda:0", "decorate": "strict", "experts": 4, "width": 16,
             "layers": 1, "heads": 1, "hidden": 16, "context": 16, "batch": 2, "steps": 2, "eval_batches": 1,
             "compare": false, "data": [{:?}]}}"#,
         text()

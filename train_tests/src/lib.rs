@@ -5,8 +5,6 @@
 mod book {
     #[doc = include_str!("../../docs/src/train.md")]
     struct Train;
-    #[doc = include_str!("../../docs/src/data-parallel.md")]
-    struct DataParallel;
     #[doc = include_str!("../../docs/src/parallel.md")]
     struct Parallel;
     #[doc = include_str!("../../docs/src/expert-parallel.md")]

@@ -111,11 +111,7 @@ fn commands(args: &Args) -> Vec<(Command, Vec<&'static str>)> {
         cube.args(["--test", "burn_nvfp4"]);
         cube.env("NVFP4_TEST_DEVICE", "cpu");
         // Those of the decorator are on that runtime in the first run.
-        let skip = [
-            "--skip=decorate::",
-            "--skip=decorate_limits::",
-            "--skip=ddp::",
-        ];
+        let skip = ["--skip=decorate::", "--skip=decorate_limits::"];
         commands.push((cube, skip.to_vec()));
     }
     commands

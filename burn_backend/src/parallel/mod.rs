@@ -9,20 +9,18 @@
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
 //!   optimizer which ones.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
-//! - [`DataParallel`] averages gradients over the devices of one process.
 
 pub mod functions;
 
 mod buckets;
-mod data;
+mod distributed;
 mod gradients;
 mod group;
 mod overlapped;
 mod quantized;
 mod sharded;
 
-pub use data::DataParallel;
-pub(crate) use data::warn_of_distributed_weight;
+pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
     ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
 };

@@ -7,7 +7,6 @@ mod accuracy;
 mod attention;
 mod block;
 #[cfg(feature = "cuda")]
-mod ddp;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod decorate;
 #[cfg(feature = "cpu")]

@@ -257,7 +257,7 @@ impl Session {
             config.recipe_name.clone(),
             (run.step(), config.steps),
             interrupt.clone(),
-            &[device],
+            &device,
             matches!(self.device, DeviceName::Cuda(_)),
         );
         let outcome = run.train(self.stop_at, &mut progress);

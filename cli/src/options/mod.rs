@@ -164,18 +164,12 @@ impl Options {
         self
     }
 
-    /// Put these options over those of `below`. An option removes those that contradict it:
-    /// `device` removes `devices`, `model` dense removes the experts, and the other way round.
+    /// Put these options over those of `below`. An option removes those that contradict it: `model`
+    /// dense removes the experts, and the other way round.
     pub(crate) fn over(self, below: Self) -> Self {
         let Self(mut all) = below;
         let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
         let mut remove = |keys: &[&str]| all.retain(|key, _| !keys.contains(&key.as_str()));
-        if self.has("device") {
-            remove(&["devices"]);
-        }
-        if self.has("devices") {
-            remove(&["device"]);
-        }
         if dense(&self.0) {
             remove(&["experts", "top_k", "balance_loss"]);
         }
@@ -208,15 +202,9 @@ impl Options {
         let is_given = ["warmup", "seed", "experts"].map(|key| self.has(key));
         let [warmup_is_given, seed_is_given, experts_are_given] = is_given;
         let (request, values) = self.split()?;
-        let devices = request.devices.unwrap_or_default();
-        let devices: Vec<DeviceName> = devices
-            .iter()
-            .map(|name| parse_device(name))
-            .collect::<Result<_>>()?;
-        let device = match (&request.device, devices.first()) {
-            (Some(name), _) => parse_device(name)?,
-            (None, Some(first)) => *first,
-            (None, None) => DeviceName::best()?,
+        let device = match &request.device {
+            Some(name) => parse_device(name)?,
+            None => DeviceName::best()?,
         };
         let preset = request.preset.unwrap_or_default();
         let base = RunConfig::preset(preset, &device.to_string());
@@ -236,7 +224,6 @@ impl Options {
         let experts = request.model.and_then(ModelKind::experts);
         config.model.experts = config.model.experts.or(experts);
         config.decorate = request.decorate.and_then(|decorate| decorate.0);
-        config.devices = devices.iter().map(DeviceName::to_string).collect();
 
         let mut named = |name: &str, option| recipes::named(name, option, &mut config.recipes);
         if let Some(name) = &request.recipe {

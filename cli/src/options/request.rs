@@ -41,15 +41,6 @@ pub(super) struct Request {
     /// Train on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     pub(super) device: Option<String>,
-    /// Train on several GPUs, such as cuda:0,cuda:1. Each takes an equal part of every batch, and
-    /// the gradients are averaged [default: --device alone]
-    #[arg(
-        long,
-        value_name = "A,B,..",
-        value_delimiter = ',',
-        conflicts_with = "device"
-    )]
-    pub(super) devices: Option<Vec<String>>,
     /// Train a dense model or a mixture of experts [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,

@@ -77,18 +77,6 @@ fn over(flags: &str, file: &str) -> RunConfig {
 
 #[test]
 fn a_flag_takes_the_other_of_its_pair_out_of_the_file() {
-    let two = r#"{"device": "cuda:0", "devices": ["cuda:0", "cuda:1"]}"#;
-    let config = over(r#"{"device": "flex"}"#, two);
-    assert_eq!((config.device.as_str(), config.devices.len()), ("flex", 0));
-    for device in ["flex", "cuda:7"] {
-        let file = format!(r#"{{"device": "{device}"}}"#);
-        let config = over(r#"{"devices": ["cuda:0", "cuda:1"]}"#, &file);
-        assert_eq!(
-            (config.device.as_str(), config.devices.len()),
-            ("cuda:0", 2)
-        );
-    }
-
     let experts = r#"{"device": "flex", "experts": 4, "top_k": 1, "balance_loss": 0.05}"#;
     let of_preset = r#"{"device": "flex", "preset": "moe-10m", "experts": 8, "width": 64}"#;
     for (flags, file) in [

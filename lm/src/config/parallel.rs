@@ -1,4 +1,4 @@
-//! How a run is spread over devices and ranks, and the checks of that.
+//! How a run is spread over ranks, and the checks of that.
 
 use anyhow::{Result, bail, ensure};
 use burn_nvfp4::attention::MAX_HEAD;
@@ -8,9 +8,9 @@ use super::model::VOCABULARY;
 use super::run::RunConfig;
 
 impl RunConfig {
-    /// Devices that share a batch.
-    pub(crate) fn devices_together(&self) -> usize {
-        self.devices.len().max(1) * self.dp.unwrap_or(1).max(1)
+    /// Ranks that share a batch.
+    pub(crate) fn ranks_together(&self) -> usize {
+        self.dp.unwrap_or(1).max(1)
     }
 
     /// Parameters of each rank, where it has parts of matrices or of the experts.
@@ -33,7 +33,6 @@ impl RunConfig {
                 self.check_partition(flag, ranks)?;
             }
         }
-        self.check_devices()?;
         self.check_sharding()?;
         self.check_tensor_parallel()?;
         self.check_expert_parallel()
@@ -58,11 +57,6 @@ impl RunConfig {
             self.decorate.is_none(),
             "{flag} is {ranks} and decorate is given, but decorated layers are Burn's, which are \
              not split: leave out one of them"
-        );
-        ensure!(
-            self.devices.is_empty(),
-            "{flag} is {ranks} and devices is {}, but its ranks are processes: use nvfp4 launch",
-            self.devices.join(",")
         );
         Ok(())
     }
@@ -160,11 +154,6 @@ impl RunConfig {
             "zero1 and graph are true, but ZeRO-1 gathers the weights into new memory in each step: \
              leave out one of them, or use fsdp"
         );
-        ensure!(
-            self.devices.is_empty(),
-            "{flag} is true and devices is {}, but ranks that shard are processes: use nvfp4 launch",
-            self.devices.join(",")
-        );
         Ok(())
     }
 
@@ -212,48 +201,6 @@ impl RunConfig {
              multiple of {}, blocks of 16 on each rank: change batch or context",
             self.tp,
             16 * self.tp
-        );
-        ensure!(
-            self.devices.is_empty(),
-            "devices is {} and the launch has {ranks} ranks, but each rank has one device: leave \
-             out devices",
-            self.devices.join(",")
-        );
-        ensure!(
-            self.decorate.is_none(),
-            "decorate is given and the launch has {ranks} ranks, but decorated models are trained \
-             by one: leave out one of them"
-        );
-        Ok(())
-    }
-
-    fn check_devices(&self) -> Result<()> {
-        let Some(first) = self.devices.first() else {
-            return Ok(());
-        };
-        let count = self.devices.len();
-        let mut distinct: Vec<&String> = self.devices.iter().collect();
-        distinct.sort_unstable();
-        distinct.dedup();
-        ensure!(
-            count > 1
-                && distinct.len() == count
-                && distinct.iter().all(|device| device.starts_with("cuda:")),
-            "devices is {}, but it must be at least two different GPUs, cuda:N: Burn averages \
-             gradients over GPUs alone",
-            self.devices.join(",")
-        );
-        ensure!(
-            *first == self.device,
-            "device is {}, but it must be the first of devices ({}), or be left out",
-            self.device,
-            self.devices.join(",")
-        );
-        ensure!(
-            self.batch.is_multiple_of(count),
-            "batch is {}, but it must be a multiple of the number of devices ({count}), which take \
-             equal parts of it",
-            self.batch
         );
         Ok(())
     }

@@ -35,7 +35,6 @@ impl RunConfig {
             healing: None,
             decorate: None,
             device: device.into(),
-            devices: Vec::new(),
             activation: match gpu {
                 true => Activation::Bf16,
                 false => Activation::F32,

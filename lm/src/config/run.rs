@@ -56,11 +56,6 @@ pub struct RunConfig {
     /// `flex`, `cpu`, or `cuda:N`.
     #[arg(skip)]
     pub device: String,
-    /// The GPUs of data-parallel training, the first of which is `device`: each takes an equal part
-    /// of every batch. Empty for training on `device` alone.
-    #[arg(skip)]
-    #[serde(default)]
-    pub devices: Vec<String>,
     /// Stop quantizing after this share of the steps; with `:forward`, only in the forward
     /// [default: the value in the recipe's file]
     #[arg(long, value_name = "SHARE[:forward]")]
@@ -310,11 +305,6 @@ impl RunConfig {
             self.device
         );
         ensure!(
-            self.devices.is_empty(),
-            "graph is true and devices is {}, but a graph is of one GPU",
-            self.devices.join(",")
-        );
-        ensure!(
             self.optimizer == OptimizerName::AdamW,
             "graph is true and optimizer is {:?}, but it must be adamw: the learning rate of the \
              others is an argument of their kernels",
@@ -326,14 +316,6 @@ impl RunConfig {
              leave out one of them"
         );
         Ok(())
-    }
-
-    /// The names of all devices of the run, as `--devices` has them.
-    pub fn all_devices(&self) -> String {
-        match self.devices.is_empty() {
-            true => self.device.clone(),
-            false => self.devices.join(","),
-        }
     }
 
     /// The recipes that the run trains with, in their order.

@@ -54,19 +54,10 @@ fn experts_are_checked_and_counted() {
 }
 
 #[test]
-fn a_run_names_all_its_devices() {
-    let mut config = RunConfig::preset(Preset::Tiny, "cuda:2");
-    assert_eq!(config.all_devices(), "cuda:2");
-    config.devices = ["cuda:2", "cuda:5"].map(String::from).into();
-    config.check().unwrap();
-    assert_eq!(config.all_devices(), "cuda:2,cuda:5");
-}
-
-#[test]
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 21] = [
+    let cases: [(&str, Spoil); 17] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),
@@ -102,19 +93,6 @@ fn errors_name_the_value() {
             c.model.experts = Some(8);
         }),
         ("high-precision", |c| c.high_precision = vec!["(".into()]),
-        ("devices", |c| c.devices = vec!["flex".into(), "cpu".into()]),
-        ("devices", |c| {
-            c.device = "cuda:0".into();
-            c.devices = vec!["cuda:0".into(), "cuda:0".into()];
-        }),
-        ("device is flex", |c| {
-            c.devices = vec!["cuda:0".into(), "cuda:1".into()];
-        }),
-        ("batch", |c| {
-            c.device = "cuda:0".into();
-            c.devices = vec!["cuda:0".into(), "cuda:1".into()];
-            c.batch = 7;
-        }),
     ];
     for (name, spoil) in cases {
         let mut config = good.clone();
@@ -137,13 +115,8 @@ fn graphs_are_refused_where_they_cannot_be() {
     let quartet2 = |config: &mut RunConfig| config.recipe = "quartet2".parse().unwrap();
     graph("cuda:0", &quartet2).unwrap();
     type Change = dyn Fn(&mut RunConfig);
-    let cases: [(&str, &Change, &str); 3] = [
+    let cases: [(&str, &Change, &str); 2] = [
         ("flex", &|_: &mut RunConfig| (), "device is flex"),
-        (
-            "cuda:0",
-            &|config| config.devices = ["cuda:0", "cuda:1"].map(String::from).into(),
-            "one GPU",
-        ),
         (
             "cuda:0",
             &|config| config.optimizer = OptimizerName::Muon,

@@ -143,8 +143,8 @@ fn open<'a, M: LanguageModel>(
     world: &ProcessGroup,
 ) -> Run<'a, M> {
     let groups = ParallelGroups::new(world, config).unwrap();
-    let (recipe, devices) = (config.recipe.clone(), [Device::flex()]);
-    Run::open_rank(config, recipe, corpus, &devices, &folder.0, groups).unwrap()
+    let recipe = config.recipe.clone();
+    Run::open_rank(config, recipe, corpus, &Device::flex(), &folder.0, groups).unwrap()
 }
 
 /// A run, of whichever model.

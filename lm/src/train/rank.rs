@@ -1,35 +1,29 @@
-//! Data-parallel training: one rank for each device, with a model and an optimizer of its own.
+//! A rank of a run, with a model and an optimizer of its own.
 //!
-//! Ranks step together. Each computes the gradients of its part of the batch. [`DataParallel`]
-//! averages them over the ranks, and each rank updates its weights by the mean, so that the weights
-//! stay equal. Where a rank has parts of parameters, it averages and updates these.
+//! Ranks step together. Each computes the gradients of its part of the batch. They are averaged over
+//! the ranks, and each rank updates its weights by the mean, so that the weights stay equal. Where a
+//! rank has parts of parameters, it averages and updates these.
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Sender, channel};
-use std::thread::{self, JoinHandle};
 
-use anyhow::{Context, Result, bail};
-use burn::module::{ModuleVisitor, Param, ParamId};
+use anyhow::Result;
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Int, Tensor};
-use burn_nvfp4::DataParallel;
 use burn_nvfp4::parallel::{
     ExpertGroups, ProcessGroup, SMALLEST_ALONE, Shards, average_expert_gradients,
     average_gradients, average_in_backward, average_replicated_in_backward, fully_shard,
     reduce_gradients,
 };
-use rand::RngExt;
 
+use super::digest::check_equal;
 use crate::capture::{GraphSteps, copy_into};
 use crate::checkpoint::parts::{self, Partition};
 use crate::config::RunConfig;
 use crate::data::Batch;
 use crate::groups::ParallelGroups;
-use crate::memory::{MemoryBudget, message};
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
-use crate::random::stream;
 
 /// A model that is trained on one device.
 pub(crate) struct Rank<M> {
@@ -51,19 +45,19 @@ pub(crate) struct Rank<M> {
 /// Where the means of gradients over the ranks come from.
 #[derive(Debug, Clone)]
 enum Averaging {
-    /// There is one rank, or the optimizer averages.
+    /// There is one rank.
     None,
-    /// Threads with a device each.
-    Devices(DataParallel),
-    /// Processes, which all have the same parameters.
+    /// The optimizer averages them, over ranks that all have the same parameters (ZeRO-1).
+    Optimizer(ProcessGroup),
+    /// Ranks that all have the same parameters.
     Ranks(ProcessGroup),
-    /// Processes with other experts.
+    /// Ranks with other experts.
     Experts {
         batch: ProcessGroup,
         experts: Vec<ParamId>,
         data: ProcessGroup,
     },
-    /// Processes with parts of the model.
+    /// Ranks with parts of each parameter (FSDP).
     Sharded(Shards),
 }
 
@@ -116,13 +110,14 @@ impl<M: LanguageModel> Rank<M> {
             optimizer.load(parts::slice(state, &partition)?, &self.device)?;
             self.optimizer = optimizer;
             self.partition = Some(partition);
+            self.averaging = Averaging::Optimizer(batch.clone());
         } else {
             if let Some(of) = self.model().partition(groups) {
                 let state = self.optimizer.to_bytes()?;
                 let model = true;
                 self.shard_optimizer(state, Partition { of, model, names })?;
             }
-            self.average(groups);
+            self.average(groups, config.decorate.is_some());
         }
         Ok(())
     }
@@ -137,8 +132,10 @@ impl<M: LanguageModel> Rank<M> {
         Ok(())
     }
 
-    /// Has gradients averaged over the ranks with other parts of the batch.
-    fn average(&mut self, groups: &ParallelGroups) {
+    /// Has gradients averaged over the ranks with other parts of the batch. Layers that are
+    /// decorated find their weights by the tensors of the parameters, which averaging in the
+    /// backward would replace: theirs are averaged behind it.
+    fn average(&mut self, groups: &ParallelGroups, is_decorated: bool) {
         let batch = groups.batch();
         if batch.size() == 1 {
             return;
@@ -162,6 +159,7 @@ impl<M: LanguageModel> Rank<M> {
                 };
                 (model, averaging)
             }
+            _ if is_decorated => (model, Averaging::Ranks(batch.clone())),
             _ => {
                 let model = average_in_backward(model, batch, SMALLEST_ALONE);
                 (model, Averaging::Ranks(batch.clone()))
@@ -269,8 +267,7 @@ impl<M: LanguageModel> Rank<M> {
         let kept = loss.clone().without_autodiff();
         let mut gradients = GradientsParams::from_grads(loss.backward(), model);
         match &self.averaging {
-            Averaging::None => {}
-            Averaging::Devices(group) => group.average(model, &mut gradients, &self.device),
+            Averaging::None | Averaging::Optimizer(_) => {}
             Averaging::Ranks(group) => average_gradients(model, &mut gradients, group),
             Averaging::Experts {
                 batch,
@@ -298,27 +295,26 @@ impl<M: LanguageModel> Rank<M> {
         losses.iter::<f32>().collect()
     }
 
-    /// What [`Others::check`] compares of each parameter.
-    fn digest(&self) -> Vec<Digest> {
-        let mut digests = Digests(Vec::new());
-        self.model().visit(&mut digests);
-        digests.0
-    }
-
-    /// The copy of this rank for data-parallel training on `device`, one of those of `group`: it
-    /// has the same weights, draws random bits of its own, and averages its gradients with the
-    /// other ranks.
-    fn fork(&self, device: &Device, optimizer: Optimizer, group: DataParallel) -> Self {
-        let model = self.model().clone().fork(device);
-        // The copy travels by a collective of both devices.
-        for device in [&self.device, device] {
-            device
-                .sync()
-                .expect("a device that trains takes its work: operations on it fail before");
-        }
-        Self {
-            averaging: Averaging::Devices(group),
-            ..Self::new(device.clone(), model, optimizer)
+    /// Fails unless ranks that update the same parameters have the same values of them, but for
+    /// rounding. `record` is that of this rank's model.
+    ///
+    /// # Errors
+    /// Names step, rank and parameter.
+    pub fn check_equal(&self, record: &Bytes, step: u64) -> Result<()> {
+        match &self.averaging {
+            Averaging::None | Averaging::Sharded(_) => Ok(()),
+            Averaging::Optimizer(group) | Averaging::Ranks(group) => {
+                check_equal(record, group, step, |_| true)
+            }
+            Averaging::Experts {
+                batch,
+                experts,
+                data,
+            } => {
+                let is_expert = |id| experts.contains(&ParamId::from(id));
+                check_equal(record, batch, step, |id| !is_expert(id))?;
+                check_equal(record, data, step, is_expert)
+            }
         }
     }
 }
@@ -354,236 +350,28 @@ impl Graph {
 /// Why a rank has its model: what fails between taking it out and putting it back ends the run.
 const KEPT: &str = "the run goes on only after a step that was whole";
 
-/// One parameter: the sum of its elements with signs that change irregularly, and its norm.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Digest {
-    projection: f64,
-    norm: f64,
-}
-
-impl Digest {
-    fn of(values: impl Iterator<Item = f32>) -> Self {
-        let (mut projection, mut squares) = (0.0, 0.0);
-        let mut signs = stream(0, "signs", 0);
-        for value in values.map(f64::from) {
-            projection += match signs.random::<bool>() {
-                true => value,
-                false => -value,
-            };
-            squares += value * value;
-        }
-        Self {
-            projection,
-            norm: squares.sqrt(),
-        }
-    }
-
-    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random
-    /// differ in projection by the norm of `d`. A thousandth is less than a step or two of separate
-    /// training makes.
-    fn is_near(self, other: Self) -> bool {
-        let allowed = 1e-3 * self.norm.max(other.norm);
-        (self.projection - other.projection).abs() <= allowed
-            && (self.norm - other.norm).abs() <= allowed
-    }
-}
-
-/// Visits weights.
-struct Digests(Vec<Digest>);
-
-impl ModuleVisitor for Digests {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let data = param.val().without_autodiff().into_data();
-        self.0.push(Digest::of(data.iter::<f32>()));
-    }
-}
-
-/// What the first rank asks of another.
-enum Job {
-    Step { batch: Batch, lr: f64 },
-    Losses(Sender<Vec<f32>>),
-    Digest(Sender<Vec<Digest>>),
-}
-
-/// A rank in its own thread.
-struct Worker {
-    jobs: Sender<Job>,
-    thread: JoinHandle<()>,
-}
-
-/// The other ranks of a run, beside the first one. They end with it.
-pub(crate) struct Others {
-    workers: Vec<Worker>,
-}
-
-impl Others {
-    /// Start training `first` on `devices`, the first of which is its own. It becomes a rank among
-    /// them, and each other device gets a copy of it.
-    ///
-    /// # Errors
-    /// When gradients cannot be averaged over `devices`, the optimizer's state cannot be copied or
-    /// a thread cannot be started.
-    pub fn start<M: LanguageModel>(
-        first: &mut Rank<M>,
-        devices: &[Device],
-        budget: &MemoryBudget,
-    ) -> Result<Self> {
-        let group = DataParallel::new(devices)?;
-        let state = first.optimizer.to_bytes()?;
-        let workers = devices[1..]
-            .iter()
-            .map(|device| {
-                let mut optimizer = first.optimizer.fresh();
-                optimizer.load(Bytes::from_bytes_vec(state.to_vec()), device)?;
-                worker(first.fork(device, optimizer, group.clone()), budget.clone())
-            })
-            .collect::<Result<_>>()?;
-        let device = first.device.clone();
-        let fresh = first.optimizer.fresh();
-        let optimizer = std::mem::replace(&mut first.optimizer, fresh);
-        *first = first.fork(&device, optimizer, group);
-        Ok(Self { workers })
-    }
-
-    /// Have each of the others do its part of a step; the first rank has to do its own now.
-    pub fn step(&self, batches: impl Iterator<Item = Batch>, lr: f64) {
-        for (worker, batch) in self.workers.iter().zip(batches) {
-            worker.send(Job::Step { batch, lr });
-        }
-    }
-
-    /// The mean over all ranks of the losses of each step, `first` being those of the first one.
-    pub fn mean_losses(&self, first: Vec<f32>) -> Vec<f32> {
-        let mut sums = first;
-        for worker in &self.workers {
-            let losses = worker.ask(Job::Losses);
-            sums.iter_mut()
-                .zip(losses)
-                .for_each(|(sum, loss)| *sum += loss);
-        }
-        let count = (self.workers.len() + 1) as f32;
-        sums.into_iter().map(|sum| sum / count).collect()
-    }
-
-    /// Fail unless all ranks have the weights of `first`, but for rounding. Waits for all devices.
-    ///
-    /// # Errors
-    /// When one has others: its gradients were not averaged with the others' at some step.
-    pub fn check<M: LanguageModel>(&self, first: &Rank<M>, step: u64) -> Result<()> {
-        let expected = first.digest();
-        for (worker, rank) in self.workers.iter().zip(1..) {
-            let found = worker.ask(Job::Digest);
-            let far = expected
-                .iter()
-                .zip(&found)
-                .position(|(expected, found)| !expected.is_near(*found));
-            if let Some(parameter) = far {
-                bail!(
-                    "at step {step} parameter {parameter} of rank {rank} is {:?} and that of rank \
-                     0 {:?}, but gradients that are averaged keep all ranks equal: train on one \
-                     device",
-                    found[parameter],
-                    expected[parameter]
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// Wait for the other ranks to end.
-    pub fn stop(self) {
-        for Worker { jobs, thread } in self.workers {
-            drop(jobs);
-            thread.join().expect(RUNNING);
-        }
-    }
-}
-
-/// Why a worker exists: it ends the process if it fails.
-const RUNNING: &str = "a rank runs as long as the first one";
-
-impl Worker {
-    fn send(&self, job: Job) {
-        self.jobs.send(job).expect(RUNNING);
-    }
-
-    /// What the rank answers to `job`.
-    fn ask<T>(&self, job: impl FnOnce(Sender<T>) -> Job) -> T {
-        let (reply, answer) = channel();
-        self.send(job(reply));
-        answer.recv().expect(RUNNING)
-    }
-}
-
-/// Start the thread of `rank`.
-fn worker<M: LanguageModel>(mut rank: Rank<M>, budget: MemoryBudget) -> Result<Worker> {
-    let (jobs, received) = channel();
-    let body = move || {
-        let device = rank.device.clone();
-        budget.guard(&device, || {
-            for job in received {
-                match job {
-                    Job::Step { batch, lr } => (rank.step(batch, lr, Watched::No))
-                        .expect("steps without a graph do not fail"),
-                    // The first rank has gone if no one listens.
-                    Job::Losses(reply) => drop(reply.send(rank.losses())),
-                    Job::Digest(reply) => drop(reply.send(rank.digest())),
-                }
-            }
-            Ok(())
-        })
-    };
-    let thread = thread::Builder::new()
-        .name("rank".into())
-        .spawn(move || {
-            // The other ranks wait for this one's gradients, and would do so for ever.
-            match catch_unwind(AssertUnwindSafe(body)) {
-                Ok(Ok(())) => return,
-                Ok(Err(error)) => eprintln!("error: {error:#}"),
-                Err(cause) => eprintln!("error: a rank of the run failed: {}", message(&*cause)),
-            }
-            std::process::exit(1);
-        })
-        .context("starting the thread of a rank")?;
-    Ok(Worker { jobs, thread })
-}
-
-#[cfg(test)]
+#[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
 mod tests {
+    use burn::module::{Module, ModuleVisitor, Param};
+
     use super::*;
 
-    /// Rounding passes, a step of training does not.
-    #[test]
-    fn ranks_that_came_apart_are_seen() {
-        let weights: Vec<f32> = (0..4096)
-            .map(|i| ((i * 37 % 101) as f32 - 50.0) * 1e-3)
-            .collect();
-        let digest = |change: &dyn Fn(usize, f32) -> f32| {
-            Digest::of(weights.iter().enumerate().map(|(i, &w)| change(i, w)))
-        };
-        let own = digest(&|_, w| w);
-        assert!(own.is_near(digest(&|_, w| w)));
-        assert!(own.is_near(digest(&|i, w| if i % 7 == 0 {
-            w * (1.0 + 1e-4)
-        } else {
-            w
-        })));
-        // Adam's steps are about as large as the learning rate, each element's in a direction of
-        // its own.
-        let step = |i: usize| {
-            if (i * i / 3).is_multiple_of(2) {
-                1e-3
-            } else {
-                -1e-3
+    /// The bits of all parameters.
+    fn values<M: Module>(model: &M) -> Vec<u32> {
+        struct Values(Vec<u32>);
+        impl ModuleVisitor for Values {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                let data = param.val().without_autodiff().into_data();
+                self.0.extend(data.iter::<f32>().map(f32::to_bits));
             }
-        };
-        assert!(!own.is_near(digest(&|i, w| w + step(i))));
-        assert!(!own.is_near(digest(&|_, w| w * 0.9)));
+        }
+        let mut values = Values(Vec::new());
+        model.visit(&mut values);
+        values.0
     }
 
     /// Steps of a graph have the bits of ordinary ones: losses and weights. CubeCL's CPU runtime
     /// takes the three steps before the capture.
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
     #[test]
     fn steps_of_a_graph_are_ordinary_ones() {
         use crate::config::{Activation, Preset, RecipeName, RunConfig};
@@ -596,7 +384,7 @@ mod tests {
             Ok("cuda") => (Device::cuda(0), "cuda:0", 200),
             _ => {
                 println!(
-                    "SKIPPED: data_parallel::tests::steps_of_a_graph_are_ordinary_ones: \
+                    "SKIPPED: train::rank::tests::steps_of_a_graph_are_ordinary_ones: \
                      NVFP4_TEST_DEVICE names no device with graphs"
                 );
                 return;
@@ -633,7 +421,7 @@ mod tests {
         assert_eq!(graph.steps.is_captured(), name != "cpu");
         let bits = |losses: Vec<f32>| losses.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         assert_eq!(bits(captured.losses()), bits(ordinary.losses()));
-        assert_eq!(captured.digest(), ordinary.digest());
+        assert_eq!(values(captured.model()), values(ordinary.model()));
         assert_eq!(captured.optimizer.time(), steps);
     }
 }
