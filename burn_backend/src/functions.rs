@@ -309,9 +309,11 @@ pub(crate) fn linear_unchecked<const D: usize>(
     spec: LinearSpec,
     context: LinearContext,
 ) -> Tensor<D> {
-    let [d_in, d_out] = weight.dims();
+    let [_, d_out] = weight.dims();
     let mut dims = x.dims();
     let rows = dims[..D - 1].iter().product();
+    // The weight may be a rank's rows of it.
+    let d_in = dims[D - 1];
     let x: Tensor<2> = x.reshape([rows, d_in]);
     let y = linear_of_rows(x, weight, bias, spec, context);
     dims[D - 1] = d_out;

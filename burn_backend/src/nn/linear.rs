@@ -10,8 +10,9 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::LinearPart;
 use crate::functions::{linear_unchecked, or_panic};
+use crate::ops::sharding::GatheredWeight;
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
-use crate::parallel::{warn_of_distributed_weight, whole_dims};
+use crate::parallel::{Sharded, warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -135,9 +136,9 @@ impl Nvfp4Linear {
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
-        let weight = self.weight.val();
+        let weight = self.operand_weight(true);
+        let identity = WeightIdentity::of([&weight.rows]);
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let identity = WeightIdentity::of([&weight]);
         self.forward_with(weight, identity, bias, input)
     }
 
@@ -165,28 +166,52 @@ impl Nvfp4Linear {
     /// [`validate::linear`].
     fn forward_with<const D: usize>(
         &self,
-        weight: Tensor<2>,
+        weight: OperandWeight,
         identity: Option<WeightIdentity>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
     ) -> Result<Tensor<D>, Nvfp4Error> {
         let (spec, context) = self.begin(&weight, identity, input.is_tracked())?;
-        Ok(linear_unchecked(input, weight, bias, spec, context))
+        Ok(linear_unchecked(input, weight.rows, bias, spec, context))
     }
 
     /// The operands of the next forward with `weight`, and its context; whether the input
     /// `is_tracked`.
     fn begin(
         &self,
-        weight: &Tensor<2>,
+        weight: &OperandWeight,
         identity: Option<WeightIdentity>,
         is_tracked: bool,
     ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
-        let draws = is_tracked || weight.is_tracked();
+        let draws = is_tracked || weight.rows.is_tracked();
         if draws {
-            warn_of_distributed_weight(weight);
+            warn_of_distributed_weight(&weight.rows);
         }
-        self.state.for_forward(&self.recipe, identity, draws)
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
+        let gathered = weight.gathered.clone();
+        Ok((
+            spec,
+            LinearContext {
+                gathered,
+                ..context
+            },
+        ))
+    }
+
+    /// The weight for the next forward. `is_alone` says whether it is the whole weight of that.
+    fn operand_weight(&self, is_alone: bool) -> OperandWeight {
+        // Telemetry compares operands with the values that they are made from.
+        let sharded = self.weight.reparameterization::<Sharded>();
+        let sharded = sharded.filter(|_| self.state.probe().is_none());
+        let rows = self.weight.lazy_shape()[0];
+        let gathered = sharded.and_then(|of| of.operands(is_alone, rows, &self.next_spec()));
+        OperandWeight {
+            rows: match gathered {
+                Some(_) => self.weight.base(),
+                None => self.weight.val(),
+            },
+            gathered,
+        }
     }
 
     /// The same layer with other parameters.
@@ -209,10 +234,11 @@ impl Nvfp4Linear {
 
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
-        let weight = self.weight.val();
-        let identity = WeightIdentity::of([&weight]);
+        let weight = self.operand_weight(true);
+        let identity = WeightIdentity::of([&weight.rows]);
         let spec = self.begin(&weight, identity, is_tracked)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());
+        let weight = weight.rows;
         Ok(LinearPart { weight, bias, spec })
     }
 
@@ -247,15 +273,15 @@ impl Nvfp4Linear {
             other.check_beside(first, index)?;
             other.check(&input)?;
         }
-        let weights: Vec<_> = layers.iter().map(|layer| layer.weight.val()).collect();
-        let widths = weights.iter().map(|weight| weight.dims()[1]).collect();
-        let identity = WeightIdentity::of(&weights);
+        let weights = OperandWeight::of_each(layers);
+        let widths = weights.iter().map(|weight| weight.rows.dims()[1]).collect();
+        let identity = WeightIdentity::of(weights.iter().map(|weight| &weight.rows));
         let biases = layers
             .iter()
             .map(|layer| layer.bias.as_ref().map(|bias| bias.val()));
         let biases: Option<Vec<_>> = biases.collect();
         let bias = biases.map(|biases| Tensor::cat(biases, 0));
-        let weight = Tensor::cat(weights, 1);
+        let weight = OperandWeight::side_by_side(weights);
         let together = first.forward_with(weight, identity, bias, input)?;
         Ok(together.split_with_sizes(widths, D - 1))
     }
@@ -316,6 +342,42 @@ impl Nvfp4Linear {
     }
 }
 
+/// The weight of a forward.
+struct OperandWeight {
+    /// All of its rows, or those of this rank.
+    rows: Tensor<2>,
+    /// How operands that are made of this rank's rows become those of all.
+    gathered: Option<GatheredWeight>,
+}
+
+impl OperandWeight {
+    /// Those of `layers` that are computed together: all are whole, or none is.
+    fn of_each(layers: &[&Nvfp4Linear]) -> Vec<Self> {
+        let weights: Vec<_> = layers
+            .iter()
+            .map(|layer| layer.operand_weight(false))
+            .collect();
+        if weights.iter().all(|weight| weight.gathered.is_some()) {
+            return weights;
+        }
+        let whole = layers.iter().map(|layer| Self {
+            rows: layer.weight.val(),
+            gathered: None,
+        });
+        whole.collect()
+    }
+
+    /// The weight of `weights` of one number of rows, side by side.
+    fn side_by_side(weights: Vec<Self>) -> Self {
+        let gathered = weights.first().and_then(|weight| weight.gathered.clone());
+        let rows = weights.into_iter().map(|weight| weight.rows).collect();
+        Self {
+            rows: Tensor::cat(rows, 1),
+            gathered,
+        }
+    }
+}
+
 impl ModuleDisplay for Nvfp4Linear {
     fn custom_settings(&self) -> Option<DisplaySettings> {
         DisplaySettings::new()
@@ -331,5 +393,51 @@ impl ModuleDisplay for Nvfp4Linear {
             .add("bias", &self.bias.is_some())
             .add("high_precision", &self.state.is_high_precision())
             .optional()
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::parallel::{ProcessGroup, fully_shard};
+
+    /// Whether each rank of two quantizes its rows of a weight `[d_in, 32]` by the recipe.
+    fn gathers_operands(d_in: usize, recipe: &str) -> bool {
+        let config = crate::Nvfp4LinearConfig::new(d_in, 32);
+        let config = &config.with_recipe(Nvfp4Recipe::preset(recipe).expect("a preset"));
+        let found: Vec<bool> = thread::scope(|scope| {
+            let groups = ProcessGroup::loopback(2, Duration::from_secs(20));
+            let ranks = groups.into_iter().map(|group| {
+                scope.spawn(move || {
+                    let layer = config.init(&Device::flex().autodiff());
+                    assert!(layer.operand_weight(true).gathered.is_none());
+                    let layer = fully_shard(layer, &group);
+                    let weight = layer.operand_weight(true);
+                    let rows = if weight.gathered.is_some() { 2 } else { 1 };
+                    assert_eq!(weight.rows.dims(), [d_in / rows, 32]);
+                    rows == 2
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            let ranks = ranks.into_iter().map(|rank| rank.join());
+            ranks.map(|rank| rank.expect("no panic")).collect()
+        });
+        assert_eq!(found[0], found[1]);
+        found[0]
+    }
+
+    /// Blocks and rotation groups are of one rank.
+    #[test]
+    fn operands_of_whole_blocks_are_gathered() {
+        assert!(gathers_operands(32, "nvidia"));
+        assert!(!gathers_operands(48, "nvidia"));
+        assert!(!gathers_operands(32, "mxfp8"));
+        assert!(gathers_operands(64, "mxfp8"));
+        assert!(!gathers_operands(128, "quartet2"));
+        assert!(gathers_operands(256, "quartet2"));
+        assert!(gathers_operands(16, "bf16"));
     }
 }

@@ -11,7 +11,7 @@ use nvfp4_kernels::PackedReads;
 
 use super::form::{Forms, LayerGemm};
 use super::probe::Probe;
-use super::sharding::LinearSharding;
+use super::sharding::{GatheredWeight, LinearSharding};
 use super::{BackwardSource, LinearSpec, OperandSpec};
 
 /// What a layer carries from one call to the next. The default carries nothing.
@@ -25,6 +25,9 @@ pub struct LinearContext {
     pub(crate) reads: Option<PackedReads>,
     /// The ranks over which the layer is sharded, if it is.
     pub(crate) sharding: Option<LinearSharding>,
+    /// The ranks of which each has some rows of the weight, if the weight that the layer is given
+    /// are those of this rank.
+    pub(crate) gathered: Option<GatheredWeight>,
 }
 
 impl LinearContext {

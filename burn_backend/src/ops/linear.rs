@@ -15,14 +15,15 @@ use super::known_amax::{self, KnownAmax};
 use super::operands::{PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::segments::narrow;
-use super::sharding::{LinearSharding, Role};
+use super::sharding::{FormedSpec, LinearSharding, Role};
 use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups, float_dtype,
 };
 
-/// Gradients of `x`, `w` and the bias, as far as they are required.
+/// Gradients of `x`, `w` and the bias, as far as they are required and do not
+/// [wait](super::collective::Waiting).
 pub(crate) struct LinearGradients<B: Backend> {
     pub(crate) x: Option<FloatTensor<B>>,
     pub(crate) w: Option<FloatTensor<B>>,
@@ -98,6 +99,10 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             .x
             .zip(col)
             .map(|(x, dy)| B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype));
+        let w = match (&self.context.gathered, w) {
+            (Some(gathered), Some(grad)) => gathered.average::<B>(grad),
+            (_, grad) => grad,
+        };
         LinearGradients { x, w, bias }
     }
 
@@ -282,7 +287,14 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let (row, col) = (Usage::Rowwise, Usage::Columnwise);
     let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, once);
     let of_weights = groups.of_weights();
-    let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+    let w = match &context.gathered {
+        Some(gathered) => {
+            let asked = (None, Some((&spec.fprop_w, kept)));
+            let (_, w) = gathered.quantize(weight.into_values(), None, asked, dtype);
+            w.expect("asked for")
+        }
+        None => quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept),
+    };
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
 }
 
@@ -407,8 +419,11 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = self.spec;
-        // An unquantized weight is not worth caching, and random bits are drawn afresh.
-        let is_cached = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
+        // An unquantized weight is not worth caching, and random bits are drawn afresh. Operands of
+        // rows of all ranks are gathered anew, so that a rank does not hold the whole model.
+        let is_cached = fprop_w.is_deterministic()
+            && fprop_w != OperandSpec::HighPrecision
+            && self.context.gathered.is_none();
         let weight = self.context.weight.as_ref().filter(|_| is_cached);
         let slot =
             weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
@@ -456,11 +471,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             self.groups.of_weights(),
         );
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
-        let (forward, backward) = if let Some(sharding) = &self.context.sharding {
+        let is_part = self.context.sharding.is_some() || self.context.gathered.is_some();
+        let (forward, backward) = if is_part {
             let known = self.known_amax(pair.into_iter().chain([fprop_w]));
             let known = known.map(|KnownAmax { maxima, entry }| narrow::<B>(maxima, 0, entry, 1));
             let specs = (pair.map(|spec| (spec, row_form)), Some((fprop_w, col_form)));
-            let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
+            let (row, col) = self.quantize_part(known, specs, dtype);
             (col.expect("asked for"), row)
         } else if let Some(known) =
             self.quantize_known_weight((fprop_w, col_form), pair.map(|spec| (spec, row_form)))
@@ -482,6 +498,22 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let derived = || self.dgrad_weight(&forward, dtype, row_form);
         let backward = backward.or_else(|| self.requires_grad.x.then(derived));
         (forward, backward)
+    }
+
+    /// The operands of the whole weight, or of a rank's part of it, of the part `w`; `known` is its
+    /// amax, if the optimizer found it and the operands are made from it.
+    fn quantize_part(
+        &self,
+        known: Option<FloatTensor<B>>,
+        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        dtype: FloatDType,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
+        let w = self.w.clone();
+        match (&self.context.gathered, &self.context.sharding) {
+            (Some(gathered), _) => gathered.quantize(w, known, specs, dtype),
+            (None, Some(sharding)) => sharding.quantize_weight(w, known, specs, dtype),
+            (None, None) => unreachable!("the weight is a part"),
+        }
     }
 
     /// The amax that the optimizer found of `w`, if that is what all `specs` are made from.
@@ -554,12 +586,17 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 }
             };
         }
-        match self.spec.source {
-            BackwardSource::Original => {
+        match (self.spec.source, &self.context.gathered) {
+            (BackwardSource::Original, Some(gathered)) => {
+                let asked = (Some((spec, form)), None);
+                let (w, _) = gathered.quantize(self.w.clone(), None, asked, dtype);
+                w.expect("asked for")
+            }
+            (BackwardSource::Original, None) => {
                 let w = QuantSource::Matrix(self.w.clone());
                 quantize::<B>(w, &groups, spec, usage, dtype, form)
             }
-            BackwardSource::Forward => {
+            (BackwardSource::Forward, _) => {
                 requantize::<B>(forward.clone(), &groups, spec, usage, dtype, form)
             }
         }

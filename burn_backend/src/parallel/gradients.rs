@@ -85,7 +85,13 @@ impl ModuleVisitor for Join<'_> {
         }
         let like = param.base().without_autodiff().into_dispatch();
         let mean = Dispatch::nvfp4_gradient_beside(like, id, link);
-        (self.gradients).register(param.id, Tensor::<D>::from_dispatch(mean));
+        let mean = Tensor::<D>::from_dispatch(mean);
+        // Of uses that autodiff returned the mean of.
+        let sum = match self.gradients.remove::<D>(param.id) {
+            Some(other) => mean + other,
+            None => mean,
+        };
+        self.gradients.register(param.id, sum);
     }
 }
 

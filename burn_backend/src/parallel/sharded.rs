@@ -9,6 +9,8 @@ use burn_core::tensor::Tensor;
 
 use super::ProcessGroup;
 use super::functions::gather_mean_beside;
+use crate::ops::LinearSpec;
+use crate::ops::sharding::GatheredWeight;
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
@@ -40,6 +42,20 @@ impl Reparameterization for Sharded {
     }
 }
 
+impl Sharded {
+    /// How quantized operands of the parameter, a weight of which this rank has `rows` rows, are
+    /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
+    /// is this parameter and nothing else.
+    pub(crate) fn operands(
+        &self,
+        is_alone: bool,
+        rows: usize,
+        spec: &LinearSpec,
+    ) -> Option<GatheredWeight> {
+        GatheredWeight::new(&self.group, is_alone.then_some(self.id), rows, spec)
+    }
+}
+
 /// The shape of a parameter for those who use it: that of the whole, where it is sharded. Its value
 /// is not asked for.
 pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
@@ -54,8 +70,11 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// the first axis of each of them, and all that follows from them, gradients and optimizer state,
 /// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
 ///
-/// A forward gathers a parameter when it uses it and frees it afterwards; NVFP4 layers keep its
-/// packed operands for the backward, other layers the parameter. Its gradient is this rank's part
+/// A forward gathers a parameter when it uses it and frees it afterwards. An [`Nvfp4Linear`], by
+/// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', gathers
+/// codes and block scales, and keeps them for the backward: bit for bit those of the whole, if a part
+/// has a multiple of 16 rows (of the recipe's blocks and rotations). Other layers gather the
+/// parameter in its type, and keep it. Its gradient is this rank's part
 /// of the mean over the ranks, which have a part of the batch each. The mean is taken beside the
 /// rest of the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward,
 /// waits for it, and averages the gradients of parameters that stay whole. All ranks call `module`
@@ -64,6 +83,8 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
 /// back.
+///
+/// [`Nvfp4Linear`]: crate::Nvfp4Linear
 ///
 /// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {

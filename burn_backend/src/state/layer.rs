@@ -289,6 +289,7 @@ impl LayerState {
             probe,
             reads: None,
             sharding: None,
+            gathered: None,
         };
         let spec = mode.of(recipe.spec(&rng_state));
         #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -10,6 +10,7 @@
 //! reorders the sum of one device. The deterministic mode gathers both quantized operands along the
 //! contraction instead, and computes the GEMM of one device on every rank.
 
+mod gathered_weight;
 mod places;
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
@@ -29,6 +30,7 @@ use super::tensors::{
     QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
+pub(crate) use gathered_weight::GatheredWeight;
 use places::{Axis, GapsBetween, Segment, concatenated, positioned};
 
 /// Which dimension of a weight `[d_in, d_out]` is sharded.
@@ -675,14 +677,7 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
     params: QuantParams,
     group: &ProcessGroup,
 ) -> QuantizedMatrix<B> {
-    let sharding = LinearSharding {
-        group: group.clone(),
-        dim: ShardedDim::Output,
-        segments: Vec::new(),
-        sequence_parallel: true,
-        group_amax: true,
-        deterministic: false,
-    };
+    let sharding = LinearSharding::of_rows(group);
     let spec = OperandSpec::Quantized(params);
     let asked = Some((&spec, StoredForm::ROWS));
     let (row, col) = match usage {

@@ -39,7 +39,7 @@ struct Model {
 }
 
 /// The same values in each model.
-struct Initialise(u64);
+pub(super) struct Initialise(pub(super) u64);
 
 impl ModuleMapper for Initialise {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

@@ -1,0 +1,103 @@
+//! A weight of which each rank has some rows (FSDP): what is gathered are its quantized operands.
+
+use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
+use burn_core::tensor::FloatDType;
+use nvfp4_parallel::Reduction;
+
+use super::{FormedSpec, LinearSharding, Part, ShardedDim};
+use crate::ops::Nvfp4KernelOps;
+use crate::ops::collective::{Exchange, Step};
+use crate::ops::spec::{LinearSpec, OperandSpec};
+use crate::ops::stored::StoredForm;
+use crate::ops::tensors::{AmaxPair, Operand};
+use crate::parallel::ProcessGroup;
+
+/// How the rows of a weight become those of all ranks.
+///
+/// Each rank quantizes its rows to the bytes that one device would: with the amax of all rows, and
+/// with the random bits of their place. Codes and block scales travel, 0.5625 bytes an element and
+/// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight travels
+/// in the type of the activations.
+#[derive(Clone, Debug)]
+pub(crate) struct GatheredWeight {
+    group: ProcessGroup,
+    /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
+    /// gradient goes to this rank's rows, which are made of those of several parameters.
+    parameter: Option<u64>,
+}
+
+impl GatheredWeight {
+    /// The weight of which each rank of `group` has `rows` rows, for the operands of `spec`; none if
+    /// blocks or rotation groups of an operand would have rows of two ranks.
+    pub(crate) fn new(
+        group: &ProcessGroup,
+        parameter: Option<u64>,
+        rows: usize,
+        spec: &LinearSpec,
+    ) -> Option<Self> {
+        let operands = [&spec.fprop_w, &spec.dgrad_w];
+        let fits = |spec: &OperandSpec| rows.is_multiple_of(spec.unit());
+        operands.into_iter().all(fits).then(|| Self {
+            group: group.clone(),
+            parameter,
+        })
+    }
+
+    /// The operands, as far as they are asked for, of the weight of which this rank has the rows
+    /// `w`; `known` is their amax, if the optimizer found it and the operands are made from it.
+    pub(in crate::ops) fn quantize<B: Nvfp4KernelOps>(
+        &self,
+        w: FloatTensor<B>,
+        known: Option<FloatTensor<B>>,
+        (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        dtype: FloatDType,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
+        let part = Part::Tokens(w.shape()[0]);
+        let found = known.map(|amax| AmaxPair {
+            rowwise: amax.clone(),
+            columnwise: amax,
+        });
+        let packed = |(spec, form)| match form {
+            StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
+            form => (spec, form),
+        };
+        let specs = (row.map(packed), col.map(packed));
+        let rows = LinearSharding::of_rows(&self.group);
+        rows.quantize_part(w, found, &part, specs, dtype)
+    }
+
+    /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
+    /// ranks, which have a part of the batch each. None if it [waits](crate::ops::collective::Waiting)
+    /// beside the rest of the backward.
+    pub(in crate::ops) fn average<B: Nvfp4KernelOps>(
+        &self,
+        grad: FloatTensor<B>,
+    ) -> Option<FloatTensor<B>> {
+        let mean = Step::ReduceScatter(Reduction::Avg);
+        let exchange = Exchange {
+            forks: self.parameter.is_some(),
+            ..Exchange::constant(self.group.link(), mean)
+        };
+        let Some(id) = self.parameter else {
+            return Some(B::nvfp4_exchange(grad, exchange));
+        };
+        let waiting = exchange.group.waiting.clone();
+        let mean = B::nvfp4_exchange(grad.clone(), exchange);
+        waiting.push::<B>(id, grad, mean);
+        None
+    }
+}
+
+impl LinearSharding {
+    /// Of operands whose rows are gathered as soon as they are quantized, over all of `group`.
+    pub(super) fn of_rows(group: &ProcessGroup) -> Self {
+        Self {
+            group: group.clone(),
+            dim: ShardedDim::Output,
+            segments: Vec::new(),
+            sequence_parallel: true,
+            group_amax: true,
+            deterministic: false,
+        }
+    }
+}
