@@ -6,7 +6,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{BlockShape, ScaleLayout, Usage};
+use nvfp4_kernels::{ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
@@ -15,7 +15,7 @@ use super::known_amax::{self, KnownAmax};
 use super::operands::{PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::segments::narrow;
-use super::sharding::{FormedSpec, LinearSharding, Role};
+use super::sharding::{LinearSharding, Role};
 use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
@@ -45,7 +45,7 @@ pub(crate) struct SavedForBackward<B: Backend> {
     /// `x` for wgrad, if the weight needs a gradient.
     x: Option<Operand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
-    pub(crate) w: Option<Operand<B>>,
+    pub(crate) w: Option<SavedWeight<B>>,
     /// Columns of `x`, rows of `w`.
     d_in: usize,
     x_dtype: FloatDType,
@@ -56,6 +56,38 @@ pub(crate) struct SavedForBackward<B: Backend> {
     /// Without the cache of the weight.
     context: LinearContext,
     groups: RowGroups<B>,
+}
+
+/// What dgrad's operand of `w` comes from.
+#[derive(Clone, Debug)]
+pub(crate) enum SavedWeight<B: Backend> {
+    /// It is there.
+    Operand(Operand<B>),
+    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model between
+    /// forward and backward.
+    Rows {
+        rows: FloatTensor<B>,
+        forms: WeightForms,
+    },
+}
+
+impl<B: Nvfp4KernelOps> SavedWeight<B> {
+    fn operand(self, spec: &LinearSpec, context: &LinearContext, dtype: FloatDType) -> Operand<B> {
+        match (self, &context.gathered) {
+            (Self::Operand(w), _) => w,
+            (Self::Rows { rows, forms }, Some(gathered)) => {
+                gathered.dgrad_operand(rows, spec, forms, dtype)
+            }
+            (Self::Rows { .. }, None) => unreachable!("the rows of a gathered weight were saved"),
+        }
+    }
+}
+
+/// The forms of the operands of a weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WeightForms {
+    pub(super) fprop: StoredForm,
+    pub(super) dgrad: StoredForm,
 }
 
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
@@ -91,9 +123,12 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             }
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
-        let x = row.zip(self.w).map(|(dy, w)| match sharding {
-            Some(sharding) => sharding.dgrad(dy, w, dtype),
-            None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
+        let x = row.zip(self.w).map(|(dy, w)| {
+            let w = w.operand(&spec, &self.context, dtype);
+            match sharding {
+                Some(sharding) => sharding.dgrad(dy, w, dtype),
+                None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
+            }
         });
         let w = self
             .x
@@ -289,9 +324,11 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let of_weights = groups.of_weights();
     let w = match &context.gathered {
         Some(gathered) => {
-            let asked = (None, Some((&spec.fprop_w, kept)));
-            let (_, w) = gathered.quantize(weight.into_values(), None, asked, dtype);
-            w.expect("asked for")
+            let forms = WeightForms {
+                fprop: kept,
+                dgrad: StoredForm::ROWS,
+            };
+            gathered.fprop_operand(weight.into_values(), None, spec, forms, dtype)
         }
         None => quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept),
     };
@@ -414,16 +451,51 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         }
     }
 
-    /// `w` for the forward, and for dgrad if that is required.
-    fn weight(&self, dtype: FloatDType, forms: &LinearForms) -> (Operand<B>, Option<Operand<B>>) {
+    /// `w` for the forward, and what dgrad needs of it if that is required.
+    fn weight(
+        &self,
+        dtype: FloatDType,
+        forms: &LinearForms,
+    ) -> (Operand<B>, Option<SavedWeight<B>>) {
+        let Some(gathered) = &self.context.gathered else {
+            let (forward, backward) = self.whole_weight(dtype, forms);
+            return (forward, backward.map(SavedWeight::Operand));
+        };
+        let known = self.known_part_amax([&self.spec.fprop_w].into_iter());
+        let forms = WeightForms {
+            fprop: forms.fprop.kept,
+            dgrad: forms.dgrad.kept,
+        };
+        let forward = gathered.fprop_operand(self.w.clone(), known, &self.spec, forms, dtype);
+        let rows = || SavedWeight::Rows {
+            rows: self.w.clone(),
+            forms,
+        };
+        (forward, self.requires_grad.x.then(rows))
+    }
+
+    /// The amax that the optimizer found of `w`, a part of a weight, as
+    /// [`known_amax`](Self::known_amax).
+    fn known_part_amax<'a>(
+        &self,
+        specs: impl Iterator<Item = &'a OperandSpec>,
+    ) -> Option<FloatTensor<B>> {
+        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
+        Some(narrow::<B>(maxima, 0, entry, 1))
+    }
+
+    /// `w`, of which this rank has all or a part that is no part of its rows alone, for the forward,
+    /// and for dgrad if that is required.
+    fn whole_weight(
+        &self,
+        dtype: FloatDType,
+        forms: &LinearForms,
+    ) -> (Operand<B>, Option<Operand<B>>) {
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = self.spec;
-        // An unquantized weight is not worth caching, and random bits are drawn afresh. Operands of
-        // rows of all ranks are gathered anew, so that a rank does not hold the whole model.
-        let is_cached = fprop_w.is_deterministic()
-            && fprop_w != OperandSpec::HighPrecision
-            && self.context.gathered.is_none();
+        // An unquantized weight is not worth caching, and random bits are drawn afresh.
+        let is_cached = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
         let weight = self.context.weight.as_ref().filter(|_| is_cached);
         let slot =
             weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
@@ -457,26 +529,18 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     ) -> (Operand<B>, Option<Operand<B>>) {
         let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
         let LinearSpec {
-            fprop_w,
-            dgrad_w,
-            source,
-            ..
+            fprop_w, dgrad_w, ..
         } = &self.spec;
-        // 16x16 blocks: the two tensors are each other's transpose, whatever they are made from.
-        let is_2d = fprop_w == dgrad_w
-            && (fprop_w.params()).is_some_and(|params| params.block == BlockShape::Block2d);
-        let is_pair = *source == BackwardSource::Original || is_2d;
+        let is_pair = self.spec.has_weight_pair();
         let (w, groups) = (
             QuantSource::Matrix(self.w.clone()),
             self.groups.of_weights(),
         );
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
-        let is_part = self.context.sharding.is_some() || self.context.gathered.is_some();
-        let (forward, backward) = if is_part {
-            let known = self.known_amax(pair.into_iter().chain([fprop_w]));
-            let known = known.map(|KnownAmax { maxima, entry }| narrow::<B>(maxima, 0, entry, 1));
+        let (forward, backward) = if let Some(sharding) = &self.context.sharding {
+            let known = self.known_part_amax(pair.into_iter().chain([fprop_w]));
             let specs = (pair.map(|spec| (spec, row_form)), Some((fprop_w, col_form)));
-            let (row, col) = self.quantize_part(known, specs, dtype);
+            let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
             (col.expect("asked for"), row)
         } else if let Some(known) =
             self.quantize_known_weight((fprop_w, col_form), pair.map(|spec| (spec, row_form)))
@@ -498,22 +562,6 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let derived = || self.dgrad_weight(&forward, dtype, row_form);
         let backward = backward.or_else(|| self.requires_grad.x.then(derived));
         (forward, backward)
-    }
-
-    /// The operands of the whole weight, or of a rank's part of it, of the part `w`; `known` is its
-    /// amax, if the optimizer found it and the operands are made from it.
-    fn quantize_part(
-        &self,
-        known: Option<FloatTensor<B>>,
-        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
-        dtype: FloatDType,
-    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let w = self.w.clone();
-        match (&self.context.gathered, &self.context.sharding) {
-            (Some(gathered), _) => gathered.quantize(w, known, specs, dtype),
-            (None, Some(sharding)) => sharding.quantize_weight(w, known, specs, dtype),
-            (None, None) => unreachable!("the weight is a part"),
-        }
     }
 
     /// The amax that the optimizer found of `w`, if that is what all `specs` are made from.
@@ -586,17 +634,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 }
             };
         }
-        match (self.spec.source, &self.context.gathered) {
-            (BackwardSource::Original, Some(gathered)) => {
-                let asked = (Some((spec, form)), None);
-                let (w, _) = gathered.quantize(self.w.clone(), None, asked, dtype);
-                w.expect("asked for")
-            }
-            (BackwardSource::Original, None) => {
+        match self.spec.source {
+            BackwardSource::Original => {
                 let w = QuantSource::Matrix(self.w.clone());
                 quantize::<B>(w, &groups, spec, usage, dtype, form)
             }
-            (BackwardSource::Forward, _) => {
+            BackwardSource::Forward => {
                 requantize::<B>(forward.clone(), &groups, spec, usage, dtype, form)
             }
         }

@@ -364,6 +364,14 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
+    /// Whether both operands of `w` are made from its values: by the source, or since they are of
+    /// 16x16 blocks, where each is the transpose of the other, whatever it is made from.
+    pub(crate) fn has_weight_pair(&self) -> bool {
+        let is_2d = |params: &QuantParams| params.block == BlockShape::Block2d;
+        self.source == BackwardSource::Original
+            || self.fprop_w == self.dgrad_w && self.fprop_w.params().is_some_and(is_2d)
+    }
+
     /// The same, with a part of all random offsets in device memory.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub(crate) fn with_offset_in_memory(mut self) -> Self {

@@ -2,14 +2,17 @@
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
+use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
 use super::{FormedSpec, LinearSharding, Part, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Exchange, Step};
+use crate::ops::linear::WeightForms;
+use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::stored::StoredForm;
-use crate::ops::tensors::{AmaxPair, Operand};
+use crate::ops::tensors::{AmaxPair, Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
 /// How the rows of a weight become those of all ranks.
@@ -43,9 +46,49 @@ impl GatheredWeight {
         })
     }
 
+    /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if the
+    /// optimizer found it and the operand is made from it.
+    pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
+        &self,
+        rows: FloatTensor<B>,
+        known: Option<FloatTensor<B>>,
+        spec: &LinearSpec,
+        forms: WeightForms,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        let asked = (None, Some((&spec.fprop_w, forms.fprop)));
+        let (_, w) = self.quantize(rows, known, asked, dtype);
+        w.expect("asked for")
+    }
+
+    /// The operand of dgrad.
+    pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
+        &self,
+        rows: FloatTensor<B>,
+        spec: &LinearSpec,
+        forms: WeightForms,
+        dtype: FloatDType,
+    ) -> Operand<B> {
+        let asked = (&spec.dgrad_w, forms.dgrad);
+        if spec.has_weight_pair() {
+            let (w, _) = self.quantize(rows, None, (Some(asked), None), dtype);
+            return w.expect("asked for");
+        }
+        let forward = self.fprop_operand(rows, None, spec, forms, dtype);
+        let (spec, form) = asked;
+        requantize::<B>(
+            forward,
+            &RowGroups::Whole,
+            spec,
+            Usage::Rowwise,
+            dtype,
+            form,
+        )
+    }
+
     /// The operands, as far as they are asked for, of the weight of which this rank has the rows
     /// `w`; `known` is their amax, if the optimizer found it and the operands are made from it.
-    pub(in crate::ops) fn quantize<B: Nvfp4KernelOps>(
+    fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
         known: Option<FloatTensor<B>>,
