@@ -4,23 +4,23 @@
 //! One implementation for a weight that multiplies all rows and for a stack of weights, one for
 //! each group of rows.
 
+mod weight;
+
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{ScaleLayout, Usage};
 
-use super::context::Slot;
 use super::dtype::cast;
 use super::form::{Forms, LayerGemm};
-use super::known_amax::{self, KnownAmax};
-use super::operands::{PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
+use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
-use super::segments::narrow;
 use super::sharding::{LinearSharding, Role};
 use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
-    Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups, float_dtype,
+    Nvfp4KernelOps, Operand, RowGroups, float_dtype,
 };
+pub(crate) use weight::{SavedWeight, WeightForms};
 
 /// Gradients of `x`, `w` and the bias, as far as they are required and do not
 /// [wait](super::collective::Waiting).
@@ -56,38 +56,6 @@ pub(crate) struct SavedForBackward<B: Backend> {
     /// Without the cache of the weight.
     context: LinearContext,
     groups: RowGroups<B>,
-}
-
-/// What dgrad's operand of `w` comes from.
-#[derive(Clone, Debug)]
-pub(crate) enum SavedWeight<B: Backend> {
-    /// It is there.
-    Operand(Operand<B>),
-    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model between
-    /// forward and backward.
-    Rows {
-        rows: FloatTensor<B>,
-        forms: WeightForms,
-    },
-}
-
-impl<B: Nvfp4KernelOps> SavedWeight<B> {
-    fn operand(self, spec: &LinearSpec, context: &LinearContext, dtype: FloatDType) -> Operand<B> {
-        match (self, &context.gathered) {
-            (Self::Operand(w), _) => w,
-            (Self::Rows { rows, forms }, Some(gathered)) => {
-                gathered.dgrad_operand(rows, spec, forms, dtype)
-            }
-            (Self::Rows { .. }, None) => unreachable!("the rows of a gathered weight were saved"),
-        }
-    }
-}
-
-/// The forms of the operands of a weight.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightForms {
-    pub(super) fprop: StoredForm,
-    pub(super) dgrad: StoredForm,
 }
 
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
@@ -448,200 +416,6 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             fprop: gemms.fprop(&device),
             dgrad: if x { gemms.dgrad(&device) } else { Forms::ROWS },
             wgrad: if w { gemms.wgrad(&device) } else { Forms::ROWS },
-        }
-    }
-
-    /// `w` for the forward, and what dgrad needs of it if that is required.
-    fn weight(
-        &self,
-        dtype: FloatDType,
-        forms: &LinearForms,
-    ) -> (Operand<B>, Option<SavedWeight<B>>) {
-        let Some(gathered) = &self.context.gathered else {
-            let (forward, backward) = self.whole_weight(dtype, forms);
-            return (forward, backward.map(SavedWeight::Operand));
-        };
-        let known = self.known_part_amax([&self.spec.fprop_w].into_iter());
-        let forms = WeightForms {
-            fprop: forms.fprop.kept,
-            dgrad: forms.dgrad.kept,
-        };
-        let forward = gathered.fprop_operand(self.w.clone(), known, &self.spec, forms, dtype);
-        let rows = || SavedWeight::Rows {
-            rows: self.w.clone(),
-            forms,
-        };
-        (forward, self.requires_grad.x.then(rows))
-    }
-
-    /// The amax that the optimizer found of `w`, a part of a weight, as
-    /// [`known_amax`](Self::known_amax).
-    fn known_part_amax<'a>(
-        &self,
-        specs: impl Iterator<Item = &'a OperandSpec>,
-    ) -> Option<FloatTensor<B>> {
-        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
-        Some(narrow::<B>(maxima, 0, entry, 1))
-    }
-
-    /// `w`, of which this rank has all or a part that is no part of its rows alone, for the forward,
-    /// and for dgrad if that is required.
-    fn whole_weight(
-        &self,
-        dtype: FloatDType,
-        forms: &LinearForms,
-    ) -> (Operand<B>, Option<Operand<B>>) {
-        let LinearSpec {
-            fprop_w, dgrad_w, ..
-        } = self.spec;
-        // An unquantized weight is not worth caching, and random bits are drawn afresh.
-        let is_cached = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
-        let weight = self.context.weight.as_ref().filter(|_| is_cached);
-        let slot =
-            weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
-        type Cached<B> = (Operand<B>, Option<Operand<B>>);
-        let cached: Option<Cached<B>> = slot.as_ref().and_then(Slot::get);
-        let (forward, backward) = match cached {
-            Some((forward, Some(backward))) => (forward, Some(backward)),
-            Some((forward, None)) if !self.requires_grad.x => (forward, None),
-            Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.dgrad_weight(&forward, dtype, forms.dgrad.kept);
-                return (forward, Some(backward));
-            }
-            _ => {
-                let made = self.quantize_weight(dtype, forms);
-                if let Some(slot) = slot {
-                    let (forward, backward) = made.clone();
-                    let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    slot.put((forward, backward));
-                }
-                made
-            }
-        };
-        (forward, backward.filter(|_| self.requires_grad.x))
-    }
-
-    /// `w` for the forward, and for dgrad if that is required, without the cache.
-    fn quantize_weight(
-        &self,
-        dtype: FloatDType,
-        forms: &LinearForms,
-    ) -> (Operand<B>, Option<Operand<B>>) {
-        let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
-        let LinearSpec {
-            fprop_w, dgrad_w, ..
-        } = &self.spec;
-        let is_pair = self.spec.has_weight_pair();
-        let (w, groups) = (
-            QuantSource::Matrix(self.w.clone()),
-            self.groups.of_weights(),
-        );
-        let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
-        let (forward, backward) = if let Some(sharding) = &self.context.sharding {
-            let known = self.known_part_amax(pair.into_iter().chain([fprop_w]));
-            let specs = (pair.map(|spec| (spec, row_form)), Some((fprop_w, col_form)));
-            let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
-            (col.expect("asked for"), row)
-        } else if let Some(known) =
-            self.quantize_known_weight((fprop_w, col_form), pair.map(|spec| (spec, row_form)))
-        {
-            known
-        } else if let Some(rowwise) = pair {
-            let pair = PairSpec {
-                rowwise,
-                columnwise: fprop_w,
-                forms: [row_form, col_form],
-            };
-            let (row, col) = quantize_pair::<B>(w, &groups, &pair, dtype);
-            (col, Some(row))
-        } else {
-            let usage = Usage::Columnwise;
-            let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, col_form);
-            (forward, None)
-        };
-        let derived = || self.dgrad_weight(&forward, dtype, row_form);
-        let backward = backward.or_else(|| self.requires_grad.x.then(derived));
-        (forward, backward)
-    }
-
-    /// The amax that the optimizer found of `w`, if that is what all `specs` are made from.
-    fn known_amax<'a>(
-        &self,
-        mut specs: impl Iterator<Item = &'a OperandSpec>,
-    ) -> Option<KnownAmax<B>> {
-        let RowGroups::Whole = self.groups else {
-            return None;
-        };
-        let is_shared = |spec: &OperandSpec| spec.params().is_some_and(QuantParams::shares_amax);
-        if !specs.all(is_shared) {
-            return None;
-        }
-        let weight = self.context.weight.as_ref()?;
-        known_amax::find::<B>(&weight.identity)
-    }
-
-    /// `w` by `fprop` for the forward, and by `dgrad`, if one kernel is to make that too, from the
-    /// amax that the optimizer found; `None` where it is not known, or not what they are made from.
-    fn quantize_known_weight(
-        &self,
-        (fprop, form): (&OperandSpec, StoredForm),
-        dgrad: Option<(&OperandSpec, StoredForm)>,
-    ) -> Option<(Operand<B>, Option<Operand<B>>)> {
-        let specs = dgrad.map(|(spec, _)| spec).into_iter().chain([fprop]);
-        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
-        let col = *fprop.params()?;
-        let rowwise = match dgrad {
-            None => None,
-            Some((dgrad, form)) => {
-                let row = *dgrad.params()?;
-                if !is_one_kernel(&self.groups, &row, &col) {
-                    return None;
-                }
-                Some((row, form.of(&row)))
-            }
-        };
-        let usages = QuantUsages {
-            rowwise,
-            columnwise: Some((col, form.of(&col))),
-        };
-        let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
-        let (row, col) = made.into_options();
-        Some((
-            Operand::Quantized(col.expect("asked for")),
-            row.map(Operand::Quantized),
-        ))
-    }
-
-    /// `w` for dgrad, given the forward's operand.
-    fn dgrad_weight(
-        &self,
-        forward: &Operand<B>,
-        dtype: FloatDType,
-        form: StoredForm,
-    ) -> Operand<B> {
-        let (spec, groups) = (&self.spec.dgrad_w, self.groups.of_weights());
-        let usage = Usage::Rowwise;
-        if let Some(sharding) = &self.context.sharding {
-            return match self.spec.source {
-                BackwardSource::Original => {
-                    let w = QuantSource::Matrix(self.w.clone());
-                    let row = Some((spec, form));
-                    let (w, _) = sharding.quantize(w, Role::Weight, row, None, dtype);
-                    w.expect("asked for")
-                }
-                BackwardSource::Forward => {
-                    sharding.requantize(forward.clone(), Role::Weight, (spec, form), usage, dtype)
-                }
-            };
-        }
-        match self.spec.source {
-            BackwardSource::Original => {
-                let w = QuantSource::Matrix(self.w.clone());
-                quantize::<B>(w, &groups, spec, usage, dtype, form)
-            }
-            BackwardSource::Forward => {
-                requantize::<B>(forward.clone(), &groups, spec, usage, dtype, form)
-            }
         }
     }
 }
