@@ -5,9 +5,14 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, Usage};
+use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
-use crate::ops::{MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups};
+use super::Activations;
+use super::order::Matrices;
+use crate::ops::inference::PackedShape;
+use crate::ops::{
+    MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+};
 use crate::validate;
 
 /// A weight in NVFP4, or a stack of them: element `(n, k)` is `e2m1(code) · e4m3(scale) · global`.
@@ -18,10 +23,14 @@ use crate::validate;
 pub struct Nvfp4Weight {
     /// Codes, `u32[n, k / 8]`: eight to a word, the first in the lowest four bits.
     pub codes: Param<Tensor<2, Int>>,
-    /// Block scales, `u8[n, k / 16]`: E4M3 bytes.
+    /// Block scales, E4M3 bytes: `u8[n, k / 16]`. In a layer whose GEMMs read 128x4 tiles, these,
+    /// which begin anew at each matrix: its rows padded to 128, blocks to 4. Records hold rows.
     pub scales: Param<Tensor<2, Int>>,
     /// The factors that dequantize, `f32[stack]`: one for each matrix of equally many rows.
     pub global: Param<Tensor<1>>,
+    /// The order of `scales`.
+    #[module(skip)]
+    order: ScaleLayout,
 }
 
 impl Nvfp4Weight {
@@ -55,6 +64,7 @@ impl Nvfp4Weight {
             codes: Param::initialized(ParamId::new(), codes),
             scales: Param::initialized(ParamId::new(), scales),
             global: Param::initialized(ParamId::new(), global.detach().set_require_grad(false)),
+            order: ScaleLayout::Compact,
         })
     }
 
@@ -120,7 +130,7 @@ impl Nvfp4Weight {
         self.global.dims()[0]
     }
 
-    /// Bytes of codes, block scales and global scales.
+    /// Bytes of codes, block scales and global scales, without the padding of tiles.
     pub fn bytes(&self) -> usize {
         let [n, k] = self.shape();
         n * k / 2 + n * k / BLOCK + 4 * self.stack()
@@ -140,6 +150,54 @@ impl Nvfp4Weight {
         Ok(Tensor::from_dispatch(values))
     }
 
+    /// The same for a layer with these activations, of one matrix or of `experts`: with block
+    /// scales in the order that its GEMMs read, be their rows one or many. Brought into it once,
+    /// here and where a record is loaded.
+    pub(super) fn read_by(self, activations: &Activations, experts: bool) -> Self {
+        let (device, shape) = (self.codes.device(), self.packed_shape(experts));
+        let spec = activations.spec();
+        // With one row a GEMM takes as long as reading its weight does, and no pass beside it.
+        let reads_tiles = |rows| shape.form(&device, &spec, rows) == StoredForm::TILES;
+        match [1, 4096].into_iter().all(reads_tiles) {
+            true => self.ordered(ScaleLayout::Swizzled128x4),
+            false => self.ordered(ScaleLayout::Compact),
+        }
+    }
+
+    /// What the choice of a GEMM depends on, of one matrix or of `experts`.
+    pub(super) fn packed_shape(&self, experts: bool) -> PackedShape {
+        let ([n, k], stack) = (self.shape(), self.stack());
+        PackedShape {
+            matrix: (n / stack, k),
+            stack: experts.then_some(stack),
+        }
+    }
+
+    /// The same with block scales in this order.
+    fn ordered(self, order: ScaleLayout) -> Self {
+        if order == self.order {
+            return self;
+        }
+        let ([n, k], stack) = (self.shape(), self.stack());
+        let matrices = Matrices {
+            count: stack,
+            rows: n / stack,
+            blocks: k / BLOCK,
+        };
+        let (id, scales) = (self.scales.id, self.scales.val());
+        let scales = match order {
+            ScaleLayout::Compact => Param::initialized(id, matrices.in_rows(scales)),
+            ScaleLayout::Swizzled128x4 => Param::initialized(id, matrices.in_tiles(scales))
+                .load_mapper(move |scales| matrices.in_tiles(scales))
+                .save_mapper(move |scales| matrices.in_rows(scales)),
+        };
+        Self {
+            scales,
+            order,
+            ..self
+        }
+    }
+
     /// The right operand of a GEMM.
     pub(super) fn operand(&self) -> Operand<Dispatch> {
         Operand::Quantized(self.quantized())
@@ -155,6 +213,7 @@ impl Nvfp4Weight {
             amax: MaybeTensor::Present(self.global.val().into_dispatch()),
             layout: Layout {
                 scaling: BlockScaling::Static,
+                scale_layout: self.order,
                 ..Layout::nvfp4(n, k, Usage::Rowwise)
             },
         }
