@@ -183,3 +183,59 @@ pub(super) fn rows_of_tiles<B: Backend>(
     let rows = B::int_slice(rows, &own);
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Int, Tensor};
+    use nvfp4_kernels::{Rounding, Usage};
+
+    use super::super::Nvfp4KernelOps;
+    use super::super::context::tests::device;
+    use super::super::tensors::{QuantUsages, QuantizedMatrix};
+    use super::*;
+
+    /// The layout, and the bytes of codes and of scales.
+    fn parts(made: QuantizedMatrix<Dispatch>) -> (nvfp4_kernels::Layout, [Vec<u8>; 2]) {
+        let layout = made.layout;
+        let (codes, scales) = made.into_packed();
+        let bytes = [codes, scales].map(|x| {
+            let data = Tensor::<2, Int>::from_dispatch(x).into_data();
+            data.as_bytes().to_vec()
+        });
+        (layout, bytes)
+    }
+
+    /// A tensor that was made in rows and brought into a form is that which quantizers make in it,
+    /// also where its tokens are padded.
+    #[test]
+    fn in_form_as_quantized() {
+        let (device, _, _) = device();
+        let normal = Distribution::Normal(0.0, 1.0);
+        let nvfp4 = QuantParams::nvfp4(Rounding::Nearest);
+        let (rowwise, columnwise) = (Usage::Rowwise, Usage::Columnwise);
+        let cases = [
+            (nvfp4, columnwise, StoredForm::WholeTiles, None),
+            (nvfp4, columnwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, Some(3)),
+            (QuantParams::mxfp8(), columnwise, StoredForm::TILES, None),
+            (QuantParams::mxfp8(), rowwise, StoredForm::TILES, Some(3)),
+        ];
+        for (params, usage, form, stack) in cases {
+            let what = format!("{:?} {usage:?} {form:?} {stack:?}", params.format);
+            let x = Tensor::<2>::random([210, 80], normal, (&device, DType::F32));
+            let groups = || stack.map_or(RowGroups::Whole, RowGroups::Batch);
+            let made = |form| {
+                let usages = QuantUsages::one(usage, params, form);
+                Dispatch::nvfp4_quantize(x.clone().into_dispatch(), groups(), usages).into_one()
+            };
+            let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
+            assert_eq!(parts(found), parts(made(form)), "{what}");
+            if form == StoredForm::TILES {
+                let rows = Dispatch::nvfp4_in_form(made(form), groups(), StoredForm::ROWS);
+                assert_eq!(parts(rows), parts(made(StoredForm::ROWS)), "{what}, back");
+            }
+        }
+    }
+}

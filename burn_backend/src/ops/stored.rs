@@ -2,9 +2,9 @@
 
 use nvfp4_kernels::ScaleLayout;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::{Layout, Storage, Usage};
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::swizzle::TILE_INNER;
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use nvfp4_kernels::{Layout, Storage, Usage};
 
 /// How a quantized tensor is stored. No result of a GEMM depends on it, only how many passes there
 /// are before the GEMM.

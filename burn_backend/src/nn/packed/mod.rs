@@ -20,7 +20,6 @@ use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Usage};
 use crate::ops::inference::{InferenceOps, PackedShape, STATIC};
 use crate::ops::{
     LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups,
-    StoredForm,
 };
 use crate::validate;
 

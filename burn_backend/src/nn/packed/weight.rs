@@ -219,3 +219,113 @@ impl Nvfp4Weight {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_core::store::ModuleRecord;
+    use burn_core::tensor::Distribution;
+    use nvfp4_kernels::reference::swizzle;
+
+    use super::*;
+    use crate::nn::Nvfp4PackedLinear;
+
+    const ROWS: usize = 130;
+    const K: usize = 80;
+
+    /// The device that `NVFP4_TEST_DEVICE` names.
+    fn device() -> Device {
+        match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+            #[cfg(feature = "cpu")]
+            Ok("cpu") => Device::cpu(),
+            #[cfg(feature = "cuda")]
+            Ok("cuda") => Device::cuda(0),
+            #[cfg(feature = "flex")]
+            Ok("flex") | Err(_) => Device::flex(),
+            other => panic!("NVFP4_TEST_DEVICE={other:?}: not a device of this build"),
+        }
+    }
+
+    /// A stack of weights, and their scale bytes in rows.
+    fn weight(stack: usize, seed: u8) -> (Nvfp4Weight, Vec<u8>) {
+        let n = stack * ROWS;
+        let bytes = |len: usize, step: usize| (0..len).map(move |i| (i * step % 251) as u8);
+        let codes = bytes(n * K / 2, 7).map(|byte| byte ^ seed).collect();
+        // Positive and finite.
+        let scales: Vec<u8> = bytes(n * K / BLOCK, 3).map(|byte| byte % 0x60).collect();
+        let global = (0..stack).map(|i| 0.01 * (i + 1) as f32).collect();
+        let made = Nvfp4Weight::try_from_bytes([n, K], codes, scales.clone(), global, &device());
+        (made.unwrap(), scales)
+    }
+
+    fn scales(weight: &Nvfp4Weight) -> Vec<u8> {
+        weight.scales.val().into_data().iter::<u8>().collect()
+    }
+
+    #[test]
+    fn tiles_are_those_of_the_oracle() {
+        for stack in [1, 3] {
+            let (weight, rows) = weight(stack, 0);
+            let tiled = weight.ordered(ScaleLayout::Swizzled128x4);
+            let expected = swizzle::swizzle_batch(&rows, stack, ROWS, K / BLOCK);
+            assert_eq!(scales(&tiled), expected);
+            assert_eq!((tiled.shape(), tiled.stack()), ([stack * ROWS, K], stack));
+            assert_eq!(scales(&tiled.ordered(ScaleLayout::Compact)), rows);
+        }
+    }
+
+    /// Whatever the order in memory is, the bytes of a record are the same, and it may be loaded
+    /// into a weight in either.
+    #[test]
+    fn records_hold_rows() {
+        let ((rows, bytes), (other, _)) = (weight(3, 0), weight(3, 0x55));
+        let tiled = rows.clone().ordered(ScaleLayout::Swizzled128x4);
+        let record = |weight: &Nvfp4Weight| weight.clone().into_record().into_bytes().unwrap();
+        let saved = record(&rows);
+        assert_eq!(saved, record(&tiled));
+        let saved = || ModuleRecord::from_bytes(saved.clone()).unwrap();
+        let into_rows = other.clone().load_record(saved());
+        assert_eq!(scales(&into_rows), bytes);
+        let into_tiles = other
+            .ordered(ScaleLayout::Swizzled128x4)
+            .load_record(saved());
+        assert_eq!(scales(&into_tiles), scales(&tiled));
+        let codes = |weight: &Nvfp4Weight| weight.codes.val().into_data();
+        assert_eq!(codes(&into_tiles), codes(&rows));
+    }
+
+    /// A GEMM has the same bits of either, and so have the values.
+    #[test]
+    fn layers_compute_the_same() {
+        let device = device();
+        if matches!(
+            std::env::var("NVFP4_TEST_DEVICE").as_deref(),
+            Err(_) | Ok("flex")
+        ) {
+            println!("SKIPPED: layers_compute_the_same: Flex has no tiles of scales");
+            return;
+        }
+        let normal = Distribution::Normal(0.0, 1.0);
+        for activations in [Activations::HighPrecision, Activations::DYNAMIC] {
+            let (weight, _) = weight(1, 0);
+            let layer = Nvfp4PackedLinear::try_new(weight, activations, None, None).unwrap();
+            let in_order = |order| Nvfp4PackedLinear {
+                weight: layer.weight.clone().ordered(order),
+                ..layer.clone()
+            };
+            let rows = in_order(ScaleLayout::Compact);
+            let tiles = in_order(ScaleLayout::Swizzled128x4);
+            let x = Tensor::<2>::random([5, K], normal, (&device, DType::F32));
+            let y = |layer: &Nvfp4PackedLinear| layer.forward(x.clone()).into_data();
+            assert_eq!(y(&rows), y(&tiles), "{activations:?}");
+            let values = |layer: &Nvfp4PackedLinear| {
+                let values = layer.weight.try_dequantize(FloatDType::F32);
+                values.unwrap().into_data()
+            };
+            assert_eq!(values(&rows), values(&tiles));
+        }
+        let (stack, _) = weight(3, 0);
+        let values = |weight: &Nvfp4Weight| weight.try_dequantize(FloatDType::F32).unwrap();
+        let tiled = stack.clone().ordered(ScaleLayout::Swizzled128x4);
+        assert_eq!(values(&stack).into_data(), values(&tiled).into_data());
+    }
+}

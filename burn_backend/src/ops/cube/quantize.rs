@@ -7,16 +7,13 @@ use nvfp4_kernels::activation::{activation, activation_backward, activation_with
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{
     self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, MxForm,
-    QuantRequest,
-    RedrawnSigns,
+    QuantRequest, RedrawnSigns,
 };
 use nvfp4_kernels::reference::{Activation, EdenTarget};
 use nvfp4_kernels::tensor::{
     DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
 };
-use nvfp4_kernels::{
-    AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage,
-};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::graph::cube::offset_beside;

@@ -13,7 +13,7 @@
 mod gather;
 mod places;
 
-use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{AmaxGranularity, Usage};
 use nvfp4_parallel::Reduction;
@@ -22,12 +22,12 @@ use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
 use super::operands::{QuantSource, is_one_kernel};
-use super::segments::{narrow, offsets, slices};
+use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::{
-    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
-    QuantizedPair, RowGroups,
+    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
+    RowGroups,
 };
 use crate::parallel::ProcessGroup;
 use places::{Axis, GapsBetween, Segment, concatenated, positioned};

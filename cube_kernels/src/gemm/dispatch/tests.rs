@@ -319,6 +319,14 @@ fn who_reads_tiles_of_scales() {
         }
         let odd = Problem::new(PACKED, (4096, 4096, 4112));
         assert_eq!(reads(&blackwell, &odd), Compact);
+        let mxfp8 = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4096, 4128));
+        let grouped = [GroupedDim::M, GroupedDim::K].map(|dim| mxfp8.grouped(dim, 8));
+        for problem in [mxfp8, grouped[0], grouped[1]] {
+            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+        }
+        // Dequantized, from rows.
+        let narrow = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4100, 4096));
+        assert_eq!(reads(&blackwell, &narrow), Compact);
         // A weight beside bf16 activations.
         assert_ne!(
             reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
@@ -328,6 +336,8 @@ fn who_reads_tiles_of_scales() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
     let large = Problem::new(PACKED, (8192, 8192, 8192));
     assert_eq!(reads(&hopper, &large), Bf16);
+    let large = Problem::new([OperandLayout::Mxfp8; 2], (8192, 8192, 8192));
+    assert_eq!(reads(&hopper, &large), Compact);
     assert_eq!(reads(&hopper, &dense), Compact);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
