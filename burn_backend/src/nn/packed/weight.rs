@@ -308,9 +308,10 @@ mod tests {
         for activations in [Activations::HighPrecision, Activations::DYNAMIC] {
             let (weight, _) = weight(1, 0);
             let layer = Nvfp4PackedLinear::try_new(weight, activations, None, None).unwrap();
-            let in_order = |order| Nvfp4PackedLinear {
-                weight: layer.weight.clone().ordered(order),
-                ..layer.clone()
+            let in_order = |order| {
+                let mut layer = layer.clone();
+                layer.weight = layer.weight.ordered(order);
+                layer
             };
             let rows = in_order(ScaleLayout::Compact);
             let tiles = in_order(ScaleLayout::Swizzled128x4);

@@ -12,6 +12,8 @@
 
 mod gather;
 mod places;
+#[cfg(test)]
+mod tests;
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
