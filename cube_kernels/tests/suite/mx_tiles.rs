@@ -242,7 +242,7 @@ fn requantized() {
             let request = QuantRequest {
                 amax: &amax_on_device,
                 scope: AmaxGranularity::PerTensor,
-                copy: params.clone().into(),
+                copy: params.into(),
             };
             let source = quantize::quantize(&client, &matrix, &case.groups, usage, &request);
             let source = source.unwrap();

@@ -6,11 +6,12 @@
 
 mod grouped;
 mod linear;
-mod order;
+mod scales;
 mod weight;
 
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
+pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 
 use burn_core::backend::Dispatch;

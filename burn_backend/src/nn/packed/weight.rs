@@ -8,7 +8,7 @@ use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
 use super::Activations;
-use super::order::Matrices;
+use super::scales::{BlockScales, Matrices};
 use crate::ops::inference::PackedShape;
 use crate::ops::{
     MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
@@ -23,14 +23,10 @@ use crate::validate;
 pub struct Nvfp4Weight {
     /// Codes, `u32[n, k / 8]`: eight to a word, the first in the lowest four bits.
     pub codes: Param<Tensor<2, Int>>,
-    /// Block scales, E4M3 bytes: `u8[n, k / 16]`. In a layer whose GEMMs read 128x4 tiles, these,
-    /// which begin anew at each matrix: its rows padded to 128, blocks to 4. Records hold rows.
-    pub scales: Param<Tensor<2, Int>>,
+    /// Block scales, `u8[n, k / 16]`: E4M3 bytes. In memory they may be in 128x4 tiles.
+    pub scales: BlockScales,
     /// The factors that dequantize, `f32[stack]`: one for each matrix of equally many rows.
     pub global: Param<Tensor<1>>,
-    /// The order of `scales`.
-    #[module(skip)]
-    order: ScaleLayout,
 }
 
 impl Nvfp4Weight {
@@ -62,9 +58,8 @@ impl Nvfp4Weight {
         }
         Ok(Self {
             codes: Param::initialized(ParamId::new(), codes),
-            scales: Param::initialized(ParamId::new(), scales),
+            scales: BlockScales::new(scales),
             global: Param::initialized(ParamId::new(), global.detach().set_require_grad(false)),
-            order: ScaleLayout::Compact,
         })
     }
 
@@ -175,25 +170,14 @@ impl Nvfp4Weight {
 
     /// The same with block scales in this order.
     fn ordered(self, order: ScaleLayout) -> Self {
-        if order == self.order {
-            return self;
-        }
         let ([n, k], stack) = (self.shape(), self.stack());
         let matrices = Matrices {
             count: stack,
             rows: n / stack,
             blocks: k / BLOCK,
         };
-        let (id, scales) = (self.scales.id, self.scales.val());
-        let scales = match order {
-            ScaleLayout::Compact => Param::initialized(id, matrices.in_rows(scales)),
-            ScaleLayout::Swizzled128x4 => Param::initialized(id, matrices.in_tiles(scales))
-                .load_mapper(move |scales| matrices.in_tiles(scales))
-                .save_mapper(move |scales| matrices.in_rows(scales)),
-        };
         Self {
-            scales,
-            order,
+            scales: self.scales.ordered(order, matrices),
             ..self
         }
     }
@@ -213,7 +197,7 @@ impl Nvfp4Weight {
             amax: MaybeTensor::Present(self.global.val().into_dispatch()),
             layout: Layout {
                 scaling: BlockScaling::Static,
-                scale_layout: self.order,
+                scale_layout: self.scales.order(),
                 ..Layout::nvfp4(n, k, Usage::Rowwise)
             },
         }
