@@ -224,14 +224,14 @@ impl DeviceQuantized {
     }
 
     /// [`Self::empty`] in a format without a global scale.
-    pub(crate) fn empty_unscaled(client: &Client, layout: Layout) -> Self {
-        let scales = allocate(client, layout.scale_bytes());
+    pub(crate) fn empty_unscaled(client: &Client, layout: Layout, groups: Groups) -> Self {
+        let scales = allocate(client, scale_bytes(&layout, &groups));
         Self {
-            codes: allocate(client, layout.code_bytes()),
+            codes: allocate(client, code_bytes(&layout, &groups)),
             amax: scales.clone(),
             scales,
             layout,
-            groups: Groups::One,
+            groups,
         }
     }
 

@@ -36,7 +36,9 @@ pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
-pub use packed::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
+pub use packed::{
+    Activations, BlockScales, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+};
 pub use routing::Routing;
 
 use burn_core::tensor::{DType, FloatDType, Tensor};

@@ -263,7 +263,8 @@ pub(crate) mod tests {
         }
     }
 
-    fn spec(preset: &str) -> LinearSpec {
+    /// The spec of a preset, with some draws.
+    pub(crate) fn spec(preset: &str) -> LinearSpec {
         let recipe = Nvfp4Recipe::preset(preset).expect("a preset");
         recipe.spec(&RngState {
             seed: 1,

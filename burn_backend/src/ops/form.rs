@@ -4,8 +4,8 @@ use burn_core::backend::{Backend, tensor::IntTensor};
 use burn_core::tensor::Shape;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::AmaxGranularity;
-use nvfp4_kernels::PackedReads;
 use nvfp4_kernels::reference::swizzle::TILE_INNER;
+use nvfp4_kernels::{Format, PackedReads};
 
 use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
@@ -14,11 +14,13 @@ use super::tensors::RowGroups;
 impl StoredForm {
     /// This form, or rows of codes and scales, where tensors by `params` are not stored so.
     pub(super) fn of(self, params: &QuantParams) -> Self {
-        match self {
-            Self::Bf16Unscaled if !params.has_bf16_storage() => Self::ROWS,
-            // Kernels swizzle the scales of MX formats.
-            _ if !params.format.has_global_scale() => Self::ROWS,
-            form => form,
+        match (self, params.format) {
+            (Self::Bf16Unscaled, _) if !params.has_bf16_storage() => Self::ROWS,
+            // No GEMM multiplies its codes: they are dequantized, from rows.
+            (_, Format::Mxfp4) => Self::ROWS,
+            // A block is what an instruction multiplies: groups of tokens begin within tiles.
+            (Self::WholeTiles, Format::Mxfp8) => Self::TILES,
+            (form, _) => form,
         }
     }
 }
@@ -48,39 +50,54 @@ pub(super) struct LayerGemm<'a> {
 }
 
 impl LayerGemm<'_> {
-    /// What it reads of its operands on `device`, which is asked only where both are NVFP4.
+    /// What it reads of its operands on `device`, which is asked only where both are NVFP4 or both
+    /// MXFP8: codes of no other format are multiplied.
     pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
-        if !self.specs.iter().all(|spec| spec.is_nvfp4()) {
-            return PackedReads::Compact;
-        }
+        let format = match self.specs.map(OperandSpec::format) {
+            [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
+            [Some(Format::Mxfp8), Some(Format::Mxfp8)] => Format::Mxfp8,
+            _ => return PackedReads::Compact,
+        };
         let own = self.specs[0].unit().max(self.specs[1].unit());
-        // Tokens are padded to whole tiles only for GEMMs that read these.
+        // Tokens are padded to whole tiles only for GEMMs that read these. Blocks of MXFP8 need no
+        // further padding.
         let tiles = TILE_INNER;
-        if self.along_tokens && !self.shape.2.next_multiple_of(own).is_multiple_of(tiles) {
-            let reads = self.reads_padded::<B>(device, own.max(tiles));
+        let is_odd = !self.shape.2.next_multiple_of(own).is_multiple_of(tiles);
+        if self.along_tokens && is_odd && format == Format::Nvfp4 {
+            let reads = self.reads_padded::<B>(device, format, own.max(tiles));
             if reads == PackedReads::Swizzled {
                 return reads;
             }
         }
-        self.reads_padded::<B>(device, own)
+        self.reads_padded::<B>(device, format, own)
     }
 
     /// The same, of a contraction that is padded to a multiple of `unit`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    fn reads_padded<B: Backend>(&self, device: &B::Device, unit: usize) -> PackedReads {
+    fn reads_padded<B: Backend>(
+        &self,
+        device: &B::Device,
+        format: Format,
+        unit: usize,
+    ) -> PackedReads {
         use nvfp4_kernels::gemm::{Factor, GroupedDim, OperandLayout, Problem, packed_reads};
         let device: &dyn std::any::Any = device;
         let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
             return PackedReads::Compact;
         };
         let (m, n, k) = self.shape;
-        let problem = Problem::new([OperandLayout::Packed; 2], (m, n, k.next_multiple_of(unit)));
+        let layout = match format {
+            Format::Mxfp8 => OperandLayout::Mxfp8,
+            Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
+        };
+        let problem = Problem::new([layout; 2], (m, n, k.next_multiple_of(unit)));
         let (mut problem, per_tensor) = match self.grouped {
             GroupedAxis::None => (problem, Factor::Tensor),
             GroupedAxis::Rows(count) => (problem.grouped(GroupedDim::M, count), Factor::PerGroup),
             GroupedAxis::Tokens(count) => (problem.grouped(GroupedDim::K, count), Factor::PerGroup),
         };
         let factor = |spec: &OperandSpec| match spec.params().map(|params| params.amax) {
+            _ if !format.has_global_scale() => Factor::One,
             Some(AmaxGranularity::PerRow) => Factor::PerRow,
             _ => per_tensor,
         };
@@ -90,7 +107,7 @@ impl LayerGemm<'_> {
 
     /// The same, of a contraction that is padded to a multiple of `unit`: Flex reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-    fn reads_padded<B: Backend>(&self, _: &B::Device, _: usize) -> PackedReads {
+    fn reads_padded<B: Backend>(&self, _: &B::Device, _: Format, _: usize) -> PackedReads {
         PackedReads::Compact
     }
 
@@ -165,4 +182,60 @@ pub(super) fn rows_of_tiles<B: Backend>(
     let own = [0..matrices, 0..outer, 0..blocks].map(burn_core::tensor::Slice::from);
     let rows = B::int_slice(rows, &own);
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Int, Tensor};
+    use nvfp4_kernels::{Rounding, Usage};
+
+    use super::super::Nvfp4KernelOps;
+    use super::super::context::tests::device;
+    use super::super::tensors::{QuantUsages, QuantizedMatrix};
+    use super::*;
+
+    /// The layout, and the bytes of codes and of scales.
+    fn parts(made: QuantizedMatrix<Dispatch>) -> (nvfp4_kernels::Layout, [Vec<u8>; 2]) {
+        let layout = made.layout;
+        let (codes, scales) = made.into_packed();
+        let bytes = [codes, scales].map(|x| {
+            let data = Tensor::<2, Int>::from_dispatch(x).into_data();
+            data.as_bytes().to_vec()
+        });
+        (layout, bytes)
+    }
+
+    /// A tensor that was made in rows and brought into a form is that which quantizers make in it,
+    /// also where its tokens are padded.
+    #[test]
+    fn in_form_as_quantized() {
+        let (device, _, _) = device();
+        let normal = Distribution::Normal(0.0, 1.0);
+        let nvfp4 = QuantParams::nvfp4(Rounding::Nearest);
+        let (rowwise, columnwise) = (Usage::Rowwise, Usage::Columnwise);
+        let cases = [
+            (nvfp4, columnwise, StoredForm::WholeTiles, None),
+            (nvfp4, columnwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, Some(3)),
+            (QuantParams::mxfp8(), columnwise, StoredForm::TILES, None),
+            (QuantParams::mxfp8(), rowwise, StoredForm::TILES, Some(3)),
+        ];
+        for (params, usage, form, stack) in cases {
+            let what = format!("{:?} {usage:?} {form:?} {stack:?}", params.format);
+            let x = Tensor::<2>::random([210, 80], normal, (&device, DType::F32));
+            let groups = || stack.map_or(RowGroups::Whole, RowGroups::Batch);
+            let made = |form| {
+                let usages = QuantUsages::one(usage, params, form);
+                Dispatch::nvfp4_quantize(x.clone().into_dispatch(), groups(), usages).into_one()
+            };
+            let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
+            assert_eq!(parts(found), parts(made(form)), "{what}");
+            if form == StoredForm::TILES {
+                let rows = Dispatch::nvfp4_in_form(made(form), groups(), StoredForm::ROWS);
+                assert_eq!(parts(rows), parts(made(StoredForm::ROWS)), "{what}, back");
+            }
+        }
+    }
 }

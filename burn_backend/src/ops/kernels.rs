@@ -127,8 +127,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
 
     /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
     /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
-    /// first. With groups, which are those of `source`, `source` is rowwise, with block scales in
-    /// rows. The result is packed, in this `form`.
+    /// first. With groups, which are those of `source`, `source` is rowwise. The result is packed,
+    /// in this `form`.
     #[fusion(meta = meta::requantize)]
     fn nvfp4_requantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -139,9 +139,19 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         via: FloatDType,
     ) -> QuantizedMatrix<Self>;
 
+    /// `source`, a quantized matrix or a stack of them by `groups`, in this `form`, which is packed:
+    /// for what was put together or loaded in rows of scales, and is read in tiles. As it is where
+    /// it has that form already, and on Flex.
+    #[fusion(meta = meta::in_form)]
+    fn nvfp4_in_form(
+        #[extension_type] source: QuantizedMatrix<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        form: StoredForm,
+    ) -> QuantizedMatrix<Self>;
+
     /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
-    /// they stay in the rotated domain. With groups, `source` is rowwise, with block scales in
-    /// rows; rows of no group are undefined.
+    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
+    /// undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -284,6 +294,14 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         constant(B::nvfp4_requantize(
             source, groups, usage, params, form, via,
         ))
+    }
+
+    fn nvfp4_in_form(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        form: StoredForm,
+    ) -> QuantizedMatrix<Self> {
+        constant(B::nvfp4_in_form(inner(source), inner_groups(groups), form))
     }
 
     fn nvfp4_dequantize(

@@ -112,6 +112,14 @@ pub(super) fn requantize(
     quantized(groups, groups.layout(shape, *usage, params, *form))
 }
 
+pub(super) fn in_form(
+    source: &QuantizedMatrixMetadata,
+    groups: &RowGroupsMetadata,
+    form: &StoredForm,
+) -> QuantizedMatrixMetadata {
+    quantized(groups.count(), form.layout_of(source.layout))
+}
+
 pub(super) fn dequantize(
     source: &QuantizedMatrixMetadata,
     _groups: &RowGroupsMetadata,

@@ -112,15 +112,20 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
         return Operand::Float(values::<B>(x, groups, dtype), usage);
     };
     let is_per_row = params.amax == AmaxGranularity::PerRow;
-    let mut form = form.of(&params);
+    let form = form.of(&params);
     let has_tiles = form.scale_layout() == ScaleLayout::Swizzled128x4;
     // A quantized tensor with an amax for each row of the source does not depend on its groups, but
     // for where tiles of scales begin.
     let (x, groups, usage) = match (groups, usage) {
-        (RowGroups::Batch(_), _) if is_per_row => {
-            form = StoredForm::ROWS;
+        (RowGroups::Batch(count), _) if is_per_row => {
             let x = flat::<B>(x.into_values(), usage);
-            (QuantSource::Matrix(x), RowGroups::Whole, Usage::Rowwise)
+            // Matrices of whole tiles have those of one matrix, which is read once.
+            let is_whole = (x.shape()[0] / count).is_multiple_of(128);
+            let groups = match has_tiles && !is_whole {
+                true => groups.clone(),
+                false => RowGroups::Whole,
+            };
+            (QuantSource::Matrix(x), groups, Usage::Rowwise)
         }
         (RowGroups::Batch(_), _) => {
             let x = flat::<B>(x.into_values(), Usage::Rowwise);
@@ -226,8 +231,7 @@ pub(super) fn is_one_kernel<B: Backend>(
 }
 
 /// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, in this
-/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from,
-/// whose scales are in rows if there are any.
+/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from.
 pub(super) fn requantize<B: Nvfp4KernelOps>(
     forward: Operand<B>,
     groups: &RowGroups<B>,

@@ -2,9 +2,9 @@
 
 use nvfp4_kernels::ScaleLayout;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::Storage;
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_kernels::reference::swizzle::TILE_INNER;
+#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use nvfp4_kernels::{Layout, Storage, Usage};
 
 /// How a quantized tensor is stored. No result of a GEMM depends on it, only how many passes there
 /// are before the GEMM.
@@ -14,10 +14,12 @@ use nvfp4_kernels::reference::swizzle::TILE_INNER;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredForm {
     /// Codes, and block scales in this order. 128x4 tiles begin anew at each matrix of a stack, and
-    /// at each group of rows of a rowwise tensor.
+    /// at each group of rows of a rowwise tensor. The columnwise tensor of tokens in groups, which
+    /// is MXFP8 then, has the tiles of one matrix.
     Packed(ScaleLayout),
-    /// The columnwise tensor of tokens, with block scales in 128x4 tiles: padded with zero tokens
-    /// to a multiple of 64, and each group of tokens too, so that the scales of all are one matrix.
+    /// The columnwise NVFP4 tensor of tokens, with block scales in 128x4 tiles: padded with zero
+    /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all are one
+    /// matrix.
     WholeTiles,
     /// Code times block scale in bf16; of one matrix.
     Bf16Unscaled,
@@ -44,6 +46,20 @@ impl StoredForm {
             Self::Packed(layout) => layout,
             Self::WholeTiles => ScaleLayout::Swizzled128x4,
             Self::Bf16Unscaled => ScaleLayout::Compact,
+        }
+    }
+
+    /// The layout in this form of what has the packed `layout`.
+    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+    pub(super) fn layout_of(self, layout: Layout) -> Layout {
+        let rows = match layout.usage {
+            Usage::Columnwise => layout.rows.next_multiple_of(self.unit(1)),
+            Usage::Rowwise => layout.rows,
+        };
+        Layout {
+            rows,
+            scale_layout: self.scale_layout(),
+            ..layout
         }
     }
 

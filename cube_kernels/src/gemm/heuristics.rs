@@ -1,11 +1,11 @@
-//! Which tile a shape takes on sm_90, with the measurements behind it.
+//! Which tile a shape takes: on sm_90 with the measurements behind it, on sm_100 by a model.
 
 use super::{
     operand::OperandLayout,
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
     stream_k::{StreamK, stages_of, tiles_of},
-    tiles::{Sm90Tile, W4a16Tile},
+    tiles::{SM100_TILE_M, SM100_TILE_N, Sm90Tile, W4a16Tile},
 };
 
 /// Microseconds that a CTA takes for a tile with a contraction of 8192, the kernel that reads bf16.
@@ -146,6 +146,22 @@ pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
     // instead: 32 equal groups 682 us instead of 670, 128 1101 instead of 1055).
     let band = (m / (groups * rows_a)).clamp(1, BAND);
     (W4a16Tile { rows_a, ways: 1 }, band)
+}
+
+/// Whether two CTAs share the tiles of the kernel for `tcgen05`, of a dense GEMM or one with groups
+/// along M. A model: no such GPU was at hand.
+///
+/// In a wave each SM multiplies 128 x 256 at most and applies the epilogue to them, whether it has
+/// a tile to itself or half of one of 256 x 256. Of two CTAs each loads half as much of `b`, 38,912
+/// bytes of a stage instead of 55,296, so that a wave of pairs takes no longer. They share tiles
+/// where that takes no more waves and the odd CTA has rows of its own: only an odd number of tiles
+/// along M leaves CTAs of pairs idle. Groups have as many rows as on average.
+pub(crate) fn sm100_two_ctas(sms: usize, problem: &Problem) -> bool {
+    let GemmShape { m, n, .. } = problem.shape;
+    let rows = m.div_ceil(problem.groups);
+    let tiles = |tile_m| problem.groups * rows.div_ceil(tile_m) * n.div_ceil(SM100_TILE_N);
+    let of_pairs = waves(tiles(2 * SM100_TILE_M), (sms / 2).max(1));
+    rows > SM100_TILE_M && of_pairs <= waves(tiles(SM100_TILE_M), sms)
 }
 
 /// The first of the estimates that are the lowest.

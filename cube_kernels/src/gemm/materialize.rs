@@ -10,7 +10,7 @@ use crate::{
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
     quantize,
-    tensor::{DeviceQuantized, FloatKind, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// What a kernel reads of its operands.
@@ -141,6 +141,8 @@ fn decode_mxfp8(
             ..packed.layout.stored()
         },
         scales,
+        // Only tiles of scales begin anew at groups.
+        groups: Groups::One,
         ..packed.clone()
     };
     Ok(quantize::mx_dequantize(client, &stored, FloatKind::Bf16)?.handle)

@@ -4,7 +4,7 @@ use cubecl::server::Handle;
 
 use super::epilogue::Factor;
 use crate::{
-    BLOCK, Format, Nvfp4Error, ScaleLayout, Storage,
+    BLOCK, Format, Nvfp4Error, ScaleLayout, Storage, Usage,
     format::swizzle::{TILE_INNER, padded_len, row_group_tiles},
     memory::{check_memory, is_aligned},
     moe::GroupOffsets,
@@ -37,7 +37,7 @@ pub enum Elements<'a> {
 pub(crate) enum ScaleTiling<'a> {
     /// Nowhere: one matrix.
     Matrix,
-    /// The same, with groups along the contraction, each of which begins with a tile.
+    /// The same, with groups along the contraction, each of which begins with a tile in NVFP4.
     WholeTiles,
     /// At each of so many matrices of equal size.
     Batch(usize),
@@ -62,6 +62,9 @@ impl ScaleTiling<'_> {
         let own = match (&packed.groups, self) {
             (Groups::One, _) => true,
             (Groups::Offsets { count, .. }, Self::RowGroups(groups)) => *count == groups.count,
+            (Groups::Batch(count), Self::Batch(own)) => {
+                packed.usage() == Usage::Rowwise && *count == own
+            }
             _ => false,
         };
         if !own {
@@ -73,7 +76,9 @@ impl ScaleTiling<'_> {
         }
         let (outer, blocks) = (packed.outer(), packed.blocks());
         let columns = blocks * packed.layout.format.block();
-        if matches!(self, Self::WholeTiles) && !columns.is_multiple_of(TILE_INNER) {
+        // A group of MXFP8 may begin within a tile: at a block, which an instruction multiplies.
+        let is_whole = packed.layout.format == Format::Mxfp8 || columns.is_multiple_of(TILE_INNER);
+        if matches!(self, Self::WholeTiles) && !is_whole {
             return Err(Nvfp4Error::value(
                 argument,
                 format!("{columns} columns in groups, with scales in 128x4 tiles"),

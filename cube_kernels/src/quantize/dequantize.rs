@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     packed_source::{PackedRows, PackedRowsLaunch, PackedSource, SourcePlan, scale_at},
+    scale_order::scales_in_rows,
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
 };
 use crate::launch::{buffer, grid};
@@ -22,7 +23,7 @@ use crate::{
 /// transformed copy stay transformed; rows of no group are undefined.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or when rowwise tensors of groups have swizzled scales.
+/// When a buffer is smaller than its shape.
 pub fn dequantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -46,8 +47,16 @@ fn dequantize_rows(
     packed: &DeviceQuantized,
     result: &Matrix,
 ) -> Result<(), Nvfp4Error> {
+    // The kernel knows of rows and not of groups, at each of which tiles of scales begin anew.
+    let is_tiled = packed.layout.scale_layout == ScaleLayout::Swizzled128x4;
+    let in_rows = match &packed.groups {
+        Groups::Batch(_) | Groups::Offsets { .. } if is_tiled => {
+            Some(scales_in_rows(client, packed)?)
+        }
+        _ => None,
+    };
+    let packed = in_rows.as_ref().unwrap_or(packed);
     let source = PackedSource::even("packed", packed)?;
-    source.check_flat("packed")?;
     if source.blocks * BLOCK != source.cols {
         return Err(Nvfp4Error::shape(
             "packed",

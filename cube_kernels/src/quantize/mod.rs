@@ -36,6 +36,7 @@ mod random_bits;
 mod request;
 #[allow(missing_docs)]
 mod rowwise;
+mod scale_order;
 #[allow(missing_docs)]
 mod scale_table;
 #[allow(missing_docs)]
@@ -54,7 +55,7 @@ pub use ms_eden::{
     EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax,
     ms_eden_amax_pair, ms_eden_as,
 };
-pub use mx::{mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
+pub use mx::{MxForm, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
 pub use per_token::{
     quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
@@ -67,6 +68,7 @@ pub use request::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
     quantize_tile, quantize_tile_copy, quantize_tile_with,
 };
+pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,

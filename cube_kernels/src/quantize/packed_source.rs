@@ -88,23 +88,6 @@ impl<'a> PackedSource<'a> {
         })
     }
 
-    /// An error where scales in 128x4 tiles, which start anew in every group, would be looked up by
-    /// rows.
-    pub fn check_flat(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        if !self.plan.swizzled || self.plan.grouping == Grouping::One {
-            return Ok(());
-        }
-        Err(Nvfp4Error::value(
-            argument,
-            format!(
-                "{:?} scales of {} groups",
-                self.packed.layout.scale_layout,
-                self.groups.count()
-            ),
-            "compact scales, or no groups",
-        ))
-    }
-
     /// The argument of kernels that read whole blocks.
     pub fn arg(&self) -> PackedRowsLaunch {
         self.arg_with(self.amax())

@@ -341,23 +341,20 @@ fn check_packed(
     let x = case.values(kind);
     let (packed, decoded) = packed(client, case, &x, usage, copy);
     let what = format!("{kind:?} {copy:?} packed along {usage:?},");
-    let grouped = !matches!(case.groups, Groups::One);
     let ragged = matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise;
-    // What would have to be looked up by rows is refused.
-    let tiled = grouped && copy.0.layout == ScaleLayout::Swizzled128x4;
 
     let expected = decoded.concat();
-    let found = quantize::dequantize(client, &packed, FloatKind::F32);
-    if tiled && usage == Usage::Rowwise {
-        assert_refused(found, "packed");
-    } else {
-        let found = read_matrix::<f32>(client, &found.unwrap());
-        let what = format!("{what} {:?}", case.sizes);
-        assert_floats(&found[..expected.len()], &expected, &what);
-        let found = quantize::dequantize(client, &packed, FloatKind::Bf16).unwrap();
-        let found = read_matrix::<bf16>(client, &found);
-        assert_floats(&found[..expected.len()], &convert::<bf16>(&expected), &what);
-    }
+    let sizes = format!("{what} {:?}", case.sizes);
+    let found = quantize::dequantize(client, &packed, FloatKind::F32).unwrap();
+    let found = read_matrix::<f32>(client, &found);
+    assert_floats(&found[..expected.len()], &expected, &sizes);
+    let found = quantize::dequantize(client, &packed, FloatKind::Bf16).unwrap();
+    let found = read_matrix::<bf16>(client, &found);
+    assert_floats(
+        &found[..expected.len()],
+        &convert::<bf16>(&expected),
+        &sizes,
+    );
 
     let rounded: Vec<_> = decoded.iter().map(|x| convert::<bf16>(x)).collect();
     let sized = |(x, rows): (_, &usize)| (x, *rows);
@@ -375,7 +372,7 @@ fn check_packed(
         .collect();
     for to in USAGES {
         let found = quantize::mx_requantize(client, &packed, to, Format::Mxfp8, FloatKind::Bf16);
-        if ragged || (tiled && to == usage) {
+        if ragged {
             assert_refused(found, "packed");
         } else {
             assert_mx(client, &found.unwrap(), case, &rounded, to, &what);

@@ -51,6 +51,7 @@ mod loss;
 #[cfg(feature = "cube")]
 mod ms_eden;
 #[cfg(feature = "cube")]
+mod mx_tiles;
 mod mxfp8;
 #[cfg(feature = "cube")]
 mod norm;

@@ -55,7 +55,7 @@ impl Nvfp4PackedGroupedLinear {
         let input = input.map(|input| Param::from_tensor(input.detach()).set_require_grad(false));
         let bias = bias.map(|bias| Param::from_tensor(bias.detach()).set_require_grad(false));
         Ok(Self {
-            weight,
+            weight: weight.read_by(&activations, true),
             input,
             bias,
             activations,
@@ -96,7 +96,8 @@ impl Nvfp4PackedGroupedLinear {
         let global = self.input.as_ref().map(|global| global.val());
         let offsets = || offsets.clone().into_dispatch();
         let groups = RowGroups::Offsets(offsets());
-        let x = self.activations.operand(input, global, groups);
+        let shape = self.weight.packed_shape(true);
+        let x = self.activations.operand(input, global, groups, &shape);
         let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
         let groups = GemmGroups::M(offsets());
         let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, groups, dtype);

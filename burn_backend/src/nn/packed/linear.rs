@@ -61,7 +61,7 @@ impl Nvfp4PackedLinear {
         }
         let param = |tensor: Tensor<1>| Param::from_tensor(tensor.detach()).set_require_grad(false);
         Ok(Self {
-            weight,
+            weight: weight.read_by(&activations, false),
             input: input.map(param),
             bias: bias.map(param),
             activations,
@@ -94,7 +94,10 @@ impl Nvfp4PackedLinear {
         let dtype = float_dtype(input.dtype());
         let (x, mut dims) = rows(input);
         let global = self.input.as_ref().map(|global| global.val());
-        let x = self.activations.operand(x, global, RowGroups::Whole);
+        let shape = self.weight.packed_shape(false);
+        let x = self
+            .activations
+            .operand(x, global, RowGroups::Whole, &shape);
         let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
         let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, GemmGroups::None, dtype);
         dims[D - 1] = d_out;

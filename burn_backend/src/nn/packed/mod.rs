@@ -6,20 +6,21 @@
 
 mod grouped;
 mod linear;
+mod scales;
 mod weight;
 
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
+pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Tensor};
 use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Usage};
 
-use crate::ops::inference::InferenceOps;
+use crate::ops::inference::{InferenceOps, PackedShape, STATIC};
 use crate::ops::{
     LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups,
-    StoredForm,
 };
 use crate::validate;
 
@@ -38,26 +39,37 @@ impl Activations {
     /// 1x16 blocks to nearest, under the global scale of the input's amax.
     pub const DYNAMIC: Self = Self::Dynamic(QuantParams::nvfp4(Rounding::Nearest));
 
-    /// `x` (`[rows, d_in]`, in `groups`) as the left operand of a GEMM. `global` is the static
-    /// global scale, which is there where it is needed.
+    /// How the input is represented.
+    fn spec(&self) -> OperandSpec {
+        match self {
+            Self::HighPrecision => OperandSpec::HighPrecision,
+            Self::Dynamic(params) => OperandSpec::Quantized(*params),
+            Self::Static => OperandSpec::Quantized(STATIC),
+        }
+    }
+
+    /// `x` (`[rows, d_in]`, in `groups`) as the left operand of a GEMM with `weight`, as that reads
+    /// it. `global` is the static global scale, which is there where it is needed.
     fn operand(
         &self,
         x: Tensor<2>,
         global: Option<Tensor<1>>,
         groups: RowGroups<Dispatch>,
+        weight: &PackedShape,
     ) -> Operand<Dispatch> {
+        let form = weight.form(&x.device(), &self.spec(), x.dims()[0]);
         let x = x.into_dispatch();
         match (self, global) {
             (Self::HighPrecision, _) => Operand::Float(x, Usage::Rowwise),
             (Self::Dynamic(params), _) => {
-                let usages = QuantUsages::one(Usage::Rowwise, *params, StoredForm::ROWS);
+                let usages = QuantUsages::one(Usage::Rowwise, *params, form);
                 Operand::Quantized(Dispatch::nvfp4_quantize(x, groups, usages).into_one())
             }
             (Self::Static, global) => {
                 let global = global
                     .expect("checked when the layer was made")
                     .into_dispatch();
-                Operand::Quantized(Dispatch::nvfp4_quantize_static(x, global, groups))
+                Operand::Quantized(Dispatch::nvfp4_quantize_static(x, global, groups, form))
             }
         }
     }

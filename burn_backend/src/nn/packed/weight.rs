@@ -5,9 +5,14 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, Usage};
+use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
-use crate::ops::{MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups};
+use super::Activations;
+use super::scales::{BlockScales, Matrices};
+use crate::ops::inference::PackedShape;
+use crate::ops::{
+    MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+};
 use crate::validate;
 
 /// A weight in NVFP4, or a stack of them: element `(n, k)` is `e2m1(code) · e4m3(scale) · global`.
@@ -18,8 +23,8 @@ use crate::validate;
 pub struct Nvfp4Weight {
     /// Codes, `u32[n, k / 8]`: eight to a word, the first in the lowest four bits.
     pub codes: Param<Tensor<2, Int>>,
-    /// Block scales, `u8[n, k / 16]`: E4M3 bytes.
-    pub scales: Param<Tensor<2, Int>>,
+    /// Block scales, `u8[n, k / 16]`: E4M3 bytes. In memory they may be in 128x4 tiles.
+    pub scales: BlockScales,
     /// The factors that dequantize, `f32[stack]`: one for each matrix of equally many rows.
     pub global: Param<Tensor<1>>,
 }
@@ -53,7 +58,7 @@ impl Nvfp4Weight {
         }
         Ok(Self {
             codes: Param::initialized(ParamId::new(), codes),
-            scales: Param::initialized(ParamId::new(), scales),
+            scales: BlockScales::new(scales),
             global: Param::initialized(ParamId::new(), global.detach().set_require_grad(false)),
         })
     }
@@ -120,7 +125,7 @@ impl Nvfp4Weight {
         self.global.dims()[0]
     }
 
-    /// Bytes of codes, block scales and global scales.
+    /// Bytes of codes, block scales and global scales, without the padding of tiles.
     pub fn bytes(&self) -> usize {
         let [n, k] = self.shape();
         n * k / 2 + n * k / BLOCK + 4 * self.stack()
@@ -140,6 +145,43 @@ impl Nvfp4Weight {
         Ok(Tensor::from_dispatch(values))
     }
 
+    /// The same for a layer with these activations, of one matrix or of `experts`: with block
+    /// scales in the order that its GEMMs read, be their rows one or many. Brought into it once,
+    /// here and where a record is loaded.
+    pub(super) fn read_by(self, activations: &Activations, experts: bool) -> Self {
+        let (device, shape) = (self.codes.device(), self.packed_shape(experts));
+        let spec = activations.spec();
+        // With one row a GEMM takes as long as reading its weight does, and no pass beside it.
+        let reads_tiles = |rows| shape.form(&device, &spec, rows) == StoredForm::TILES;
+        match [1, 4096].into_iter().all(reads_tiles) {
+            true => self.ordered(ScaleLayout::Swizzled128x4),
+            false => self.ordered(ScaleLayout::Compact),
+        }
+    }
+
+    /// What the choice of a GEMM depends on, of one matrix or of `experts`.
+    pub(super) fn packed_shape(&self, experts: bool) -> PackedShape {
+        let ([n, k], stack) = (self.shape(), self.stack());
+        PackedShape {
+            matrix: (n / stack, k),
+            stack: experts.then_some(stack),
+        }
+    }
+
+    /// The same with block scales in this order.
+    fn ordered(self, order: ScaleLayout) -> Self {
+        let ([n, k], stack) = (self.shape(), self.stack());
+        let matrices = Matrices {
+            count: stack,
+            rows: n / stack,
+            blocks: k / BLOCK,
+        };
+        Self {
+            scales: self.scales.ordered(order, matrices),
+            ..self
+        }
+    }
+
     /// The right operand of a GEMM.
     pub(super) fn operand(&self) -> Operand<Dispatch> {
         Operand::Quantized(self.quantized())
@@ -155,8 +197,120 @@ impl Nvfp4Weight {
             amax: MaybeTensor::Present(self.global.val().into_dispatch()),
             layout: Layout {
                 scaling: BlockScaling::Static,
+                scale_layout: self.scales.order(),
                 ..Layout::nvfp4(n, k, Usage::Rowwise)
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_core::store::ModuleRecord;
+    use burn_core::tensor::Distribution;
+    use nvfp4_kernels::reference::swizzle;
+
+    use super::*;
+    use crate::nn::Nvfp4PackedLinear;
+
+    const ROWS: usize = 130;
+    const K: usize = 80;
+
+    /// The device that `NVFP4_TEST_DEVICE` names.
+    fn device() -> Device {
+        match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+            #[cfg(feature = "cpu")]
+            Ok("cpu") => Device::cpu(),
+            #[cfg(feature = "cuda")]
+            Ok("cuda") => Device::cuda(0),
+            #[cfg(feature = "flex")]
+            Ok("flex") | Err(_) => Device::flex(),
+            other => panic!("NVFP4_TEST_DEVICE={other:?}: not a device of this build"),
+        }
+    }
+
+    /// A stack of weights, and their scale bytes in rows.
+    fn weight(stack: usize, seed: u8) -> (Nvfp4Weight, Vec<u8>) {
+        let n = stack * ROWS;
+        let bytes = |len: usize, step: usize| (0..len).map(move |i| (i * step % 251) as u8);
+        let codes = bytes(n * K / 2, 7).map(|byte| byte ^ seed).collect();
+        // Positive and finite.
+        let scales: Vec<u8> = bytes(n * K / BLOCK, 3).map(|byte| byte % 0x60).collect();
+        let global = (0..stack).map(|i| 0.01 * (i + 1) as f32).collect();
+        let made = Nvfp4Weight::try_from_bytes([n, K], codes, scales.clone(), global, &device());
+        (made.unwrap(), scales)
+    }
+
+    fn scales(weight: &Nvfp4Weight) -> Vec<u8> {
+        weight.scales.val().into_data().iter::<u8>().collect()
+    }
+
+    #[test]
+    fn tiles_are_those_of_the_oracle() {
+        for stack in [1, 3] {
+            let (weight, rows) = weight(stack, 0);
+            let tiled = weight.ordered(ScaleLayout::Swizzled128x4);
+            let expected = swizzle::swizzle_batch(&rows, stack, ROWS, K / BLOCK);
+            assert_eq!(scales(&tiled), expected);
+            assert_eq!((tiled.shape(), tiled.stack()), ([stack * ROWS, K], stack));
+            assert_eq!(scales(&tiled.ordered(ScaleLayout::Compact)), rows);
+        }
+    }
+
+    /// Whatever the order in memory is, the bytes of a record are the same, and it may be loaded
+    /// into a weight in either.
+    #[test]
+    fn records_hold_rows() {
+        let ((rows, bytes), (other, _)) = (weight(3, 0), weight(3, 0x55));
+        let tiled = rows.clone().ordered(ScaleLayout::Swizzled128x4);
+        let record = |weight: &Nvfp4Weight| weight.clone().into_record().into_bytes().unwrap();
+        let saved = record(&rows);
+        assert_eq!(saved, record(&tiled));
+        let saved = || ModuleRecord::from_bytes(saved.clone()).unwrap();
+        let into_rows = other.clone().load_record(saved());
+        assert_eq!(scales(&into_rows), bytes);
+        let into_tiles = other
+            .ordered(ScaleLayout::Swizzled128x4)
+            .load_record(saved());
+        assert_eq!(scales(&into_tiles), scales(&tiled));
+        let codes = |weight: &Nvfp4Weight| weight.codes.val().into_data();
+        assert_eq!(codes(&into_tiles), codes(&rows));
+    }
+
+    /// A GEMM has the same bits of either, and so have the values.
+    #[test]
+    fn layers_compute_the_same() {
+        let device = device();
+        if matches!(
+            std::env::var("NVFP4_TEST_DEVICE").as_deref(),
+            Err(_) | Ok("flex")
+        ) {
+            println!("SKIPPED: layers_compute_the_same: Flex has no tiles of scales");
+            return;
+        }
+        let normal = Distribution::Normal(0.0, 1.0);
+        for activations in [Activations::HighPrecision, Activations::DYNAMIC] {
+            let (weight, _) = weight(1, 0);
+            let layer = Nvfp4PackedLinear::try_new(weight, activations, None, None).unwrap();
+            let in_order = |order| {
+                let mut layer = layer.clone();
+                layer.weight = layer.weight.ordered(order);
+                layer
+            };
+            let rows = in_order(ScaleLayout::Compact);
+            let tiles = in_order(ScaleLayout::Swizzled128x4);
+            let x = Tensor::<2>::random([5, K], normal, (&device, DType::F32));
+            let y = |layer: &Nvfp4PackedLinear| layer.forward(x.clone()).into_data();
+            assert_eq!(y(&rows), y(&tiles), "{activations:?}");
+            let values = |layer: &Nvfp4PackedLinear| {
+                let values = layer.weight.try_dequantize(FloatDType::F32);
+                values.unwrap().into_data()
+            };
+            assert_eq!(values(&rows), values(&tiles));
+        }
+        let (stack, _) = weight(3, 0);
+        let values = |weight: &Nvfp4Weight| weight.try_dequantize(FloatDType::F32).unwrap();
+        let tiled = stack.clone().ordered(ScaleLayout::Swizzled128x4);
+        assert_eq!(values(&stack).into_data(), values(&tiled).into_data());
     }
 }

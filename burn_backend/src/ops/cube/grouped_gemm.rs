@@ -13,7 +13,7 @@ use burn_cubecl::{
 use nvfp4_kernels::gemm::{self, Gemm};
 use nvfp4_kernels::reference::swizzle::TILE_INNER;
 use nvfp4_kernels::tensor::Matrix;
-use nvfp4_kernels::{BLOCK, ScaleLayout, Usage, moe};
+use nvfp4_kernels::{BLOCK, Format, ScaleLayout, Usage, moe};
 
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, RowGroups};
@@ -97,10 +97,10 @@ pub(super) fn k_grouped(
     let unit = match &a {
         Operand::Quantized(quantized) => {
             let layout = &quantized.layout;
-            match layout.scale_layout {
-                ScaleLayout::Compact => layout.unit(),
-                // Each group begins with a whole tile.
-                ScaleLayout::Swizzled128x4 => layout.unit().max(TILE_INNER),
+            match (layout.scale_layout, layout.format) {
+                (ScaleLayout::Swizzled128x4, Format::Nvfp4) => layout.unit().max(TILE_INNER),
+                // Groups of MXFP8 begin within tiles.
+                _ => layout.unit(),
             }
         }
         // Not padded yet.

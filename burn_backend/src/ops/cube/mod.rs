@@ -1,5 +1,6 @@
 //! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
 
+mod form;
 mod gemm;
 mod grouped_gemm;
 mod layers;
@@ -94,6 +95,14 @@ impl Nvfp4KernelOps for CubeBackend {
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
         quantize::requantize(source, groups, usage, (&params, form), via)
+    }
+
+    fn nvfp4_in_form(
+        source: QuantizedMatrix<Self>,
+        groups: RowGroups<Self>,
+        form: StoredForm,
+    ) -> QuantizedMatrix<Self> {
+        form::in_form(source, groups, form)
     }
 
     fn nvfp4_dequantize(

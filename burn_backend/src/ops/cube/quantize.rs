@@ -6,14 +6,14 @@ use cubecl::server::Handle;
 use nvfp4_kernels::activation::{activation, activation_backward, activation_with_amaxes};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{
-    self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, QuantRequest,
-    RedrawnSigns,
+    self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, MxForm,
+    QuantRequest, RedrawnSigns,
 };
 use nvfp4_kernels::reference::{Activation, EdenTarget};
 use nvfp4_kernels::tensor::{
     DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
 };
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::graph::cube::offset_beside;
@@ -283,8 +283,8 @@ impl GroupedSource {
         let (client, matrix, groups) = (&self.x.tensor.client, &self.x.matrix, &self.groups);
         if params.format.is_mx() {
             self.trace("mx_quantize", usage_name(usage));
-            let format = params.format;
-            let made = quantize::mx_quantize_groups(client, matrix, groups, usage, format);
+            let form_of_kernel = mx_form(params, form);
+            let made = quantize::mx_quantize_groups(client, matrix, groups, usage, form_of_kernel);
             let made = launched(made);
             return self.made(made, params, usage, form);
         }
@@ -552,6 +552,14 @@ fn ms_eden(
     ))
 }
 
+/// What the kernels make of an MX format.
+fn mx_form(params: &QuantParams, form: StoredForm) -> MxForm {
+    MxForm {
+        format: params.format,
+        layout: form.scale_layout(),
+    }
+}
+
 /// See [`nvfp4_requantize`](super::super::Nvfp4KernelOps::nvfp4_requantize).
 pub(super) fn requantize(
     source: QuantizedMatrix<CubeBackend>,
@@ -566,8 +574,8 @@ pub(super) fn requantize(
     let made = if params.format.is_mx() {
         trace_op("mx_requantize", usage_name(usage), rows, cols);
         let (client, via) = (&like.client, float_kind(via));
-        let format = params.format;
-        launched(quantize::mx_requantize(client, &source, usage, format, via))
+        let form = mx_form(params, form);
+        launched(quantize::mx_requantize(client, &source, usage, form, via))
     } else {
         trace_op("ms_eden", usage_name(usage), rows, cols);
         ms_eden(
@@ -601,7 +609,12 @@ pub(super) fn dequantize(
     };
     trace_op(op, usage_name(layout.usage), rows, cols);
     let (like, kind) = (like_quantized(&source), float_kind(dtype));
-    let source = to_device(source, Groups::One);
+    // At groups only tiles of scales begin anew: each row has its amax.
+    let groups = match layout.scale_layout {
+        ScaleLayout::Compact => Groups::One,
+        ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
+    };
+    let source = to_device(source, groups);
     result(&like, dequantize_matrix(&like, &source, kind))
 }
 

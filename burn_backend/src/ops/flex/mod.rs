@@ -78,6 +78,14 @@ impl Nvfp4KernelOps for Flex {
         quantize::quantize(values, &groups, usages).into_one()
     }
 
+    fn nvfp4_in_form(
+        source: QuantizedMatrix<Self>,
+        _groups: RowGroups<Self>,
+        _form: StoredForm,
+    ) -> QuantizedMatrix<Self> {
+        source
+    }
+
     fn nvfp4_dequantize(
         source: QuantizedMatrix<Self>,
         groups: RowGroups<Self>,

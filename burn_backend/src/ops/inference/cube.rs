@@ -18,6 +18,7 @@ impl InferenceOps for CubeBackend {
         x: FloatTensor<Self>,
         global: FloatTensor<Self>,
         groups: RowGroups<Self>,
+        form: StoredForm,
     ) -> QuantizedMatrix<Self> {
         let (x, global) = (Source::new(x), into_contiguous(global));
         let (usage, count) = (Usage::Rowwise, groups.count());
@@ -28,6 +29,7 @@ impl InferenceOps for CubeBackend {
             scope: AmaxGranularity::PerTensor,
             copy: DeviceNvfp4Params {
                 scaling: BlockScaling::Static,
+                layout: form.scale_layout(),
                 ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
             },
         };
@@ -44,7 +46,7 @@ impl InferenceOps for CubeBackend {
                 client, &x.matrix, &groups, usage, &request,
             )),
         };
-        let layout = count.layout((rows, cols), usage, &STATIC, StoredForm::ROWS);
+        let layout = count.layout((rows, cols), usage, &STATIC, form);
         to_burn(&x.tensor, made, count, layout)
     }
 }

@@ -4,6 +4,7 @@ use burn_core::backend::{Flex, tensor::FloatTensor};
 
 use super::super::flex::quantize::quantize_with_amax;
 use super::super::flex::tensors::amax_values;
+use super::super::stored::StoredForm;
 use super::super::tensors::{MaybeTensor, QuantizedMatrix, RowGroups};
 use super::{InferenceOps, STATIC};
 
@@ -12,6 +13,7 @@ impl InferenceOps for Flex {
         x: FloatTensor<Self>,
         global: FloatTensor<Self>,
         groups: RowGroups<Self>,
+        _form: StoredForm,
     ) -> QuantizedMatrix<Self> {
         let global = amax_values(MaybeTensor::Present(global));
         quantize_with_amax(x, &groups, &STATIC, &global)

@@ -10,13 +10,16 @@ mod flex;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, Backend, autodiff::checkpoint::strategy::CheckpointStrategy, backend_extension,
-    tensor::FloatTensor,
+    Autodiff, Backend, DispatchDevice, autodiff::checkpoint::strategy::CheckpointStrategy,
+    backend_extension, tensor::FloatTensor,
 };
-use nvfp4_kernels::{BlockScaling, Rounding};
+use burn_core::tensor::Device;
+use nvfp4_kernels::{BlockScaling, PackedReads, Rounding};
 
+use super::form::{GroupedAxis, LayerGemm};
 use super::kernels::{constant, inner_groups};
-use super::spec::QuantParams;
+use super::spec::{OperandSpec, QuantParams};
+use super::stored::StoredForm;
 use super::tensors::{QuantizedMatrix, RowGroups};
 
 /// 1x16 blocks to nearest, under a given global scale.
@@ -24,6 +27,42 @@ pub(crate) const STATIC: QuantParams = QuantParams {
     scaling: BlockScaling::Static,
     ..QuantParams::nvfp4(Rounding::Nearest)
 };
+
+/// A packed weight, or a stack of them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PackedShape {
+    /// Rows of one matrix, and their length.
+    pub(crate) matrix: (usize, usize),
+    /// The number of matrices, where each multiplies a group of rows.
+    pub(crate) stack: Option<usize>,
+}
+
+impl PackedShape {
+    /// The form in which the GEMM of `rows` rows of an input by `x` with this weight reads both on
+    /// `device`.
+    pub(crate) fn form(&self, device: &Device, x: &OperandSpec, rows: usize) -> StoredForm {
+        let (n, k) = self.matrix;
+        let gemm = LayerGemm {
+            specs: [x, &OperandSpec::Quantized(STATIC)],
+            shape: (rows, n, k),
+            grouped: self.stack.map_or(GroupedAxis::None, GroupedAxis::Rows),
+            along_tokens: false,
+        };
+        gemm.forms(reads(&gemm, device.as_dispatch())).kept
+    }
+}
+
+/// What `gemm` reads of its operands on `device`.
+fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> PackedReads {
+    match device {
+        DispatchDevice::Autodiff(device) => reads(gemm, device),
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        DispatchDevice::Cube(device) => gemm.reads::<burn_cubecl::CubeBackend>(device),
+        // Flex reads rows.
+        #[allow(unreachable_patterns, reason = "a build may have one backend")]
+        _ => PackedReads::Compact,
+    }
+}
 
 /// Operations of inference. Under `Autodiff` their results are constants.
 #[backend_extension(
@@ -35,12 +74,14 @@ pub(crate) const STATIC: QuantParams = QuantParams {
 pub trait InferenceOps: Backend {
     /// The rowwise NVFP4 tensor of `x` (`[rows, cols]`) in 1x16 blocks to nearest, under the factor
     /// `global` that dequantizes: `f32[1]`, or one for each of `groups`. It stands in the amax's
-    /// place, see [`BlockScaling::Static`]; larger values than it was made for saturate.
+    /// place, see [`BlockScaling::Static`]; larger values than it was made for saturate. The result
+    /// is packed, in this `form`.
     #[fusion(meta = meta::quantize_static)]
     fn nvfp4_quantize_static(
         x: FloatTensor<Self>,
         global: FloatTensor<Self>,
         #[extension_type] groups: RowGroups<Self>,
+        form: StoredForm,
     ) -> QuantizedMatrix<Self>;
 }
 
@@ -58,9 +99,10 @@ mod meta {
         x: &TensorSpec,
         _global: &TensorSpec,
         groups: &RowGroupsMetadata,
+        form: &StoredForm,
     ) -> QuantizedMatrixMetadata {
         let (groups, shape) = (groups.count(), (x.shape[0], x.shape[1]));
-        let layout = groups.layout(shape, Usage::Rowwise, &STATIC, StoredForm::ROWS);
+        let layout = groups.layout(shape, Usage::Rowwise, &STATIC, *form);
         quantized(groups, layout)
     }
 }
@@ -70,9 +112,10 @@ impl<B: InferenceOps, C: CheckpointStrategy> InferenceOps for Autodiff<B, C> {
         x: FloatTensor<Self>,
         global: FloatTensor<Self>,
         groups: RowGroups<Self>,
+        form: StoredForm,
     ) -> QuantizedMatrix<Self> {
         let groups = inner_groups(groups);
         let (x, global) = (x.into_primitive(), global.into_primitive());
-        constant(B::nvfp4_quantize_static(x, global, groups))
+        constant(B::nvfp4_quantize_static(x, global, groups, form))
     }
 }

@@ -173,8 +173,8 @@ struct LayerGemms<'a, B: Backend> {
 }
 
 impl<B: Backend> LayerGemms<'_, B> {
-    /// The forms of the operands of fprop whose forward nothing else reads.
-    fn fprop_of(&self, device: &B::Device) -> Forms {
+    /// The forms of the operands of fprop.
+    fn fprop(&self, device: &B::Device) -> Forms {
         let (tokens, d_in, d_out) = self.shape;
         let gemm = LayerGemm {
             specs: [&self.spec.fprop_x, &self.spec.fprop_w],
@@ -183,15 +183,6 @@ impl<B: Backend> LayerGemms<'_, B> {
             along_tokens: false,
         };
         self.context.forms::<B>(&gemm, device)
-    }
-
-    /// The forms of the operands of fprop.
-    fn fprop(&self, device: &B::Device) -> Forms {
-        // Operands in groups are dequantized, and made again, from rows of scales.
-        match (self.spec.source, self.groups) {
-            (BackwardSource::Forward, RowGroups::Offsets(_) | RowGroups::Batch(_)) => Forms::ROWS,
-            _ => self.fprop_of(device),
-        }
     }
 
     /// The forms of the operands of dgrad.
@@ -278,7 +269,7 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
         context,
         shape: (rows, d_in, d_out),
     };
-    let Forms { once, kept } = gemms.fprop_of(&x.device());
+    let Forms { once, kept } = gemms.fprop(&x.device());
     let weight = QuantSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
         let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, once)), None, dtype);

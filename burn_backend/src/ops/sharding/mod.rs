@@ -10,10 +10,13 @@
 //! reorders the sum of one device. The deterministic mode gathers both quantized operands along the
 //! contraction instead, and computes the GEMM of one device on every rank.
 
+mod gather;
 mod gathered_weight;
 mod places;
+#[cfg(test)]
+mod tests;
 
-use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{AmaxGranularity, Usage};
 use nvfp4_parallel::Reduction;
@@ -22,12 +25,12 @@ use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
 use super::operands::{QuantSource, is_one_kernel};
-use super::segments::{narrow, offsets, slices};
+use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::{
-    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
-    QuantizedPair, RowGroups,
+    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
+    RowGroups,
 };
 use crate::parallel::ProcessGroup;
 pub(crate) use gathered_weight::GatheredWeight;
@@ -132,7 +135,8 @@ impl LinearSharding {
             }
             (x, _) => (x.into_values(), None),
         };
-        self.quantize_part(x, found, &part, (row, col), dtype)
+        let specs = self.readable(role, (row, col));
+        self.quantize_part(x, found, &part, specs, dtype)
     }
 
     /// The operands of the weight `w`, as far as they are asked for; `known` is the amax of the
@@ -141,15 +145,16 @@ impl LinearSharding {
         &self,
         w: FloatTensor<B>,
         known: Option<FloatTensor<B>>,
-        (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(Role::Weight, w.shape()[0]);
+        let specs = self.readable(Role::Weight, specs);
         let found = known.map(|amax| AmaxPair {
             rowwise: amax.clone(),
             columnwise: amax,
         });
-        self.quantize_part(w, found, &part, (row, col), dtype)
+        self.quantize_part(w, found, &part, specs, dtype)
     }
 
     /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
@@ -201,7 +206,8 @@ impl LinearSharding {
             Usage::Rowwise => (asked, None),
             Usage::Columnwise => (None, asked),
         };
-        let (row, col) = self.quantize_part(values, None, &part, (row, col), dtype);
+        let specs = self.readable(role, (row, col));
+        let (row, col) = self.quantize_part(values, None, &part, specs, dtype);
         row.or(col).expect("one usage was asked for")
     }
 
@@ -216,15 +222,28 @@ impl LinearSharding {
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let params = |spec: Option<FormedSpec<'_>>| spec.and_then(|spec| spec.0.params().copied());
         let [row_params, col_params] = [params(row), params(col)];
-        let form = |spec: Option<FormedSpec<'_>>| self.form(part, spec);
-        let [row_form, col_form] = [form(row), form(col)];
+        let read = |spec: Option<FormedSpec<'_>>| match (params(spec), spec) {
+            (Some(params), Some((_, form))) => form.of(&params),
+            _ => StoredForm::ROWS,
+        };
+        let [row_read, col_read] = [read(row), read(col)];
+        let draws = [row_params, col_params]
+            .into_iter()
+            .flatten()
+            .any(|params| !params.is_deterministic());
+        let is_moved = matches!(part, Part::Tokens(_)) || draws && self.is_cut(part);
+        // What is moved has rows of codes and scales, which can be put one after another.
+        let [row_form, col_form] = match is_moved {
+            true => [StoredForm::ROWS; 2],
+            false => [row_read, col_read],
+        };
         let [row, col] = [row, col].map(|spec| spec.map(|(spec, _)| spec));
         let [row_amax, col_amax] = self.amaxes::<B>(&x, found, part, [row_params, col_params]);
         let (row_made, col_made) = match (row_params, col_params) {
             (Some(row), Some(col)) if is_one_kernel(&RowGroups::<B>::Whole, &row, &col) => {
                 let usages = QuantUsages {
-                    rowwise: Some((row, row_form.of(&row))),
-                    columnwise: Some((col, col_form.of(&col))),
+                    rowwise: Some((row, row_form)),
+                    columnwise: Some((col, col_form)),
                 };
                 self.segments::<B>(&x, part, (row_amax, col_amax), usages)
                     .into_options()
@@ -232,7 +251,7 @@ impl LinearSharding {
             _ => {
                 let one = |params: Option<QuantParams>, form: StoredForm, usage, amax| {
                     let params = params?;
-                    let usages = QuantUsages::one(usage, params, form.of(&params));
+                    let usages = QuantUsages::one(usage, params, form);
                     let amax = match usage {
                         Usage::Rowwise => (amax, MaybeTensor::Absent),
                         Usage::Columnwise => (MaybeTensor::Absent, amax),
@@ -258,11 +277,19 @@ impl LinearSharding {
                     Usage::Rowwise => Axis::Outer,
                     Usage::Columnwise => Axis::Inner,
                 };
-                let operand = Operand::Quantized(made);
-                match part {
-                    Part::Tokens(len) => self.gathered::<B>(operand, axis, &[*len]),
-                    _ => operand,
-                }
+                let made = match part {
+                    Part::Tokens(len) => self.gathered_matrix::<B>(made, axis, &[*len]),
+                    _ => made,
+                };
+                // Once, and not before each GEMM that reads it: a weight is kept.
+                let form = match usage {
+                    Usage::Rowwise => row_read,
+                    Usage::Columnwise => col_read,
+                };
+                Operand::Quantized(match is_moved && form != StoredForm::ROWS {
+                    true => B::nvfp4_in_form(made, RowGroups::Whole, form),
+                    false => made,
+                })
             }),
         };
         (
@@ -271,19 +298,50 @@ impl LinearSharding {
         )
     }
 
-    /// The form of an operand of a rank, `part` of that of one device. What is gathered, or made of
-    /// segments one by one, has rows of codes and scales, which can be put one after another; so
-    /// has the other operand of such a GEMM along the tokens, since both are padded alike.
-    fn form(&self, part: &Part, spec: Option<FormedSpec<'_>>) -> StoredForm {
-        let form = spec.map_or(StoredForm::ROWS, |(_, form)| form);
-        let is_moved =
-            matches!(part, Part::Tokens(_)) || self.deterministic || self.segments.len() > 1;
-        match form {
-            // Parts are packed.
-            StoredForm::Bf16Unscaled => StoredForm::ROWS,
-            _ if is_moved => StoredForm::ROWS,
-            StoredForm::WholeTiles if self.sequence_parallel => StoredForm::ROWS,
-            form => form,
+    /// The operands of `role` by these specs, in forms that they can have on a rank.
+    ///
+    /// What the deterministic mode gathers along its contraction has rows of codes and scales: it
+    /// gathers them for each GEMM, so that the pass after it, which swizzles, is the GEMM's.
+    fn readable<'a>(
+        &self,
+        role: Role,
+        (row, col): (Option<FormedSpec<'a>>, Option<FormedSpec<'a>>),
+    ) -> (Option<FormedSpec<'a>>, Option<FormedSpec<'a>>) {
+        let readable = |usage, (spec, form): FormedSpec<'a>| {
+            let is_gathered = self.deterministic && self.splits_contraction(role, usage);
+            match form {
+                _ if is_gathered => (spec, StoredForm::ROWS),
+                // Parts are packed.
+                StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
+                form => (spec, form),
+            }
+        };
+        (
+            row.map(|spec| readable(Usage::Rowwise, spec)),
+            col.map(|spec| readable(Usage::Columnwise, spec)),
+        )
+    }
+
+    /// Whether ranks have parts of the contraction of this operand's GEMM: of dgrad where the
+    /// output is sharded, of fprop where the input is.
+    fn splits_contraction(&self, role: Role, usage: Usage) -> bool {
+        match self.dim {
+            ShardedDim::Output => {
+                matches!(role, Role::OutputGradient | Role::Weight) && usage == Usage::Rowwise
+            }
+            ShardedDim::Input => matches!(
+                (role, usage),
+                (Role::Input, Usage::Rowwise) | (Role::Weight, Usage::Columnwise)
+            ),
+        }
+    }
+
+    /// Whether a part that draws random bits is made in more than one piece.
+    fn is_cut(&self, part: &Part) -> bool {
+        match part {
+            Part::Whole | Part::Tokens(_) => false,
+            Part::Rows(lens) => GapsBetween::of(0, &self.places(lens)).is_none(),
+            Part::Cols(lens) => GapsBetween::of(1, &self.places(lens)).is_none(),
         }
     }
 
@@ -556,116 +614,6 @@ impl LinearSharding {
 
     fn constant(&self, forward: Step) -> Exchange {
         Exchange::constant(self.group.link(), forward)
-    }
-
-    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each
-    /// rank have these lengths.
-    fn gathered<B: Nvfp4KernelOps>(
-        &self,
-        operand: Operand<B>,
-        axis: Axis,
-        lens: &[usize],
-    ) -> Operand<B> {
-        let size = self.group.size();
-        match operand {
-            Operand::Float(x, usage) => {
-                let dim = match (usage, axis) {
-                    (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => 0,
-                    (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => 1,
-                };
-                Operand::Float(self.gathered_floats::<B>(x, dim, lens), usage)
-            }
-            Operand::Quantized(quantized) => {
-                let mut layout = quantized.layout;
-                let stored = (layout.usage, axis);
-                match stored {
-                    (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => {
-                        layout.rows *= size;
-                    }
-                    (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => {
-                        layout.cols *= size;
-                    }
-                }
-                let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
-                let amax = quantized.amax.clone().map(|amax| match per_row {
-                    true => self.gathered_rows::<B>(amax),
-                    false => amax,
-                });
-                let inner = quantized.layout.padded_inner();
-                let (codes, scales) = quantized.into_packed();
-                let gathered = |x| self.gathered_ints::<B>(x, axis, inner, lens);
-                Operand::Quantized(QuantizedMatrix {
-                    data: QuantizedData::Packed {
-                        codes: gathered(codes),
-                        scales: gathered(scales),
-                    },
-                    amax,
-                    layout,
-                })
-            }
-        }
-    }
-
-    /// Rows or columns of all ranks, segment by segment.
-    fn gathered_floats<B: Nvfp4KernelOps>(
-        &self,
-        x: FloatTensor<B>,
-        dim: usize,
-        lens: &[usize],
-    ) -> FloatTensor<B> {
-        let size = self.group.size();
-        let [rows, cols] = [x.shape()[0], x.shape()[1]];
-        let all = self.gathered_rows::<B>(x);
-        let all = B::float_reshape(all, Shape::new([size, rows, cols]));
-        // Ranks stand before the gathered dimension.
-        let all = match dim {
-            0 => all,
-            _ => B::float_swap_dims(all, 0, 1),
-        };
-        if lens.len() == 1 {
-            let shape = match dim {
-                0 => Shape::new([size * rows, cols]),
-                _ => Shape::new([rows, size * cols]),
-            };
-            return B::float_reshape(all, shape);
-        }
-        let parts = offsets(lens).into_iter().map(|(first, len)| {
-            let slices = slices(&all.shape().to_vec(), dim + 1, first, len);
-            let shape = match dim {
-                0 => Shape::new([size * len, cols]),
-                _ => Shape::new([rows, size * len]),
-            };
-            B::float_reshape(B::float_slice(all.clone(), &slices), shape)
-        });
-        B::float_cat(parts.collect(), dim)
-    }
-
-    /// The same for codes or scales, `inner` being the elements of a stored row.
-    fn gathered_ints<B: Nvfp4KernelOps>(
-        &self,
-        x: IntTensor<B>,
-        axis: Axis,
-        inner: usize,
-        lens: &[usize],
-    ) -> IntTensor<B> {
-        let size = self.group.size();
-        let [outer, width] = [x.shape()[0], x.shape()[1]];
-        let all = B::nvfp4_exchange_int(x, self.constant(Step::AllGather));
-        if axis == Axis::Outer {
-            return all;
-        }
-        let all = B::int_reshape(all, Shape::new([size, outer, width]));
-        let all = B::int_swap_dims(all, 0, 1);
-        if lens.len() == 1 {
-            return B::int_reshape(all, Shape::new([outer, size * width]));
-        }
-        let lens: Vec<_> = lens.iter().map(|len| len * width / inner).collect();
-        let parts = offsets(&lens).into_iter().map(|(first, len)| {
-            let slices = slices(&[outer, size, width], 2, first, len);
-            let part = B::int_slice(all.clone(), &slices);
-            B::int_reshape(part, Shape::new([outer, size * len]))
-        });
-        B::int_cat(parts.collect(), 1)
     }
 }
 

@@ -217,8 +217,9 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
 /// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
 /// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. Where tokens are the contraction, so
-///   that it has any length, it is to be padded to whole tiles
+///   that it has any length, that of NVFP4 operands is to be padded to whole tiles
 ///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so is that of `problem`.
+///   Blocks of MXFP8 are what an instruction multiplies: nothing is to be padded.
 ///
 /// `NVFP4_SCALES=tiles` in the environment asks for tiles on every device: kernels that read rows
 /// then have them unswizzled before, with the same bits.
@@ -231,8 +232,13 @@ pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
 
 /// [`packed_reads`] on any device.
 fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
+    let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
     match plan(device, problem) {
-        Ok(choice) => kernel_of(choice.plan).reads(choice.plan).packed,
+        Ok(choice) => match kernel_of(choice.plan).reads(choice.plan) {
+            // Dequantized before, from rows of scales.
+            reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
+            reads => reads.packed,
+        },
         // What cannot be computed is said by the GEMM.
         Err(_) => PackedReads::Compact,
     }

@@ -319,6 +319,14 @@ fn who_reads_tiles_of_scales() {
         }
         let odd = Problem::new(PACKED, (4096, 4096, 4112));
         assert_eq!(reads(&blackwell, &odd), Compact);
+        let mxfp8 = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4096, 4128));
+        let grouped = [GroupedDim::M, GroupedDim::K].map(|dim| mxfp8.grouped(dim, 8));
+        for problem in [mxfp8, grouped[0], grouped[1]] {
+            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+        }
+        // Dequantized, from rows.
+        let narrow = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4100, 4096));
+        assert_eq!(reads(&blackwell, &narrow), Compact);
         // A weight beside bf16 activations.
         assert_ne!(
             reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
@@ -328,6 +336,8 @@ fn who_reads_tiles_of_scales() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
     let large = Problem::new(PACKED, (8192, 8192, 8192));
     assert_eq!(reads(&hopper, &large), Bf16);
+    let large = Problem::new([OperandLayout::Mxfp8; 2], (8192, 8192, 8192));
+    assert_eq!(reads(&hopper, &large), Compact);
     assert_eq!(reads(&hopper, &dense), Compact);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
@@ -355,7 +365,7 @@ fn tcgen05_where_it_is_asked_for() {
     let plan = |problem: Problem| choice(&asked, 148, &problem).plan;
     let dense = Problem::new(PACKED, shape);
     assert_eq!(plan(dense), large);
-    assert_eq!(plan(Problem::new(PACKED, (1024, 1024, 4096))), tcgen05);
+    assert_eq!(plan(Problem::new(PACKED, (128, 1024, 4096))), tcgen05);
     assert_eq!(plan(Problem::new(PACKED, (1, 4096, 4096))), few);
     assert_eq!(plan(dense.grouped(GroupedDim::M, 8)), large);
     let mut per_token = dense;
@@ -488,10 +498,10 @@ fn operands_are_exchanged_for_few_rows() {
     assert!(!swapped(16, GroupedDim::K, 8));
 }
 
-/// Two CTAs share a tile where there is one of 256 x 256 for each pair of SMs, and groups along M
-/// have as many rows on average.
+/// Two CTAs share a tile where both have rows, on average of groups along M, and pairs of SMs take
+/// no more waves than SMs do: always, unless tiles along M are an odd number.
 #[test]
-fn two_ctas_share_the_tiles_of_large_problems() {
+fn two_ctas_share_tiles_where_that_takes_no_more_waves() {
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
     let form = |shape: (usize, usize, usize), grouped, groups| {
         let problem = Problem::new(PACKED, shape).grouped(grouped, groups);
@@ -502,13 +512,18 @@ fn two_ctas_share_the_tiles_of_large_problems() {
     };
     let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
     let (one, two) = (Sm100Form::OneCta, Sm100Form::TwoCta);
-    // 74 tiles.
     assert_eq!(form((256, 74 * 256, 4096), none, 1), two);
-    assert_eq!(form((256, 73 * 256, 4096), none, 1), one);
-    assert_eq!(form((255, 74 * 256, 4096), none, 1), one);
+    assert_eq!(form((129, 256, 4096), none, 1), two);
+    // The odd CTA has no row.
+    assert_eq!(form((128, 74 * 256, 4096), none, 1), one);
     assert_eq!(form((8192, 8192, 4096), none, 1), two);
+    // Three rows of tiles, two of pairs: one wave of both, or one of 147 and two of 98 pairs.
+    assert_eq!(form((384, 37 * 256, 4096), none, 1), two);
+    assert_eq!(form((384, 49 * 256, 4096), none, 1), one);
     assert_eq!(form((8192, 8192, 4096), m, 32), two);
-    assert_eq!(form((8192, 8192, 4096), m, 33), one);
+    // 128 rows of each, 129 rows of each.
+    assert_eq!(form((8192, 8192, 4096), m, 64), one);
+    assert_eq!(form((129 * 32, 8192, 4096), m, 32), two);
     assert_eq!(form((8192, 8192, 4096), k, 8), one);
 }
 

@@ -60,6 +60,7 @@ use crate::{
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
         epilogue::Factor,
+        heuristics::sm100_two_ctas,
         materialize::{Materialized, Reads},
         operand::OperandLayout,
         problem::{
@@ -168,19 +169,15 @@ fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
 }
 
 /// The tile of a problem: with exchanged operands for up to 64 rows of `a`, or as many in each
-/// group along M on average; on two CTAs where there are 256 rows or more and a tile for each pair
-/// of SMs. Not measured: no such GPU was at hand.
+/// group along M on average; on two CTAs where a [model](sm100_two_ctas) says so. Not measured: no
+/// such GPU was at hand.
 fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
-    let GemmShape { m, n, .. } = problem.shape;
     let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
     let of = |form| Sm100Tile::instruction(format, form);
-    let pairs = of(Sm100Form::TwoCta);
-    let tiles = m.div_ceil(pairs.tile_m()) * n.div_ceil(pairs.tile_n());
-    let is_large = m >= pairs.tile_m() * problem.groups && tiles >= device.sms / 2;
     match problem.grouped {
         GroupedDim::K => of(Sm100Form::OneCta),
-        _ if m <= SM100_SWAP_AB_N * problem.groups => of(Sm100Form::SwapAb),
-        _ if is_large => pairs,
+        _ if problem.shape.m <= SM100_SWAP_AB_N * problem.groups => of(Sm100Form::SwapAb),
+        _ if sm100_two_ctas(device.sms, problem) => of(Sm100Form::TwoCta),
         _ => of(Sm100Form::OneCta),
     }
 }

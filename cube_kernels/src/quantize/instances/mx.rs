@@ -6,10 +6,11 @@ use super::{
         mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
         mx_requantize_across_kernel, mx_requantize_along_kernel,
     },
-    inputs::{BLOCKS, COLS, ELEMENTS, ROWS, SOURCES, packed, shape},
+    inputs::{BLOCKS, COLS, ELEMENTS, PLAIN, ROWS, SOURCES, packed, shape},
 };
 use crate::{
     format::block::ElementFormat,
+    quantize::kernels::{Grouping, SourcePlan},
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
@@ -61,32 +62,44 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ..Expected::NONE
             };
             let tag = format!("{tag}-{hardware}");
-            let mx = MxPlan {
+            let mx = |swizzled| MxPlan {
                 element: ElementFormat::E4m3,
                 hardware,
                 kind: dtype,
+                swizzled,
             };
-            all.push(instance!(
-                device,
-                mx_quantize_row_kernel,
-                &tag,
-                e4m3,
-                address,
-                width,
-                8 / lanes,
-                b(BLOCKS),
-                b(BLOCKS),
-                b(BLOCKS),
-                ROWS,
-                COLS,
-                MxRowPlan {
-                    dense: true,
-                    lanes,
-                    mx,
-                },
-                elem
-            ));
-            for (name, plan) in SOURCES {
+            let rows = || MxRowsLaunch::new(b(8), shape(), 2, COLS / 32);
+            for (name, tiles) in [
+                ("", None),
+                ("-tiles", Some(Grouping::One)),
+                ("-tiles-groups", Some(Grouping::Offsets(16))),
+            ] {
+                all.push(instance!(
+                    device,
+                    mx_quantize_row_kernel,
+                    format!("{tag}{name}"),
+                    e4m3,
+                    address,
+                    width,
+                    8 / lanes,
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    b(BLOCKS),
+                    rows(),
+                    MxRowPlan {
+                        dense: true,
+                        lanes,
+                        tiles,
+                        mx: mx(tiles.is_some()),
+                    },
+                    elem
+                ));
+            }
+            let [_, (_, groups), (_, batch)] = SOURCES;
+            let tiled = [("-tiles-groups", groups), ("-tiles-batch", batch)];
+            let to_rows = SOURCES.map(|(name, plan)| (name, plan, false));
+            let to_tiles = tiled.map(|(name, plan)| (name, plan, true));
+            for (name, plan, swizzled) in to_rows.into_iter().chain(to_tiles) {
                 all.push(instance!(
                     device,
                     mx_quantize_col_kernel,
@@ -99,7 +112,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     b(BLOCKS),
                     MxTilesLaunch::new(b(8), shape(), 2, 8, 1),
                     plan.grouping,
-                    mx,
+                    mx(swizzled),
                     elem
                 ));
                 all.push(instance!(
@@ -114,14 +127,24 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     b(BLOCKS),
                     MxTilesLaunch::new(b(8), shape(), 2, 8, 1),
                     plan,
-                    mx,
+                    mx(swizzled),
                     elem
                 ));
             }
-            for (name, dense, maxima, swizzled) in [
-                ("", true, false, false),
-                ("-rows", false, true, false),
-                ("-swizzled", false, true, true),
+            let by_row = SourcePlan {
+                per_row: true,
+                ..PLAIN
+            };
+            let tiled = SourcePlan {
+                swizzled: true,
+                grouping: Grouping::Offsets(16),
+                ..by_row
+            };
+            for (name, dense, from, swizzled) in [
+                ("", true, PLAIN, false),
+                ("-rows", false, by_row, false),
+                ("-swizzled", false, tiled, false),
+                ("-tiles", false, tiled, true),
             ] {
                 all.push(instance!(
                     device,
@@ -133,13 +156,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     PackedRowsLaunch::new(b(BLOCKS), b(BLOCKS), b(ROWS), COLS / 16, 2688.0),
                     b(BLOCKS),
                     b(BLOCKS),
-                    MxRowsLaunch::new(ROWS, COLS, COLS / 32),
-                    maxima,
-                    swizzled,
+                    rows(),
+                    from,
                     MxRowPlan {
                         dense,
                         lanes: 2,
-                        mx,
+                        tiles: from.swizzled.then_some(from.grouping),
+                        mx: mx(swizzled),
                     },
                     elem
                 ));

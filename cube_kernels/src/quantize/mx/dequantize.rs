@@ -2,9 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::quantize::{TILE_COLS, TILE_ROWS, stage_pitch};
+use super::{
+    super::scale_order::scales_in_rows,
+    columns::{TILE_COLS, TILE_ROWS, stage_pitch},
+};
 use crate::{
-    MX_BLOCK, Nvfp4Error, Usage,
+    MX_BLOCK, Nvfp4Error, ScaleLayout, Usage,
     cube::{
         codec::store,
         mx::{decode_element, decode_ue8m0},
@@ -12,11 +15,12 @@ use crate::{
     format::{block::ElementFormat, check_mx},
     launch::{buffer, grid, tile_grid, vector_size},
     memory::address_type,
-    tensor::{DeviceQuantized, FloatKind, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`.
-/// See [`reference::mx_dequantize`](crate::reference::mx_dequantize).
+/// See [`reference::mx_dequantize`](crate::reference::mx_dequantize). Scales in 128x4 tiles are
+/// brought in rows first, by a pass over them; values of rows of no group are undefined then.
 ///
 /// # Errors
 /// When a buffer is smaller than its shape.
@@ -27,8 +31,18 @@ pub fn mx_dequantize(
 ) -> Result<Matrix, Nvfp4Error> {
     check_mx(packed.layout.format)?;
     packed.check_codes("packed", packed.layout.format)?;
-    packed.check_no_groups("packed")?;
     packed.check("packed")?;
+    // GEMMs read tiles; what dequantizes them takes a slower way already.
+    let in_rows = match packed.layout.scale_layout {
+        ScaleLayout::Compact => None,
+        ScaleLayout::Swizzled128x4 => Some(DeviceQuantized {
+            // Only tiles of scales begin anew at groups.
+            groups: Groups::One,
+            ..scales_in_rows(client, packed)?
+        }),
+    };
+    let packed = in_rows.as_ref().unwrap_or(packed);
+    packed.check_no_groups("packed")?;
     let result = Matrix::empty(client, packed.rows(), packed.cols(), out);
     if result.is_empty() {
         return Ok(result);

@@ -5,15 +5,14 @@ use cubecl::prelude::*;
 use super::{
     super::{
         packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
-        tile::{Grouping, group_place, in_bands, tile_from},
+        tile::{Grouping, in_bands, tile_from},
     },
-    quantize::{
-        ColumnPlace, MxPlan, MxRowPlan, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, amax_of,
-        empty_of_groups, max_of_lanes, quantize_tile_columns,
-    },
+    columns::{ColumnPlace, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, quantize_tile_columns},
+    plan::{MxForm, MxPlan, MxRowPlan, empty_of_groups},
+    rows::{MxRows, RowTiles, amax_of, max_of_lanes, row_block},
 };
 use crate::{
-    BLOCK, Format, MX_BLOCK, Nvfp4Error, Usage,
+    BLOCK, MX_BLOCK, Nvfp4Error, Usage,
     capabilities::is_cpu,
     cube::{
         codec::{BlockFactors, load, store},
@@ -31,7 +30,7 @@ const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
 /// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 all of a tile.
 const IN_FLIGHT: usize = 2;
 
-/// The NVFP4 matrix `packed` in MXFP8 with blocks along `usage` of its source, which may be the
+/// The NVFP4 matrix `packed` in a microscaling format with blocks along `usage` of its source, which may be the
 /// axis it is packed along or the other one, in one kernel: the bytes of
 /// [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
 /// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the
@@ -39,42 +38,49 @@ const IN_FLIGHT: usize = 2;
 /// to, that of the training as a rule.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape; for groups with offsets that are packed along their
-/// rows, and for groups with swizzled scales where the axis stays the same.
+/// When a buffer is smaller than its shape, and for groups with offsets that are packed along their
+/// rows.
 pub fn mx_requantize(
     client: &Client,
     packed: &DeviceQuantized,
     usage: Usage,
-    format: Format,
+    form: impl Into<MxForm>,
     via: FloatKind,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    check_mx(format)?;
+    let form = form.into();
+    check_mx(form.format)?;
     let source = PackedSource::even("packed", packed)?;
     let shape = (packed.rows(), packed.cols());
-    let out = empty_of_groups(client, shape, &packed.groups, usage, format);
+    let out = empty_of_groups(client, shape, &packed.groups, usage, form);
     if source.rows * source.cols == 0 {
         return Ok(out);
     }
-    let plan = MxPlan::new(client, format, via);
-    let mx_blocks = out.outer() * out.blocks();
-    let address = address_type(mx_blocks.max(source.rows * source.blocks) * MX_BLOCK);
+    let plan = MxPlan::new(client, form, via);
+    let elements = out.code_blocks().max(source.rows * source.blocks) * MX_BLOCK;
+    // The padding of tiles makes scales more than elements where rows are few and long.
+    let elements = elements.max(out.scale_bytes()).max(packed.scale_bytes());
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = |words: usize| unsafe { buffer(&out.codes, out.code_bytes() / (4 * words)) };
-    let scales = unsafe { buffer(&out.scales, mx_blocks) };
+    let scales = unsafe { buffer(&out.scales, out.scale_bytes()) };
     if usage == packed.usage() {
-        source.check_flat("packed")?;
         let maxima = source.row_maxima(client)?;
         // A unit takes an NVFP4 block on a GPU, both on the CPU.
         let lanes = if is_cpu(client) { 1 } else { 2 };
-        let (count, dim) = grid(client, mx_blocks * lanes);
-        let rows = MxRowsLaunch::new(
-            source.rows,
-            source.cols,
-            maxima.items(source.cols.div_ceil(MX_BLOCK)),
-        );
+        // Scales of either that begin anew at each group are found by the tiles.
+        let by_tiles = plan.swizzled || source.plan.swizzled;
+        let tiles = RowTiles::new((source.rows, source.cols), &source.groups, by_tiles);
+        let items = tiles.blocks() * lanes;
+        let (count, dim) = grid(client, items);
+        let amax_blocks = maxima.items(source.cols.div_ceil(MX_BLOCK));
+        let rows = tiles.args(client, amax_blocks, source.unread());
+        let from = SourcePlan {
+            per_row: maxima.rows.is_some(),
+            ..source.plan
+        };
         let plan = MxRowPlan {
             dense: source.blocks * BLOCK == source.cols && source.cols.is_multiple_of(MX_BLOCK),
             lanes,
+            tiles: tiles.grouping(),
             mx: plan,
         };
         let half_words = plan.mx.block_words() / 2;
@@ -84,27 +90,27 @@ pub fn mx_requantize(
                 client,
                 count,
                 dim,
-                address,
+                address_type(elements.max(items)),
                 half_words,
                 source.arg_with(maxima.arg()),
                 codes(half_words),
                 scales,
                 rows,
-                maxima.rows.is_some(),
-                source.plan.swizzled,
+                from,
                 plan,
                 via.storage_type(),
             );
         }
     } else {
-        let tiles = Tiles::new(client, (source.rows, source.cols), &source.groups);
+        let shape = (source.rows, source.cols);
+        let tiles = Tiles::new(client, shape, &source.groups, plan.swizzled);
         // SAFETY: the kernel masks every access by the shape.
         unsafe {
             mx_requantize_across_kernel::launch_unchecked(
                 client,
                 tiles.count.clone(),
                 tiles.dim,
-                address,
+                address_type(elements),
                 16 / via.size(),
                 source.arg(),
                 codes(4),
@@ -154,17 +160,6 @@ fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
     }
 }
 
-/// Stored rows that are quantized again along themselves.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct MxRows {
-    /// Stored rows.
-    pub outer: usize,
-    /// Elements of one.
-    pub inner: usize,
-    /// Blocks of the result that one amax stands for, where it is not one for all.
-    pub amax_blocks: usize,
-}
-
 /// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of the result, `dense`
 /// where rows are whole blocks of the result. `M` words are the codes of 16 elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
@@ -173,52 +168,53 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
     codes: &mut [Vector<u32, M>],
     scales: &mut [u8],
     rows: MxRows,
-    #[comptime] per_row: bool,
-    #[comptime] swizzled: bool,
-    #[comptime] plan: MxRowPlan,
+    #[comptime] from: SourcePlan,
+    #[comptime] row_plan: MxRowPlan,
     #[define(F)] _storage: ElemType,
 ) {
-    let (dense, lanes) = comptime!((plan.dense, plan.lanes));
-    let plan = comptime!(plan.mx);
+    let (dense, lanes) = comptime!((row_plan.dense, row_plan.lanes));
+    let plan = comptime!(row_plan.mx);
     let per_word = comptime!(plan.per_word());
     let halves = comptime!(2 / lanes);
-    let (outer, inner, nv_blocks) = (rows.outer, rows.inner, source.blocks);
+    let (outer, inner, nv_blocks) = (rows.shape.rows, rows.shape.cols, source.blocks);
     let blocks = inner.div_ceil(32);
     let shared = source.factor();
-    let items = outer * blocks * lanes;
+    let items = rows.blocks(row_plan) * lanes;
     let mut base = CUBE_POS * CUBE_DIM as usize;
     while base < items {
         let item = base + UNIT_POS as usize;
-        let block = item / lanes;
-        let inside = item < items;
-        let factor = if comptime!(per_row) {
-            // Units behind the last block go along with the others.
-            source.amax[min(block, outer * blocks - 1usize) / rows.amax_blocks] / source.range
+        let lane = item % lanes;
+        let at = row_block(item / lanes, &rows, row_plan);
+        let inside = item < items && at.inside;
+        // The unit's part among those of all blocks.
+        let part = at.stored * lanes + lane;
+        let factor = if comptime!(from.per_row) {
+            // Units without a block go along with the others.
+            source.amax[min(at.stored, outer * blocks - 1usize) / rows.amax_blocks] / source.range
         } else {
             shared
         };
         let mut values = Array::<f32>::new(comptime!(16 * halves));
         #[unroll]
         for half in 0..halves {
-            let mut index = item * halves + half;
+            let mut index = part * halves + half;
             let mut present = 16usize;
             if comptime!(!dense) {
-                let first =
-                    (block % blocks) * 32usize + (item % lanes) * 16usize + comptime!(half * 16);
-                index = (block / blocks) * nv_blocks + first / 16usize;
+                let first = at.block * 32usize + lane * 16usize + comptime!(half * 16);
+                index = at.row * nv_blocks + first / 16usize;
                 present = min(inner - min(first, inner), 16usize);
             }
             let mut words = Vector::<u32, Const<2>>::new(0u32);
             let mut scale = 0u32;
             if inside && present > 0usize {
                 words = source.codes[index];
-                let at = if comptime!(swizzled) {
-                    let row = index / nv_blocks;
-                    scale_at(row, row, index - row * nv_blocks, nv_blocks, true)
+                let byte = if comptime!(from.swizzled) {
+                    let block = index - at.row * nv_blocks;
+                    scale_at(at.row, at.tiled, block, nv_blocks, true)
                 } else {
                     index
                 };
-                scale = u32::cast_from(source.scales[at]);
+                scale = u32::cast_from(source.scales[byte]);
             }
             let block = PackedBlock {
                 words,
@@ -244,14 +240,21 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
                 let mut words = Vector::<u32, M>::empty();
                 #[unroll]
                 for w in 0..comptime!(16 / per_word) {
-                    let at = comptime!(half * 16 + w * per_word);
-                    let word = encode_word(&values, at, multiplier, plan.element, plan.hardware);
+                    let first = comptime!(half * 16 + w * per_word);
+                    let word = encode_word(&values, first, multiplier, plan.element, plan.hardware);
                     words.insert(w, word);
                 }
-                codes[item * halves + half] = words;
+                codes[part * halves + half] = words;
             }
-            if item % lanes == comptime!(lanes - 1) {
-                scales[block] = u8::cast_from(scale);
+        }
+        if lane == comptime!(lanes - 1) {
+            if comptime!(plan.swizzled) {
+                // Padding of the tiles is zero.
+                if item < items {
+                    scales[at.scale] = u8::cast_from(select(inside, scale, 0u32));
+                }
+            } else if inside {
+                scales[at.scale] = u8::cast_from(scale);
             }
         }
         base += CUBE_COUNT * CUBE_DIM as usize;
@@ -324,12 +327,9 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
                 first += IN_FLIGHT * CUBE_DIM as usize;
             }
             sync_cube();
-            let side_by_side = comptime!(grouping.side_by_side());
-            let group = group_place(&at, shape.cols, tiles.row_blocks, 32usize, side_by_side);
-            let cols = shape.cols;
-            let place = ColumnPlace { group, col0, cols };
+            let place = ColumnPlace::new(&at, shape.cols, tiles.row_blocks, grouping);
             let tile = tile.as_slice();
-            quantize_tile_columns::<F>(tile, &mut staging, codes, scales, &place, plan);
+            quantize_tile_columns::<F>(tile, &mut staging, codes, scales, &place, grouping, plan);
             sync_cube();
         }
         index += CUBE_COUNT;

@@ -1,0 +1,198 @@
+//! The block scales of packed weights, in rows or in 128x4 tiles.
+//!
+//! They are brought from one order into the other by operations that every backend has: once, where
+//! a layer is made, loaded or saved.
+
+use burn_core::module::{
+    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+    Param, ParamId,
+};
+use burn_core::tensor::{DType, Device, Int, Tensor};
+use nvfp4_kernels::ScaleLayout;
+
+/// The block scales of a packed weight, E4M3 bytes, in the order that the GEMMs of its layer read.
+///
+/// Burn's traversals see one parameter, always of rows, `u8[n, k / 16]`: so do records. Not a
+/// derived module for that reason: a parameter's own mappers cannot change its shape.
+#[derive(Clone, Debug)]
+pub struct BlockScales {
+    scales: Param<Tensor<2, Int>>,
+    /// The matrices that they are of, where they are in tiles.
+    tiled: Option<Matrices>,
+}
+
+impl BlockScales {
+    /// Scales in rows.
+    pub(super) fn new(rows: Tensor<2, Int>) -> Self {
+        Self {
+            scales: Param::initialized(ParamId::new(), rows),
+            tiled: None,
+        }
+    }
+
+    /// Their order.
+    pub fn order(&self) -> ScaleLayout {
+        match self.tiled {
+            None => ScaleLayout::Compact,
+            Some(_) => ScaleLayout::Swizzled128x4,
+        }
+    }
+
+    /// The bytes as they lie in memory: `u8[n, k / 16]` in rows. In 128x4 tiles these begin anew at
+    /// each matrix, whose rows are padded to 128 and blocks to 4.
+    pub fn val(&self) -> Tensor<2, Int> {
+        self.scales.val()
+    }
+
+    /// The bytes in rows.
+    pub fn in_rows(&self) -> Tensor<2, Int> {
+        match self.tiled {
+            None => self.val(),
+            Some(matrices) => matrices.in_rows(self.val()),
+        }
+    }
+
+    /// The same, of these `matrices`, in this order.
+    pub(super) fn ordered(self, order: ScaleLayout, matrices: Matrices) -> Self {
+        match (order, self.tiled) {
+            (ScaleLayout::Compact, None) | (ScaleLayout::Swizzled128x4, Some(_)) => self,
+            (ScaleLayout::Compact, Some(_)) => Self {
+                scales: self.parameter(),
+                tiled: None,
+            },
+            (ScaleLayout::Swizzled128x4, None) => Self::tiled(self.scales, matrices),
+        }
+    }
+
+    /// Scales in rows as those in tiles.
+    fn tiled(rows: Param<Tensor<2, Int>>, matrices: Matrices) -> Self {
+        Self {
+            scales: Param::initialized(rows.id, matrices.in_tiles(rows.val())),
+            tiled: Some(matrices),
+        }
+    }
+
+    /// The parameter that traversals see.
+    fn parameter(&self) -> Param<Tensor<2, Int>> {
+        match self.tiled {
+            None => self.scales.clone(),
+            Some(_) => Param::initialized(self.scales.id, self.in_rows()),
+        }
+    }
+}
+
+impl Module for BlockScales {
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        visitor.visit_int(&self.parameter());
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let mapped = mapper.map_int(self.parameter());
+        match self.tiled {
+            None => Self {
+                scales: mapped,
+                tiled: None,
+            },
+            Some(matrices) => Self::tiled(mapped, matrices),
+        }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        Self {
+            scales: self.scales.to_device(device),
+            ..self
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        Self {
+            scales: self.scales.fork(device),
+            ..self
+        }
+    }
+
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.scales.collect_devices(devices)
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        Self {
+            scales: self.scales.valid(),
+            tiled: self.tiled,
+        }
+    }
+
+    fn train(self) -> Self {
+        Self {
+            scales: self.scales.train(),
+            ..self
+        }
+    }
+}
+
+impl ModuleDisplayDefault for BlockScales {
+    fn content(&self, content: Content) -> Option<Content> {
+        let [rows, blocks] = self.scales.lazy_shape().dims();
+        content
+            .add_formatted(&format!("u8[{rows}, {blocks}] {:?}", self.order()))
+            .optional()
+    }
+}
+
+impl ModuleDisplay for BlockScales {}
+
+/// The matrices that block scales are of.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Matrices {
+    /// Their number.
+    pub(super) count: usize,
+    /// Rows of each.
+    pub(super) rows: usize,
+    /// Blocks of a row.
+    pub(super) blocks: usize,
+}
+
+impl Matrices {
+    /// Tiles down and across a matrix.
+    fn tiles(&self) -> (usize, usize) {
+        (self.rows.div_ceil(128), self.blocks.div_ceil(4))
+    }
+
+    /// The `scales` in tiles that begin anew at each matrix, zeros behind its rows and blocks.
+    pub(super) fn in_tiles(&self, scales: Tensor<2, Int>) -> Tensor<2, Int> {
+        let (down, across) = self.tiles();
+        let (rows, blocks) = (128 * down, 4 * across);
+        let scales = scales.reshape([self.count, self.rows, self.blocks]);
+        let scales = padded(scales, 1, rows);
+        let scales = padded(scales, 2, blocks);
+        // A tile is 32 lines of four rows, 32 apart, with four blocks each.
+        let parts = scales.reshape([self.count * down, 4, 32, across, 4]);
+        let tiles = parts.permute([0, 3, 2, 1, 4]);
+        tiles.reshape([self.count * rows, blocks])
+    }
+
+    /// The `scales`, which are in tiles, in rows.
+    pub(super) fn in_rows(&self, scales: Tensor<2, Int>) -> Tensor<2, Int> {
+        let (down, across) = self.tiles();
+        let tiles = scales.reshape([self.count * down, across, 32, 4, 4]);
+        let rows = tiles.permute([0, 3, 2, 1, 4]);
+        let rows = rows.reshape([self.count, 128 * down, 4 * across]);
+        let own = rows.slice([0..self.count, 0..self.rows, 0..self.blocks]);
+        own.reshape([self.count * self.rows, self.blocks])
+    }
+}
+
+/// `x` with zeros behind it along `dim`, up to `len`.
+fn padded(x: Tensor<3, Int>, dim: usize, len: usize) -> Tensor<3, Int> {
+    let mut dims = x.dims();
+    if dims[dim] == len {
+        return x;
+    }
+    dims[dim] = len - dims[dim];
+    let zeros = Tensor::zeros(dims, (&x.device(), DType::U8));
+    Tensor::cat(vec![x, zeros], dim)
+}

@@ -1,0 +1,70 @@
+//! A quantized matrix in another form.
+
+use burn_core::backend::ops::IntTensorOps;
+use burn_core::tensor::{DType, IntDType, Shape};
+use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use nvfp4_kernels::{Layout, ScaleLayout, quantize};
+
+use super::super::layout::code_words;
+use super::super::stored::StoredForm;
+use super::super::tensors::{QuantizedData, QuantizedMatrix, RowGroups};
+use super::super::{trace_op, usage_name};
+use super::tensors::{device_groups, launched, like_quantized, to_burn, to_device};
+
+/// See [`nvfp4_in_form`](super::super::Nvfp4KernelOps::nvfp4_in_form).
+pub(super) fn in_form(
+    source: QuantizedMatrix<CubeBackend>,
+    groups: RowGroups<CubeBackend>,
+    form: StoredForm,
+) -> QuantizedMatrix<CubeBackend> {
+    let layout = form.layout_of(source.layout);
+    if layout == source.layout {
+        return source;
+    }
+    let (like, count) = (like_quantized(&source), groups.count());
+    let (op, usage) = match layout.scale_layout {
+        ScaleLayout::Swizzled128x4 => ("swizzle", usage_name(layout.usage)),
+        ScaleLayout::Compact => ("unswizzle", usage_name(layout.usage)),
+    };
+    trace_op(op, usage, layout.rows, layout.cols);
+    let source = to_device(padded(source, layout), device_groups(groups));
+    let made = match layout.scale_layout {
+        ScaleLayout::Swizzled128x4 => quantize::scales_in_tiles(&like.client, &source),
+        ScaleLayout::Compact => quantize::scales_in_rows(&like.client, &source),
+    };
+    to_burn(&like, launched(made), count, layout)
+}
+
+/// `source`, which has scales in rows if it has fewer rows than `layout`, with zeros behind them.
+fn padded(source: QuantizedMatrix<CubeBackend>, layout: Layout) -> QuantizedMatrix<CubeBackend> {
+    let rows = layout.rows;
+    if rows == source.layout.rows {
+        return source;
+    }
+    let (amax, own) = (source.amax.clone(), source.layout);
+    let (codes, scales) = source.into_packed();
+    let layout = Layout { rows, ..own };
+    QuantizedMatrix {
+        data: QuantizedData::Packed {
+            codes: widened(codes, code_words(&layout).0),
+            scales: widened(scales, layout.blocks()),
+        },
+        amax,
+        layout,
+    }
+}
+
+/// `x` with zeros behind each of its rows, up to `width`.
+fn widened(x: CubeTensor, width: usize) -> CubeTensor {
+    let [rows, own] = [x.meta.shape()[0], x.meta.shape()[1]];
+    if own == width {
+        return x;
+    }
+    let dtype = match x.dtype {
+        DType::U8 => IntDType::U8,
+        _ => IntDType::U32,
+    };
+    let shape = Shape::new([rows, width - own]);
+    let zeros = CubeBackend::int_zeros(shape, &x.device, dtype);
+    CubeBackend::int_cat(vec![x, zeros], 1)
+}

@@ -1,0 +1,129 @@
+//! Operands of one device, of the parts that ranks quantized.
+
+use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
+use burn_core::tensor::Shape;
+use nvfp4_kernels::{AmaxGranularity, Usage};
+
+use super::super::Nvfp4KernelOps;
+use super::super::collective::Step;
+use super::super::segments::{offsets, slices};
+use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
+use super::LinearSharding;
+use super::places::Axis;
+
+impl LinearSharding {
+    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each
+    /// rank have these lengths.
+    pub(super) fn gathered<B: Nvfp4KernelOps>(
+        &self,
+        operand: Operand<B>,
+        axis: Axis,
+        lens: &[usize],
+    ) -> Operand<B> {
+        match operand {
+            Operand::Float(x, usage) => {
+                let dim = match (usage, axis) {
+                    (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => 0,
+                    (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => 1,
+                };
+                Operand::Float(self.gathered_floats::<B>(x, dim, lens), usage)
+            }
+            Operand::Quantized(quantized) => {
+                Operand::Quantized(self.gathered_matrix(quantized, axis, lens))
+            }
+        }
+    }
+
+    /// The same of a quantized operand, whose scales are in rows.
+    pub(super) fn gathered_matrix<B: Nvfp4KernelOps>(
+        &self,
+        quantized: QuantizedMatrix<B>,
+        axis: Axis,
+        lens: &[usize],
+    ) -> QuantizedMatrix<B> {
+        let size = self.group.size();
+        let mut layout = quantized.layout;
+        match (layout.usage, axis) {
+            (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => layout.rows *= size,
+            (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => layout.cols *= size,
+        }
+        let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
+        let amax = quantized.amax.clone().map(|amax| match per_row {
+            true => self.gathered_rows::<B>(amax),
+            false => amax,
+        });
+        let inner = quantized.layout.padded_inner();
+        let (codes, scales) = quantized.into_packed();
+        let gathered = |x| self.gathered_ints::<B>(x, axis, inner, lens);
+        QuantizedMatrix {
+            data: QuantizedData::Packed {
+                codes: gathered(codes),
+                scales: gathered(scales),
+            },
+            amax,
+            layout,
+        }
+    }
+
+    /// Rows or columns of all ranks, segment by segment.
+    fn gathered_floats<B: Nvfp4KernelOps>(
+        &self,
+        x: FloatTensor<B>,
+        dim: usize,
+        lens: &[usize],
+    ) -> FloatTensor<B> {
+        let size = self.group.size();
+        let [rows, cols] = [x.shape()[0], x.shape()[1]];
+        let all = self.gathered_rows::<B>(x);
+        let all = B::float_reshape(all, Shape::new([size, rows, cols]));
+        // Ranks stand before the gathered dimension.
+        let all = match dim {
+            0 => all,
+            _ => B::float_swap_dims(all, 0, 1),
+        };
+        if lens.len() == 1 {
+            let shape = match dim {
+                0 => Shape::new([size * rows, cols]),
+                _ => Shape::new([rows, size * cols]),
+            };
+            return B::float_reshape(all, shape);
+        }
+        let parts = offsets(lens).into_iter().map(|(first, len)| {
+            let slices = slices(&all.shape().to_vec(), dim + 1, first, len);
+            let shape = match dim {
+                0 => Shape::new([size * len, cols]),
+                _ => Shape::new([rows, size * len]),
+            };
+            B::float_reshape(B::float_slice(all.clone(), &slices), shape)
+        });
+        B::float_cat(parts.collect(), dim)
+    }
+
+    /// The same for codes or scales, `inner` being the elements of a stored row.
+    fn gathered_ints<B: Nvfp4KernelOps>(
+        &self,
+        x: IntTensor<B>,
+        axis: Axis,
+        inner: usize,
+        lens: &[usize],
+    ) -> IntTensor<B> {
+        let size = self.group.size();
+        let [outer, width] = [x.shape()[0], x.shape()[1]];
+        let all = B::nvfp4_exchange_int(x, self.constant(Step::AllGather));
+        if axis == Axis::Outer {
+            return all;
+        }
+        let all = B::int_reshape(all, Shape::new([size, outer, width]));
+        let all = B::int_swap_dims(all, 0, 1);
+        if lens.len() == 1 {
+            return B::int_reshape(all, Shape::new([outer, size * width]));
+        }
+        let lens: Vec<_> = lens.iter().map(|len| len * width / inner).collect();
+        let parts = offsets(&lens).into_iter().map(|(first, len)| {
+            let slices = slices(&[outer, size, width], 2, first, len);
+            let part = B::int_slice(all.clone(), &slices);
+            B::int_reshape(part, Shape::new([outer, size * len]))
+        });
+        B::int_cat(parts.collect(), 1)
+    }
+}

@@ -1,0 +1,99 @@
+//! Quantized tensors with their block scales in the other order.
+
+use cubecl::{client::Client, server::Handle};
+
+use super::swizzle;
+use crate::{
+    Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    moe::groups::GroupOffsets,
+    tensor::{DeviceQuantized, Groups},
+};
+
+/// `packed` with its block scales in rows: as it is, or after a pass over the scales, for what does
+/// not read 128x4 tiles.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, values are stored instead of codes, or groups with
+/// offsets are packed along their rows.
+pub fn scales_in_rows(
+    client: &Client,
+    packed: &DeviceQuantized,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    in_order(client, packed, ScaleLayout::Compact)
+}
+
+/// `packed` with its block scales in 128x4 tiles, which begin anew at each of its groups, for what
+/// reads it more than once: as it is, or after a pass over the scales. Nothing is padded but the
+/// tiles.
+///
+/// # Errors
+/// As [`scales_in_rows`].
+pub fn scales_in_tiles(
+    client: &Client,
+    packed: &DeviceQuantized,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    in_order(client, packed, ScaleLayout::Swizzled128x4)
+}
+
+fn in_order(
+    client: &Client,
+    packed: &DeviceQuantized,
+    order: ScaleLayout,
+) -> Result<DeviceQuantized, Nvfp4Error> {
+    packed.check("packed")?;
+    packed.groups.check(packed.rows())?;
+    if packed.layout.storage != Storage::Packed {
+        return Err(Nvfp4Error::value(
+            "packed",
+            "bf16 values",
+            "codes and block scales",
+        ));
+    }
+    if packed.layout.scale_layout == order {
+        return Ok(packed.clone());
+    }
+    Ok(DeviceQuantized {
+        scales: reordered(client, packed, order)?,
+        layout: Layout {
+            scale_layout: order,
+            ..packed.layout
+        },
+        ..packed.clone()
+    })
+}
+
+/// The block scales of `packed` in the `order` that they are not in.
+fn reordered(
+    client: &Client,
+    packed: &DeviceQuantized,
+    order: ScaleLayout,
+) -> Result<Handle, Nvfp4Error> {
+    let (scales, outer, blocks) = (&packed.scales, packed.outer(), packed.blocks());
+    let batch = |count, rows, blocks| match order {
+        ScaleLayout::Swizzled128x4 => swizzle::swizzle_batch(client, scales, count, rows, blocks),
+        ScaleLayout::Compact => swizzle::unswizzle_batch(client, scales, count, rows, blocks),
+    };
+    match (&packed.groups, packed.usage()) {
+        (Groups::One, _) => batch(1, outer, blocks),
+        (&Groups::Batch(count), Usage::Rowwise) => batch(count, outer / count, blocks),
+        // One below the other, each stored transposed.
+        (&Groups::Batch(count), Usage::Columnwise) => batch(count, outer, blocks / count),
+        (Groups::Offsets { offsets, count }, Usage::Rowwise) => {
+            let groups = GroupOffsets::new(offsets.clone(), *count)?;
+            match order {
+                ScaleLayout::Swizzled128x4 => {
+                    swizzle::swizzle_row_groups(client, scales, outer, blocks, &groups)
+                        .map(|(scales, _)| scales)
+                }
+                ScaleLayout::Compact => {
+                    swizzle::unswizzle_row_groups(client, scales, outer, blocks, &groups)
+                }
+            }
+        }
+        (Groups::Offsets { .. }, Usage::Columnwise) => Err(Nvfp4Error::value(
+            "packed",
+            "groups with offsets, packed along Usage::Columnwise",
+            "such groups packed along Usage::Rowwise, or Groups::Batch",
+        )),
+    }
+}
