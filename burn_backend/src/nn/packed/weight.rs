@@ -7,7 +7,7 @@ use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, Usage};
 
-use crate::ops::{MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups};
+use crate::ops::{MaybeTensor, Nvfp4KernelOps, QuantizedData, QuantizedMatrix, RowGroups};
 use crate::validate;
 
 /// A weight in NVFP4, or a stack of them: element `(n, k)` is `e2m1(code) · e4m3(scale) · global`.
@@ -140,12 +140,8 @@ impl Nvfp4Weight {
         Ok(Tensor::from_dispatch(values))
     }
 
-    /// The right operand of a GEMM.
-    pub(super) fn operand(&self) -> Operand<Dispatch> {
-        Operand::Quantized(self.quantized())
-    }
-
-    fn quantized(&self) -> QuantizedMatrix<Dispatch> {
+    /// The rowwise tensor that a GEMM reads.
+    pub(super) fn quantized(&self) -> QuantizedMatrix<Dispatch> {
         let [n, k] = self.shape();
         QuantizedMatrix {
             data: QuantizedData::Packed {
