@@ -8,7 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::LinearPart;
+use super::parts::{LinearPart, identity_of};
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
 use crate::parallel::{warn_of_distributed_weight, whole_dims};
@@ -137,7 +137,7 @@ impl Nvfp4Linear {
         self.check(&input)?;
         let weight = self.weight.val();
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let identity = WeightIdentity::of([&weight]);
+        let identity = identity_of([&self.weight], &[&weight]);
         self.forward_with(weight, identity, bias, input)
     }
 
@@ -210,7 +210,7 @@ impl Nvfp4Linear {
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         let weight = self.weight.val();
-        let identity = WeightIdentity::of([&weight]);
+        let identity = identity_of([&self.weight], &[&weight]);
         let spec = self.begin(&weight, identity, is_tracked)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());
         Ok(LinearPart { weight, bias, spec })
@@ -249,7 +249,8 @@ impl Nvfp4Linear {
         }
         let weights: Vec<_> = layers.iter().map(|layer| layer.weight.val()).collect();
         let widths = weights.iter().map(|weight| weight.dims()[1]).collect();
-        let identity = WeightIdentity::of(&weights);
+        let parts: Vec<&Tensor<2>> = weights.iter().collect();
+        let identity = identity_of(layers.iter().map(|layer| &layer.weight), &parts);
         let biases = layers
             .iter()
             .map(|layer| layer.bias.as_ref().map(|bias| bias.val()));

@@ -282,8 +282,35 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let (row, col) = (Usage::Rowwise, Usage::Columnwise);
     let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, once);
     let of_weights = groups.of_weights();
-    let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+    let slot = weight_slot::<B>(&weight.device(), dtype, (spec, context));
+    let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
+    let w = match cached {
+        Some((w, _)) => w,
+        None => {
+            let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+            if let Some(slot) = slot {
+                slot.put::<CachedOperands<B>>((w.clone(), None));
+            }
+            w
+        }
+    };
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
+}
+
+/// The operands of a weight that are cached: for the forward, and for dgrad.
+type CachedOperands<B> = (Operand<B>, Option<Operand<B>>);
+
+/// The slot of a weight's operands on `device`, if they are cached.
+fn weight_slot<'a, B: Backend>(
+    device: &B::Device,
+    dtype: FloatDType,
+    (spec, context): (&LinearSpec, &'a LinearContext),
+) -> Option<Slot<'a>> {
+    // An unquantized weight is not worth caching, and random bits are drawn afresh.
+    let fprop = &spec.fprop_w;
+    let is_cached = fprop.is_deterministic() && *fprop != OperandSpec::HighPrecision;
+    let weight = context.weight.as_ref().filter(|_| is_cached)?;
+    Some(weight.slot(format!("{device:?}"), dtype, spec))
 }
 
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
@@ -404,16 +431,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
 
     /// `w` for the forward, and for dgrad if that is required.
     fn weight(&self, dtype: FloatDType, forms: &LinearForms) -> (Operand<B>, Option<Operand<B>>) {
-        let LinearSpec {
-            fprop_w, dgrad_w, ..
-        } = self.spec;
-        // An unquantized weight is not worth caching, and random bits are drawn afresh.
-        let is_cached = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
-        let weight = self.context.weight.as_ref().filter(|_| is_cached);
-        let slot =
-            weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
-        type Cached<B> = (Operand<B>, Option<Operand<B>>);
-        let cached: Option<Cached<B>> = slot.as_ref().and_then(Slot::get);
+        let dgrad_w = self.spec.dgrad_w;
+        let slot = weight_slot::<B>(&self.w.device(), dtype, (&self.spec, &self.context));
+        let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
         let (forward, backward) = match cached {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
@@ -426,7 +446,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 if let Some(slot) = slot {
                     let (forward, backward) = made.clone();
                     let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    slot.put((forward, backward));
+                    slot.put::<CachedOperands<B>>((forward, backward));
                 }
                 made
             }
