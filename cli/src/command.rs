@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, launch,
-    oracle, pretrain, quantize, ranks, sample, study, tokenize, train,
+    oracle, pretrain, quantize, ranks, study, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -42,8 +42,6 @@ enum Task {
     DecodeCost(Box<decode_cost::CostOfDecoding>),
     /// Compare undocumented behaviour of a device with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Generate text with a model that `nvfp4 train` has trained
-    Sample(sample::Sample),
     /// Train a model in a Hugging Face folder further, in NVFP4 or high precision
     ///
     /// All of its parameters; to serve it in NVFP4, with --qat, and with --distill to stay close to
@@ -61,7 +59,7 @@ enum Task {
     Inspect(inspect::Inspect),
     /// Convert a quantized model between the dialects of ModelOpt and compressed-tensors
     Convert(convert::Convert),
-    /// Generate text with a model in a Hugging Face folder
+    /// Generate text with a model in a Hugging Face folder, or one that `train` has trained
     Generate(Box<generate::Generate>),
     /// Make a model folder of a GGUF file
     Import(import::Import),
@@ -81,7 +79,6 @@ impl Command {
             Task::Cost(cost) => ranks::refuse("cost").and_then(|()| cost.run()),
             Task::DecodeCost(cost) => cost.run().map(|()| ExitCode::SUCCESS),
             Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
-            Task::Sample(sample) => sample.run().map(|()| ExitCode::SUCCESS),
             Task::Finetune(finetune) => ranks::refuse("finetune").and_then(|()| finetune.run()),
             Task::Pretrain(pretrain) => ranks::refuse("pretrain").and_then(|()| pretrain.run()),
             Task::Tokenize(tokenize) => tokenize.run().map(|()| ExitCode::SUCCESS),

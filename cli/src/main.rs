@@ -1,4 +1,4 @@
-//! The command `nvfp4`: train a language model in NVFP4, sample from it, and look at the machine.
+//! The command `nvfp4`: train language models in NVFP4, generate text, and look at the machine.
 
 mod command;
 mod convert;
@@ -22,7 +22,6 @@ mod pretrain;
 mod progress;
 mod quantize;
 mod ranks;
-mod sample;
 mod shell;
 mod study;
 mod table;

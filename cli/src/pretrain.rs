@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use nvfp4_lm::checkpoint::read_json;
+use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::finetune::{Objective, init::write_random};
 use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::tokens::bpe;
@@ -70,6 +71,7 @@ impl Pretrain {
             model,
             objective: Objective::CrossEntropy,
             lora: None,
+            frozen: FrozenForm::High,
             merge: false,
             defaults: DEFAULTS,
         };

@@ -503,7 +503,7 @@ fn report(
     }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
     println!(
-        "sample with: {} sample --checkpoint {} --prompt 'pub fn '",
+        "generate text with: {} generate {} --prompt 'pub fn ' --temperature 0.8",
         program(),
         quoted(&folder.to_string_lossy())
     );

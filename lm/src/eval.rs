@@ -10,8 +10,8 @@ use burn::tensor::{Int, Tensor, TensorData, activation::log_softmax};
 use serde::Deserialize;
 
 use crate::decoder::Decoder;
-use crate::decoder::sampling::first_best;
 use crate::hf::Tokenizer;
+use crate::sampling::first_best;
 
 /// Tokens whose logits are in memory at a time.
 const CHUNK: usize = 256;

@@ -12,7 +12,9 @@
 //! - [`checkpoint`]: a run on disk.
 //! - [`memory`]: the device memory that a run needs, and the error when there is too little.
 //! - [`metrics`]: losses and speed over the steps of a run.
-//! - [`sample`]: text from a trained model.
+//! - [`sampling`]: which token comes next.
+//! - [`text`]: text that comes in pieces.
+//! - [`bytes`]: text from a trained byte model.
 //! - [`hf`]: folders of Hugging Face models.
 //! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
 //! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
@@ -27,6 +29,7 @@
 //! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
 //! bytes as an uninterrupted one.
 
+pub mod bytes;
 mod capture;
 pub mod checkpoint;
 pub mod config;
@@ -48,7 +51,8 @@ pub mod model;
 pub mod optim;
 pub mod quantize;
 pub mod ranks;
-pub mod sample;
+pub mod sampling;
+pub mod text;
 pub mod tokens;
 pub mod train;
 

@@ -173,10 +173,23 @@ impl fmt::Display for OutOfMemory {
                     write!(f, ", or more GPUs (nvfp4 launch), which share each batch")?;
                 }
             }
-            Command::Finetune { has_adapters, .. } => {
+            Command::Finetune {
+                has_adapters,
+                is_packed,
+                can_recompute,
+                ..
+            } => {
                 write!(f, ", a larger --accumulate in place of the batch")?;
+                if *can_recompute {
+                    write!(f, ", a larger --recompute")?;
+                }
                 if !has_adapters {
                     write!(f, ", or adapters alone (--lora)")?;
+                } else if !is_packed {
+                    write!(
+                        f,
+                        ", or packed weights beside the adapters (--frozen w4a16)"
+                    )?;
                 }
             }
         }
@@ -214,6 +227,10 @@ enum Command {
     },
     Finetune {
         has_adapters: bool,
+        /// Whether the weights beside them are packed.
+        is_packed: bool,
+        /// Whether there are layers that keep the inputs of their activation, and need not.
+        can_recompute: bool,
         is_f32: bool,
     },
 }
@@ -245,6 +262,10 @@ pub(crate) struct Finetuning<'a> {
     pub context: usize,
     /// Whether adapters alone are trained.
     pub has_adapters: bool,
+    /// Whether the weights beside them are packed.
+    pub is_packed: bool,
+    /// Whether there are layers that keep the inputs of their activation, and need not.
+    pub can_recompute: bool,
     /// Whether activations are f32.
     pub is_f32: bool,
 }
@@ -275,6 +296,8 @@ impl MemoryBudget {
             ranks: 1,
             command: Command::Finetune {
                 has_adapters: run.has_adapters,
+                is_packed: run.is_packed,
+                can_recompute: run.can_recompute,
                 is_f32: run.is_f32,
             },
         }

@@ -29,9 +29,9 @@ fn a_decorated_model_trains_and_resumes() {
     let rows = metrics(&out.join("nvidia").join("metrics.csv"));
     let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(steps, ["0", "1", "2"]);
-    let checkpoint = ["--checkpoint", out.to_str().unwrap(), "--prompt", "a"];
+    let checkpoint = [out.to_str().unwrap(), "--prompt", "a"];
     fails(
-        nvfp4("sample --device flex", &checkpoint),
+        nvfp4("generate --device flex", &checkpoint),
         &["CubeCL CPU or CUDA"],
     );
 }

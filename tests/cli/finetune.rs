@@ -108,6 +108,7 @@ fn a_model_is_finetuned_and_resumed() {
         ("--valid-share 1.5", ["valid-share is 1.5", "0 and 1"]),
         ("--context 9999", ["context is 9999", "positions"]),
         ("--graph", ["graph is true", "only GPUs"]),
+        ("--recompute 9", ["recompute is 9", "layers"]),
     ] {
         let run = arguments(&data, &other, more);
         // Flags of a kind given twice are refused by name, too.
@@ -161,9 +162,10 @@ fn adapters_are_trained_and_merged() {
     let tokenizer = Path::new(quantized).join("tokenizer.json");
     assert!(tokenizer.exists());
     let out = folder("finetune-lora");
-    let more = "--lora 4 --lora-targets (q|v)_proj$ --recipe bf16 --activation f32";
+    let more = "--lora 4 --lora-targets (q|v)_proj$ --activation f32";
     let run = arguments(&data, &out, more);
     let said = succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    assert_eq!(json(&out.join("finetune.json"))["frozen"], "w4a16");
     let [before, after] = perplexities(&said);
     assert!(after < before, "{said}");
     let adapter = json(&out.join("adapter/adapter_config.json"));
@@ -184,6 +186,29 @@ fn adapters_are_trained_and_merged() {
         "generate",
         &[&[model.to_str().unwrap()], &generated[..]].concat(),
     ));
+
+    // A recipe is for weights in high precision.
+    let other = folder("finetune-lora-high").join("out");
+    let high = format!("{more} --recipe nvidia --frozen high --stop-at 1");
+    let run = arguments(&data, &other, &high);
+    succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    assert_eq!(json(&other.join("finetune.json"))["frozen"], "high");
+    let refused = other.join("refused");
+    for (more, names) in [
+        (
+            "--lora 4 --recipe nvidia",
+            ["recipe is nvidia", "--frozen high"],
+        ),
+        ("--lora 4 --qat w4a4", ["qat is w4a4", "--frozen high"]),
+        ("--frozen w4a16", ["--frozen", "--lora"]),
+        ("--teacher-form high", ["teacher-form", "--distill"]),
+    ] {
+        let run = arguments(&data, &refused, more);
+        fails(
+            nvfp4("finetune", &[&[quantized], &run[..]].concat()),
+            &names,
+        );
+    }
 }
 
 #[test]

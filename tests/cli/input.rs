@@ -48,13 +48,13 @@ fn bad_arguments_are_named() {
         );
     }
     let path = finished().to_str().unwrap();
-    let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
+    let generate = [path, "--prompt", "let", "--device", "flex"];
     fails(
-        nvfp4("sample --temperature -1", &sample),
+        nvfp4("generate --temperature -1", &generate),
         &["temperature", "-1"],
     );
     fails(
-        nvfp4("sample --device gpu", &sample[..4]),
+        nvfp4("generate --device gpu", &generate[..3]),
         &["--device", "gpu"],
     );
 }

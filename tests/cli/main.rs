@@ -10,11 +10,11 @@ mod cost;
 #[cfg(feature = "cpu")]
 mod decorate;
 mod finetune;
+mod generate;
 mod input;
 mod machine;
 mod ranks;
 mod resume;
-mod sample;
 mod study;
 mod support;
 mod train;

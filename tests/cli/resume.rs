@@ -192,10 +192,10 @@ fn a_damaged_checkpoint_is_an_error() {
         nvfp4("train", &["--resume", path]),
         &["checkpoint-00000004", "model.bpk is damaged"],
     );
-    let sample = ["--checkpoint", path, "--prompt", "let", "--device", "flex"];
-    fails(nvfp4("sample", &sample), &["model.bpk is damaged"]);
+    let generate = [path, "--prompt", "let", "--device", "flex"];
+    fails(nvfp4("generate", &generate), &["model.bpk is damaged"]);
     fs::write(&model, whole).unwrap();
-    succeeds(nvfp4("sample --tokens 2", &sample));
+    succeeds(nvfp4("generate --tokens 2", &generate));
 }
 
 #[test]

@@ -12,7 +12,8 @@ use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{LinearPart, PartIds, parts, side_by_side};
-use super::{Nvfp4Linear, Nvfp4LinearConfig, rows};
+use super::{Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, rows};
+use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
 use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
@@ -95,9 +96,7 @@ impl Nvfp4SwiGlu {
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
-        let input = self.gate_up.part(x.is_tracked())?;
-        let output = self.down.part(input.tracks(&x))?;
-        let y = swiglu_between(x, input, output, RowGroups::Whole, self.recompute);
+        let y = try_swiglu_of(&self.gate_up, &self.down, x, self.recompute)?;
         Ok(y.reshape(dims))
     }
 
@@ -119,10 +118,7 @@ impl Nvfp4SwiGlu {
 
     /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
-        self.gate_up.check(x)?;
-        let [d_model, both] = whole_dims(&self.gate_up.weight);
-        let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
-        self.down.check_part(names, &x.device(), shape)
+        check_swiglu(&self.gate_up, &self.down, x)
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -174,6 +170,64 @@ impl Nvfp4SwiGlu {
         };
         (swiglu, self.down.into_linear())
     }
+}
+
+/// `(silu(x G) · (x U)) D` of a `gate_up` layer (`G` and `U` concatenated, `[d_model, 2 * d_hidden]`)
+/// and a `down` layer: what [`Nvfp4SwiGlu`] computes of layers that are fields elsewhere. With
+/// `recompute` the backward computes `x G` and `x U` again, as
+/// [`with_recompute`](Nvfp4SwiGlu::with_recompute) says.
+///
+/// # Errors
+/// As [`Nvfp4SwiGlu::try_forward`].
+pub fn try_swiglu_of(
+    gate_up: &Nvfp4Linear,
+    down: &Nvfp4Linear,
+    x: Tensor<2>,
+    recompute: bool,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    check_swiglu(gate_up, down, &x)?;
+    let input = gate_up.part(x.is_tracked())?;
+    let output = down.part(input.tracks(&x))?;
+    Ok(swiglu_between(
+        x,
+        input,
+        output,
+        RowGroups::Whole,
+        recompute,
+    ))
+}
+
+/// [`try_swiglu_of`] for each expert, of tokens that are sorted by expert.
+///
+/// # Errors
+/// As [`Nvfp4GroupedLinear::try_forward`], and when the two layers do not fit each other.
+pub fn try_swiglu_of_experts(
+    gate_up: &Nvfp4GroupedLinear,
+    down: &Nvfp4GroupedLinear,
+    x: Tensor<2>,
+    experts: &ExpertOffsets,
+    recompute: bool,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    gate_up.check(&x, experts)?;
+    let [count, d_model, both] = whole_dims(&gate_up.weight);
+    let (names, shape) = (["down.weight", "down.bias"], [count, both / 2, d_model]);
+    down.check_part(names, &x.device(), shape)?;
+    let input = gate_up.part(x.is_tracked())?;
+    let output = down.part(input.tracks(&x))?;
+    let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
+    Ok(swiglu_between(x, input, output, groups, recompute))
+}
+
+/// Fail unless the layers fit each other and the input `x`.
+fn check_swiglu<const D: usize>(
+    gate_up: &Nvfp4Linear,
+    down: &Nvfp4Linear,
+    x: &Tensor<D>,
+) -> Result<(), Nvfp4Error> {
+    gate_up.check(x)?;
+    let [d_model, both] = whole_dims(&gate_up.weight);
+    let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
+    down.check_part(names, &x.device(), shape)
 }
 
 /// SwiGLU between two layers, after their checks.

@@ -8,13 +8,12 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::{LinearPart, PartIds, apart, constant};
+use super::parts::{LinearPart, PartIds, apart, constant, identity_of};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
-use crate::ops::WeightIdentity;
 use crate::parallel::{ProcessGroup, warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
@@ -255,7 +254,7 @@ impl Nvfp4GroupedLinear {
         if draws {
             warn_of_distributed_weight(&weight);
         }
-        let identity = WeightIdentity::of([&weight]);
+        let identity = identity_of([&self.weight], &[&weight]);
         let spec = self.state.for_forward(&self.recipe, identity, draws)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());
         Ok(LinearPart { weight, bias, spec })

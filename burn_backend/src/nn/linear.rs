@@ -8,7 +8,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::LinearPart;
+use super::parts::{LinearPart, identity_of};
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::sharding::GatheredWeight;
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
@@ -137,8 +137,8 @@ impl Nvfp4Linear {
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
         let weight = self.operand_weight(true);
-        let identity = WeightIdentity::of([&weight.rows]);
         let bias = self.bias.as_ref().map(|bias| bias.val());
+        let identity = identity_of([&self.weight], &[&weight.rows]);
         self.forward_with(weight, identity, bias, input)
     }
 
@@ -235,7 +235,7 @@ impl Nvfp4Linear {
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         let weight = self.operand_weight(true);
-        let identity = WeightIdentity::of([&weight.rows]);
+        let identity = identity_of([&self.weight], &[&weight.rows]);
         let spec = self.begin(&weight, identity, is_tracked)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = weight.rows;
@@ -275,7 +275,8 @@ impl Nvfp4Linear {
         }
         let weights = OperandWeight::of_each(layers);
         let widths = weights.iter().map(|weight| weight.rows.dims()[1]).collect();
-        let identity = WeightIdentity::of(weights.iter().map(|weight| &weight.rows));
+        let parts: Vec<&Tensor<2>> = weights.iter().map(|weight| &weight.rows).collect();
+        let identity = identity_of(layers.iter().map(|layer| &layer.weight), &parts);
         let biases = layers
             .iter()
             .map(|layer| layer.bias.as_ref().map(|bias| bias.val()));

@@ -30,7 +30,9 @@ pub mod tensor_parallel;
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
 pub use embedding::Embedding;
-pub use feed_forward::{Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu};
+pub use feed_forward::{
+    Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu, try_swiglu_of, try_swiglu_of_experts,
+};
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};

@@ -4,7 +4,8 @@ use burn_core::module::{Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_nn::Linear;
 
-use crate::ops::{LinearContext, LinearSpec};
+use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
+use crate::parallel::is_sharded;
 
 /// The ids of the parameters of a layer that is part of another.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +38,18 @@ impl<const W: usize, const B: usize> LinearPart<W, B> {
         let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
         x.is_tracked() || self.weight.is_tracked() || bias
     }
+}
+
+/// The identity of the weight that `values` of `params` make, under which its operands are cached.
+/// None of one that is gathered for each use, without autodiff: it would be held, and not be found
+/// again.
+pub(super) fn identity_of<'a, const D: usize>(
+    params: impl IntoIterator<Item = &'a Param<Tensor<D>>>,
+    values: &[&Tensor<D>],
+) -> Option<WeightIdentity> {
+    let is_autodiff = values.iter().all(|value| value.is_autodiff());
+    let is_kept = is_autodiff || !params.into_iter().any(is_sharded);
+    is_kept.then(|| WeightIdentity::of(values.iter().copied()))?
 }
 
 /// A separate layer, with the ids of number `index` in `ids`, or with new ones.

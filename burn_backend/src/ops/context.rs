@@ -50,52 +50,95 @@ impl LinearContext {
     }
 }
 
-/// The identity of a weight's value: the autodiff node of the tensor, or the nodes of the tensors
-/// that it was concatenated from, in order.
-///
-/// A node is created with a tensor, has an id that is never used again, and keeps the value that it
-/// was created with: every optimizer step, load, cast and copy creates another, in the same memory
-/// or not.
+/// The identity of a weight's value: that of the tensor, or of the tensors that it was concatenated
+/// from, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct WeightIdentity(Vec<u64>);
+pub(crate) struct WeightIdentity(Vec<TensorIdentity>);
 
 impl WeightIdentity {
-    /// The identity of the weight that `parts` make; none if autodiff does not know one of them.
+    /// The identity of the weight that `parts` make; none if that of one of them is not known.
     pub(crate) fn of<'a, const D: usize>(
         parts: impl IntoIterator<Item = &'a Tensor<D>>,
     ) -> Option<Self> {
-        let nodes: Option<Vec<u64>> = parts.into_iter().map(node).collect();
-        nodes.map(Self)
+        let parts: Option<Vec<_>> = parts.into_iter().map(TensorIdentity::of).collect();
+        parts.map(Self)
     }
 
     /// The node of the one tensor that is the weight.
     pub(crate) fn node(&self) -> Option<u64> {
         match self.0[..] {
-            [node] => Some(node),
+            [TensorIdentity::Node(node)] => Some(node),
             _ => None,
         }
     }
 }
 
-/// The autodiff node of `tensor`, if it is one of a backend that has kernels here.
-fn node<const D: usize>(tensor: &Tensor<D>) -> Option<u64> {
-    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-    fn of<B: backend::BackendTypes>(tensor: backend::BackendTensor<B>) -> Option<u64> {
-        match tensor {
-            backend::BackendTensor::Autodiff(tensor) => Some(tensor.id().value),
+/// What a tensor has as long as its value stays, and no other tensor has.
+#[derive(Debug, Clone)]
+enum TensorIdentity {
+    /// The autodiff node. A node is created with a tensor, has an id that is never used again, and
+    /// keeps the value that it was created with: every optimizer step, load, cast and copy creates
+    /// another, in the same memory or not.
+    Node(u64),
+    /// The id that fusion gave it, of a tensor without autodiff: the same holds.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    Fusion(burn_core::backend::fusion::custom::TensorId),
+    /// The memory of a tensor of Flex without autodiff. It is held: as long as it has two owners
+    /// nothing writes to it, and no other tensor gets it.
+    #[cfg(feature = "flex")]
+    Memory(burn_flex::FlexTensor),
+}
+
+impl PartialEq for TensorIdentity {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Node(own), Self::Node(other)) => own == other,
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            (Self::Fusion(own), Self::Fusion(other)) => own == other,
+            #[cfg(feature = "flex")]
+            (Self::Memory(own), Self::Memory(other)) => {
+                Arc::ptr_eq(&own.data_arc(), &other.data_arc())
+                    && own.layout() == other.layout()
+                    && own.dtype() == other.dtype()
+            }
+            #[allow(unreachable_patterns, reason = "a build may have one kind")]
+            _ => false,
+        }
+    }
+}
+
+impl Eq for TensorIdentity {}
+
+impl TensorIdentity {
+    /// That of `tensor`, if it is one of a backend that has kernels here.
+    fn of<const D: usize>(tensor: &Tensor<D>) -> Option<Self> {
+        match tensor.clone().into_dispatch().kind {
+            DispatchTensorKind::Autodiff(tensor) => match *tensor {
+                #[cfg(feature = "flex")]
+                DispatchTensorKind::Flex(tensor) => Self::node(tensor),
+                #[cfg(any(feature = "cpu", feature = "cuda"))]
+                DispatchTensorKind::Cube(tensor) => Self::node(tensor),
+                #[allow(unreachable_patterns)]
+                _ => None,
+            },
+            #[cfg(feature = "flex")]
+            DispatchTensorKind::Flex(backend::BackendTensor::Float(tensor)) => {
+                Some(Self::Memory(tensor))
+            }
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            DispatchTensorKind::Cube(backend::BackendTensor::Float(tensor)) => {
+                Some(Self::Fusion(tensor.id))
+            }
             _ => None,
         }
     }
-    let DispatchTensorKind::Autodiff(tensor) = tensor.clone().into_dispatch().kind else {
-        return None;
-    };
-    match *tensor {
-        #[cfg(feature = "flex")]
-        DispatchTensorKind::Flex(tensor) => of(tensor),
-        #[cfg(any(feature = "cpu", feature = "cuda"))]
-        DispatchTensorKind::Cube(tensor) => of(tensor),
-        #[allow(unreachable_patterns)]
-        _ => None,
+
+    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+    fn node<B: backend::BackendTypes>(tensor: backend::BackendTensor<B>) -> Option<Self> {
+        match tensor {
+            backend::BackendTensor::Autodiff(tensor) => Some(Self::Node(tensor.id().value)),
+            _ => None,
+        }
     }
 }
 
@@ -125,9 +168,12 @@ impl CachedWeight {
 }
 
 /// The quantized operands of a layer's weight, valid for as long as the weight stays the same
-/// tensor: the micro-batches of gradient accumulation quantize a weight once.
+/// tensor: the micro-batches of gradient accumulation quantize a weight once, and so do the batches
+/// of a validation.
 ///
-/// The operands of the last weight are dropped when the next one is quantized. There is one entry
+/// The operands of the last weight are dropped when the next one is quantized: the first forward of
+/// training after a validation lets go of the weight that the validation had, before an optimizer
+/// writes the next one over it. There is one entry
 /// for each device, so that replicas of data-parallel training, which share the cache as they share
 /// the rest of a layer's state, do not evict each other's.
 #[derive(Clone, Default)]

@@ -406,7 +406,7 @@ pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
 }
 
 /// A quantized matrix of the inner backend.
-fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
+pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     quantized: QuantizedMatrix<Autodiff<B, C>>,
 ) -> QuantizedMatrix<B> {
     QuantizedMatrix {

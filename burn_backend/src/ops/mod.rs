@@ -54,6 +54,7 @@ pub mod loss;
 mod meta;
 pub(crate) mod operands;
 pub mod optimizer;
+pub mod packed;
 mod probe;
 pub mod routing;
 mod rows;

@@ -30,4 +30,4 @@ pub use overlapped::{
 };
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, Shards, fully_shard, gather};
-pub(crate) use sharded::{is_shardable, part, whole_dims};
+pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};

@@ -56,6 +56,11 @@ impl Sharded {
     }
 }
 
+/// Whether the parameter is gathered each time that it is used.
+pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    param.reparameterization::<Sharded>().is_some()
+}
+
 /// The shape of a parameter for those who use it: that of the whole, where it is sharded. Its value
 /// is not asked for.
 pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {

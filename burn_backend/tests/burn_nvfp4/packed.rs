@@ -1,7 +1,7 @@
 //! Layers of packed weights: against dequantized weights, against the trained layers that they are
 //! made of, and as modules.
 
-use burn_core::module::Module;
+use burn_core::module::{Module, Param};
 use burn_core::store::ModuleRecord;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::nn::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight};
@@ -10,7 +10,7 @@ use burn_nvfp4::{
 };
 use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, reference};
 
-use crate::support::{Matrix, device, values};
+use crate::support::{Matrix, activation, device, values};
 
 const K: usize = 64;
 const N: usize = 48;
@@ -186,6 +186,96 @@ fn experts_have_scales_of_their_own() {
             first += count;
         }
     }
+}
+
+/// Gradients by the input are those of a layer in high precision with the values of the packed weight,
+/// rounded to the type of the input, whatever is done with the activations.
+#[test]
+fn inputs_have_the_gradients_of_the_values() {
+    let autodiff = device().autodiff();
+    let (codes, scales) = bytes(3 * N, K, 1);
+    let packed = |matrices: usize, factors: Vec<f32>| {
+        let rows = matrices * N;
+        let (codes, scales) = (&codes[..rows * K / 2], &scales[..rows * K / 16]);
+        let (codes, scales) = (codes.to_vec(), scales.to_vec());
+        Nvfp4Weight::try_from_bytes([rows, K], codes, scales, factors, &autodiff).unwrap()
+    };
+    let factors = vec![without_amax(), 0.5, 0.125];
+    let (one, stack) = (packed(1, vec![without_amax()]), packed(3, factors));
+    // The second expert has no token, and the last two tokens no expert.
+    let counts = Tensor::<1, Int>::from_data([3i32, 0, 4], &autodiff);
+    let experts = ExpertOffsets::from_counts(counts, 9);
+    let ones = |count| Tensor::<1>::ones([count], &autodiff).mul_scalar(0.002);
+    for dtype in [DType::F32, activation()] {
+        let tensor = |cols, seed| Matrix::gaussian(9, cols, dtype, seed).tensor(&autodiff);
+        let (x, dy) = (tensor(K, 2).require_grad(), tensor(N, 3));
+        let dx = |y: Tensor<2>| {
+            let grads = (y * dy.clone()).sum_dim(1).sum().backward();
+            let dx = x.grad(&grads).expect("the input is tracked");
+            assert_eq!(dx.dtype(), dtype);
+            values(dx)
+        };
+        let recipe = Nvfp4Recipe::bf16();
+        let mut high = Nvfp4LinearConfig::new(K, N)
+            .with_bias(false)
+            .with_recipe(recipe.clone())
+            .init(&autodiff);
+        let w = one.try_dequantize(dtype.into()).unwrap().transpose();
+        high.weight = Param::from_tensor(w);
+        let mut grouped = Nvfp4GroupedLinearConfig::new(3, K, N)
+            .with_bias(false)
+            .with_recipe(recipe)
+            .init(&autodiff);
+        let w: Tensor<3> = stack
+            .try_dequantize(dtype.into())
+            .unwrap()
+            .reshape([3, N, K]);
+        grouped.weight = Param::from_tensor(w.swap_dims(1, 2));
+        let expected = dx(high.forward(x.clone()));
+        let of_experts = dx(grouped.forward(x.clone(), &experts));
+        assert!(of_experts[7 * K..].iter().all(|value| *value == 0.0));
+        // One rounding to the type: sums may be in another order.
+        let bound = match dtype {
+            DType::F32 => crate::support::burn_matmul_error(1e-6),
+            _ => 1.0 / 128.0,
+        };
+        for (activations, is_static) in [
+            (Activations::HighPrecision, false),
+            (Activations::DYNAMIC, false),
+            (Activations::Static, true),
+        ] {
+            let bias = Some(Tensor::<1>::ones([N], &autodiff));
+            let scale = is_static.then(|| ones(1));
+            let layer = Nvfp4PackedLinear::try_new(one.clone(), activations, scale, bias).unwrap();
+            let error = distance(&dx(layer.forward(x.clone())), &expected);
+            assert!(error <= bound, "{dtype:?}, {activations:?}: {error}");
+            let scales = is_static.then(|| ones(3));
+            let layer = Nvfp4PackedGroupedLinear::try_new(stack.clone(), activations, scales, None);
+            let found = dx(layer.unwrap().forward(x.clone(), &experts));
+            let error = distance(&found, &of_experts);
+            assert!(
+                error <= bound,
+                "{dtype:?}, {activations:?}, experts: {error}"
+            );
+        }
+    }
+}
+
+/// Without autodiff the outputs are the same, and parameters have no gradients.
+#[test]
+fn packed_parameters_are_frozen() {
+    let autodiff = device().autodiff();
+    let (codes, scales) = bytes(N, K, 1);
+    let weight = Nvfp4Weight::try_from_bytes([N, K], codes, scales, vec![0.25], &autodiff).unwrap();
+    let bias = Some(Tensor::<1>::ones([N], &autodiff));
+    let layer = Nvfp4PackedLinear::try_new(weight, Activations::HighPrecision, None, bias).unwrap();
+    let x = Matrix::gaussian(5, K, DType::F32, 7).tensor(&autodiff);
+    let tracked = layer.forward(x.clone().require_grad());
+    let untracked = layer.forward(x.clone());
+    let inner = layer.valid().forward(x.inner());
+    let expected = values(inner);
+    assert!(values(tracked.inner()) == expected && values(untracked.inner()) == expected);
+    assert!(!layer.bias.unwrap().val().is_require_grad());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use burn_core as burn;
 
 use burn_core::module::Module;
-use burn_core::tensor::{DType, Int, Tensor, TensorData};
+use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{
@@ -11,7 +11,7 @@ use burn_nvfp4::{
 };
 
 use crate::support::counted::{
-    Step, collect, is_quantized_once_until_it_changes, quantized, taken,
+    Step, collect, is_quantized_once_until_it_changes, quantized, taken, validation_quantizes_once,
 };
 use crate::support::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
 
@@ -136,6 +136,82 @@ fn a_weight_is_quantized_once_until_it_changes() {
                 grads,
             }
         },
+    );
+}
+
+#[test]
+fn validation_quantizes_a_weight_once() {
+    skip_where_small_only!();
+    let _alone = collect();
+    const WIDTHS: [usize; 2] = [96, 144];
+    let (plain, autodiff) = (device(), device().autodiff());
+    let input = |device, batch| Matrix::gaussian(24, WIDTHS[0], DType::F32, batch).tensor(device);
+    validation_quantizes_once(
+        WIDTHS,
+        |recipe| {
+            let config = Nvfp4LinearConfig::new(WIDTHS[0], WIDTHS[1]).with_recipe(recipe);
+            config.with_layer(Some(5)).init(&autodiff)
+        },
+        |layer, batch| values(layer.forward(input(&plain, batch))),
+        |layer, batch| {
+            let y = layer.forward(input(&autodiff, batch).require_grad());
+            let output = values(y.clone().inner());
+            let grads = y.square().sum().backward();
+            Step {
+                output,
+                gradient: values(layer.weight.grad(&grads).unwrap()),
+                grads,
+            }
+        },
+    );
+}
+
+#[test]
+fn validation_quantizes_experts_once() {
+    skip_where_small_only!();
+    let _alone = collect();
+    const SIZES: [usize; 3] = [3, 64, 112];
+    let [experts, d_in, d_out] = SIZES;
+    let (plain, autodiff) = (device(), device().autodiff());
+    let groups = |device: &Device| {
+        let counts = Tensor::<1, Int>::from_data(TensorData::from([9i64, 0, 14]), device);
+        ExpertOffsets::from_counts(counts, 24)
+    };
+    let input = |device, batch| Matrix::gaussian(24, d_in, DType::F32, batch).tensor(device);
+    validation_quantizes_once(
+        [experts * d_in, d_out],
+        |recipe| {
+            let config = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out).with_recipe(recipe);
+            config.with_layer(Some(5)).init(&autodiff)
+        },
+        |layer, batch| values(layer.forward(input(&plain, batch), &groups(&plain))),
+        |layer, batch| {
+            let x = input(&autodiff, batch).require_grad();
+            let y = layer.forward(x, &groups(&autodiff));
+            let output = values(y.clone().inner());
+            let grads = y.square().sum().backward();
+            Step {
+                output,
+                gradient: values(layer.weight.grad(&grads).unwrap()),
+                grads,
+            }
+        },
+    );
+}
+
+#[test]
+fn validation_quantizes_weights_side_by_side_once() {
+    skip_where_small_only!();
+    let _alone = collect();
+    validation_quantizes_once(
+        Together::SIZE,
+        Together::new,
+        |together, batch| {
+            let x = Matrix::gaussian(24, Together::D_IN, DType::F32, batch).tensor(&device());
+            let layers: Vec<&Nvfp4Linear> = together.layers.iter().collect();
+            values(Tensor::cat(Nvfp4Linear::forward_together(&layers, x), 1))
+        },
+        Together::step,
     );
 }
 

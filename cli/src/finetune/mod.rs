@@ -8,8 +8,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use nvfp4_lm::decoder::LoraConfig;
 use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
+use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
 pub(crate) use options::{Defaults, TrainingOptions};
@@ -32,22 +32,29 @@ pub(crate) struct Finetune {
     /// Begin with the model in this folder: config.json, safetensors files and tokenizer.json
     #[arg(value_name = "MODEL", required_unless_present = "resume")]
     model: Option<PathBuf>,
-    /// Minimise the KL divergence to a frozen model in high precision, instead of the cross entropy:
-    /// to MODEL itself, or to --teacher
+    /// Minimise the KL divergence to a frozen model instead of the cross entropy: to MODEL itself, or
+    /// to --teacher
     #[arg(long)]
     distill: bool,
     /// Distill from the model in this folder, which has the same tokens
     #[arg(long, value_name = "DIR")]
     teacher: Option<PathBuf>,
+    /// Hold the weights of the teacher in this form [default: w4a16 if its folder is quantized, else
+    /// high]
+    #[arg(long, value_name = "FORM")]
+    teacher_form: Option<FrozenForm>,
     /// Divide the logits of both models [default: 1]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Freeze the model, and train adapters of this rank beside its projections (LoRA)
-    ///
-    /// Of a quantized folder the frozen weights are the values that it stands for, in the type of the
-    /// activations: gradients do not pass packed weights.
     #[arg(long, value_name = "RANK")]
     lora: Option<usize>,
+    /// Hold the frozen weights in this form [default: w4a16 if MODEL is quantized, else high]
+    ///
+    /// Weights of a quantized folder stay as they are, or are dequantized. Of another folder, the
+    /// projections and experts are quantized when they are loaded, by rounding to nearest.
+    #[arg(long, value_name = "FORM", requires = "lora")]
+    frozen: Option<FrozenForm>,
     /// Let adapters count this much divided by their rank [default: twice the rank]
     #[arg(
         long,
@@ -74,6 +81,7 @@ impl Finetune {
                 self.model.is_none()
                     && !self.distill
                     && self.teacher.is_none()
+                    && self.teacher_form.is_none()
                     && self.temperature.is_none()
                     && self.lora.is_none(),
                 "resume is given, but what to train is, too: the folder of the run says it"
@@ -93,6 +101,11 @@ impl Finetune {
                     .clone()
                     .unwrap_or_else(|| DEFAULT_TARGETS.into()),
             }),
+            frozen: match (self.lora, self.frozen) {
+                (None, _) => FrozenForm::High,
+                (Some(_), Some(form)) => form,
+                (Some(_), None) => FrozenForm::of(&model)?,
+            },
             merge: self.merge,
             defaults: match self.lora {
                 None => DEFAULTS,
@@ -104,14 +117,24 @@ impl Finetune {
 
     fn objective(&self, model: &PathBuf) -> Result<Objective> {
         if !self.distill && self.teacher.is_none() {
-            ensure!(
-                self.temperature.is_none(),
-                "temperature is given, but it needs --distill or --teacher"
-            );
+            for (name, is_given) in [
+                ("temperature", self.temperature.is_some()),
+                ("teacher-form", self.teacher_form.is_some()),
+            ] {
+                ensure!(
+                    !is_given,
+                    "{name} is given, but it needs --distill or --teacher"
+                );
+            }
             return Ok(Objective::CrossEntropy);
         }
+        let teacher = std::path::absolute(self.teacher.as_ref().unwrap_or(model))?;
         Ok(Objective::Distillation {
-            teacher: std::path::absolute(self.teacher.as_ref().unwrap_or(model))?,
+            form: match self.teacher_form {
+                Some(form) => form,
+                None => FrozenForm::of(&teacher)?,
+            },
+            teacher,
             temperature: self.temperature.unwrap_or(1.0),
         })
     }

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::config::{Activation, Preset, RecipeName, RunConfig};
+use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 
@@ -39,7 +40,7 @@ impl From<SavedType> for Dtype {
 }
 
 /// What the folder of a run says, when it is resumed.
-const SETTINGS: [&str; 25] = [
+const SETTINGS: [&str; 26] = [
     "out",
     "data",
     "valid",
@@ -61,6 +62,7 @@ const SETTINGS: [&str; 25] = [
     "log_every",
     "checkpoint_every",
     "activation",
+    "recompute",
     "graph",
     "save_dtype",
     "export",
@@ -92,13 +94,9 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "STEP")]
     pub(crate) stop_at: Option<u64>,
     /// Train the layers' projections with this recipe: nvfp4, a preset, bf16, f32, or a JSON file
-    #[arg(
-        long,
-        value_name = "NAME",
-        default_value = "nvfp4",
-        conflicts_with = "qat"
-    )]
-    pub(crate) recipe: String,
+    /// [default: nvfp4; bf16 beside packed weights]
+    #[arg(long, value_name = "NAME", conflicts_with = "qat")]
+    pub(crate) recipe: Option<String>,
     /// Train for serving in NVFP4: the forward has the codes of weights (w4a16) or of weights and
     /// activations (w4a4), rounded to nearest, the backward is in high precision
     #[arg(long, value_name = "SCHEME")]
@@ -156,6 +154,10 @@ pub(crate) struct TrainingOptions {
     /// Compute activations in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     pub(crate) activation: Option<Activation>,
+    /// Compute the inputs of the feed-forward's activation again in the backward of this many layers,
+    /// instead of keeping them: less memory for more time, and the same bits
+    #[arg(long, value_name = "LAYERS", default_value_t = 0)]
+    pub(crate) recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
     /// launches
     #[arg(long)]
@@ -176,18 +178,29 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// The recipe and its name.
+    /// The recipe and its name, beside frozen weights of a form.
     pub(super) fn recipe(
         &self,
         activation: Activation,
         device: DeviceName,
+        frozen: FrozenForm,
     ) -> Result<(RecipeName, Nvfp4Recipe)> {
+        if frozen != FrozenForm::High {
+            self.refuse_recipes(frozen)?;
+        }
         let mut recipes = BTreeMap::new();
-        let name = match self.qat {
-            None => named(&self.recipe, "recipe", &mut recipes)?,
-            Some(scheme) => {
+        let name = match (self.qat, frozen) {
+            (None, frozen) => {
+                let default = match frozen {
+                    FrozenForm::High => "nvfp4",
+                    FrozenForm::W4a16 | FrozenForm::W4a4 => "bf16",
+                };
+                let name = self.recipe.as_deref().unwrap_or(default);
+                named(name, "recipe", &mut recipes)?
+            }
+            (Some(scheme), _) => {
                 let name = format!("qat_{}", scheme.name());
-                recipes.insert(name.clone(), quantization_aware(scheme));
+                recipes.insert(name.clone(), scheme.recipe());
                 named(&name, "qat", &mut recipes)?
             }
         };
@@ -204,22 +217,31 @@ impl TrainingOptions {
         Ok((name.clone(), config.nvfp4_recipe(&name)?))
     }
 
+    /// Packed weights have been quantized: what a recipe would do is not silently left out.
+    fn refuse_recipes(&self, frozen: FrozenForm) -> Result<()> {
+        let recipe = self.recipe.as_deref();
+        let given = match (recipe, self.qat) {
+            (None | Some("bf16" | "f32"), None) => match self.high_precision.is_empty() {
+                true => return Ok(()),
+                false => "high-precision is given".to_owned(),
+            },
+            (Some(recipe), _) => format!("recipe is {recipe}"),
+            (None, Some(qat)) => format!("qat is {}", qat.name()),
+        };
+        bail!(
+            "{given}, but frozen is {0}: the weights beside the adapters are packed already. Leave \
+             it out, or keep them in high precision (--frozen high)",
+            frozen.name()
+        )
+    }
+
     /// The activations' type under the recipe.
     pub(super) fn activation(&self, device: DeviceName) -> Activation {
-        match (self.activation, self.recipe.as_str(), device) {
+        match (self.activation, self.recipe.as_deref(), device) {
             (Some(activation), _, _) => activation,
-            (None, "f32", _) => Activation::F32,
+            (None, Some("f32"), _) => Activation::F32,
             (None, _, DeviceName::Cuda(_)) => Activation::Bf16,
             (None, _, _) => Activation::F32,
         }
-    }
-}
-
-/// 1x16 blocks to nearest in the forward, as engines serve them; the backward of the quantized
-/// values in high precision.
-fn quantization_aware(scheme: Scheme) -> Nvfp4Recipe {
-    match scheme {
-        Scheme::W4a16 => Nvfp4Recipe::weight_only_qat(),
-        Scheme::W4a4 => Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_weight_2d(false),
     }
 }

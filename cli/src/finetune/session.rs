@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, ensure};
 use nvfp4_lm::checkpoint::{read_json, write_json};
-use nvfp4_lm::decoder::LoraConfig;
+use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
@@ -35,6 +35,8 @@ pub(crate) struct Start {
     pub(crate) model: PathBuf,
     pub(crate) objective: Objective,
     pub(crate) lora: Option<LoraConfig>,
+    /// The form of the weights beside adapters.
+    pub(crate) frozen: FrozenForm,
     /// Whether the model is written with its adapters merged.
     pub(crate) merge: bool,
     pub(crate) defaults: Defaults,
@@ -116,7 +118,7 @@ impl Session {
         );
         let device = DeviceName::or_best(options.device)?;
         let activation = options.activation(device);
-        let (recipe_name, recipe) = options.recipe(activation, device)?;
+        let (recipe_name, recipe) = options.recipe(activation, device, start.frozen)?;
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         let reader = TextReader::read(&start.model)?;
@@ -142,6 +144,7 @@ impl Session {
             recipe,
             objective: start.objective,
             lora: start.lora,
+            frozen: start.frozen,
             activation,
             steps,
             batch: options.batch,
@@ -156,6 +159,7 @@ impl Session {
             eval_rows: options.eval_rows,
             log_every: options.log_every,
             checkpoint_every: options.checkpoint_every,
+            recompute: options.recompute,
             graph: options.graph,
             device: device.to_string(),
         };
@@ -237,8 +241,12 @@ impl Session {
             )
         });
         eprintln!(
-            "recipe {}, {} activations, device {}; training {train}, validation {valid}; {}",
+            "recipe {}{}, {} activations, device {}; training {train}, validation {valid}; {}",
             config.recipe_name,
+            match config.frozen {
+                FrozenForm::High => String::new(),
+                packed => format!(" beside {} weights", packed.name()),
+            },
             match config.activation.bytes() {
                 2 => "bf16",
                 _ => "f32",

@@ -5,12 +5,12 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::{Module, Param};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use regex::Regex;
 use serde_json::json;
 
 use super::feed_forward::FeedForward;
-use super::lora::{Adapter, LoraConfig, LoraProjection};
+use super::lora::{Adapter, FrozenBase, LoraConfig, LoraProjection};
 use super::names::{self, Part};
 use super::projection::Projection;
 use super::{Decoder, DecoderLayer};
@@ -25,7 +25,8 @@ const CONFIG: &str = "adapter_config.json";
 
 impl Decoder {
     /// The model with frozen parameters and adapters, which depend on `seed` and their names. It has
-    /// been made for [training](Self::into_training).
+    /// been made for [training](Self::into_training), or for training beside its
+    /// [packed weights](Self::into_frozen).
     ///
     /// # Errors
     /// When the configuration is wrong, its targets match no module or one that cannot have an
@@ -33,18 +34,24 @@ impl Decoder {
     pub fn into_lora(self, config: &LoraConfig, seed: u64) -> Result<Self> {
         let targets = config.check()?;
         self.refuse_experts(&targets)?;
-        let own = self.config.clone();
+        let (own, device) = (self.config.clone(), self.device());
         let mut model = self.no_grad();
         let mut count = 0;
         for (index, layer) in model.layers.iter_mut().enumerate() {
             for (projection, parts) in projections(layer, &own, index) {
-                let adapters = adapters(projection, &parts, &targets, (config.rank, seed))?;
+                let adapters =
+                    adapters(projection, &parts, &targets, (config.rank, seed), &device)?;
                 count += adapters.len();
                 if adapters.is_empty() {
                     continue;
                 }
-                let Projection::Nvfp4(base) = projection.clone() else {
-                    bail!("adapters are beside projections that were made for training");
+                let base = match projection.clone() {
+                    Projection::Nvfp4(linear) => FrozenBase::Nvfp4(linear),
+                    Projection::Packed(linear) => FrozenBase::Packed(linear),
+                    Projection::Scaled(linear) => FrozenBase::Scaled(linear),
+                    Projection::Dense(_) | Projection::Lora(_) => {
+                        bail!("adapters are beside projections that were made for training")
+                    }
                 };
                 let scale = config.scale();
                 *projection = Projection::Lora(LoraProjection {
@@ -153,7 +160,7 @@ fn projections<'a>(
         (&mut attention.out, names::out(config, index)),
     ];
     if let FeedForward::Dense(dense) = &mut layer.feed_forward {
-        let hidden = dense.gate_up.dense().0.dims()[1] / 2;
+        let hidden = dense.gate_up.shape()[1] / 2;
         all.push((&mut dense.gate_up, names::gate_up(hidden, index)));
         all.push((&mut dense.down, names::down(config, index)));
     }
@@ -166,9 +173,9 @@ fn adapters(
     parts: &[Part],
     targets: &Regex,
     (rank, seed): (usize, u64),
+    device: &Device,
 ) -> Result<Vec<Adapter>> {
-    let (weight, _) = projection.dense();
-    let ([d_in, _], device) = (weight.dims(), weight.device());
+    let [d_in, _] = projection.shape();
     let mut first = 0;
     let mut found = Vec::new();
     for Part { name, outputs } in parts {
@@ -180,8 +187,8 @@ fn adapters(
             );
             // The deviation of PEFT's uniform initial values.
             let values = normal(seed, name, d_in * rank, (3.0 * d_in as f64).powf(-0.5));
-            let a = Tensor::from_data(TensorData::new(values, [d_in, rank]), (&device, DType::F32));
-            let b = Tensor::zeros([rank, *outputs], (&device, DType::F32));
+            let a = Tensor::from_data(TensorData::new(values, [d_in, rank]), (device, DType::F32));
+            let b = Tensor::zeros([rank, *outputs], (device, DType::F32));
             found.push(Adapter {
                 a: Param::from_tensor(a.require_grad()),
                 b: Param::from_tensor(b.require_grad()),

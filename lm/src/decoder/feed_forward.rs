@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
 use burn_nvfp4::functions::try_swiglu;
-use burn_nvfp4::nn::Routing;
+use burn_nvfp4::nn::{Routing, try_swiglu_of, try_swiglu_of_experts};
 
 use super::call::Call;
 use super::names::Site;
@@ -29,6 +29,9 @@ pub struct SwiGlu {
     pub gate_up: Projection,
     /// Back to the width of the stream.
     pub down: Projection,
+    /// Whether the backward computes the input of the activation again.
+    #[module(skip)]
+    pub(super) recompute: bool,
 }
 
 /// A mixture of experts.
@@ -47,9 +50,32 @@ pub struct Moe {
     pub(super) top_k: usize,
     #[module(skip)]
     pub(super) normalize: bool,
+    /// Whether the backward computes the inputs of the activation again.
+    #[module(skip)]
+    pub(super) recompute: bool,
 }
 
 impl FeedForward {
+    /// Whether the backward can compute the input of the activation again: projections are those of
+    /// training, without adapters.
+    pub(super) fn can_recompute(&self) -> bool {
+        match self {
+            Self::Dense(layer) => {
+                let is_trained = |it: &Projection| matches!(it, Projection::Nvfp4(_));
+                is_trained(&layer.gate_up) && is_trained(&layer.down)
+            }
+            Self::Moe(layer) => !layer.gate_up.is_packed() && !layer.down.is_packed(),
+        }
+    }
+
+    /// Has the backward compute the input of the activation again.
+    pub(super) fn recompute(&mut self) {
+        match self {
+            Self::Dense(layer) => layer.recompute = true,
+            Self::Moe(layer) => layer.recompute = true,
+        }
+    }
+
     /// `[rows, d_model]` to the same, in the type of `x`, in the layer of number `index`.
     pub(super) fn forward(
         &self,
@@ -59,6 +85,12 @@ impl FeedForward {
     ) -> Result<Tensor<2>> {
         match self {
             Self::Dense(layer) => {
+                if let (true, Projection::Nvfp4(gate_up), Projection::Nvfp4(down)) =
+                    (layer.recompute, &layer.gate_up, &layer.down)
+                    && call.observer.is_none()
+                {
+                    return Ok(try_swiglu_of(gate_up, down, x, true)?);
+                }
                 call.show(index, Site::GateUp, &x, None)?;
                 let hidden = try_swiglu(layer.gate_up.forward(x)?)?;
                 call.show(index, Site::Down, &hidden, None)?;
@@ -90,6 +122,13 @@ impl Moe {
         }
         let routing = Routing::try_new(chosen, experts)?;
         let (x, experts) = (routing.dispatch(x), routing.experts());
+        if let (true, Experts::Grouped(gate_up), Experts::Grouped(down)) =
+            (self.recompute, &self.gate_up, &self.down)
+            && call.observer.is_none()
+        {
+            let results = try_swiglu_of_experts(gate_up, down, x, experts, true)?;
+            return Ok(routing.combine(results, weights));
+        }
         call.show(index, Site::GateUp, &x, Some(experts))?;
         let hidden = try_swiglu(self.gate_up.forward(x, experts)?)?;
         call.show(index, Site::Down, &hidden, Some(experts))?;

@@ -4,10 +4,11 @@ use anyhow::{Result, ensure};
 use burn::tensor::{Int, Tensor, TensorData};
 
 use super::cache::KvPrecision;
-use super::sampling::{Sampler, SamplingConfig};
 use super::steps::{DecodeSteps, RING, read};
 use super::{Decoder, KvCache};
 use crate::hf::Tokenizer;
+use crate::sampling::{Sampler, SamplingConfig};
+use crate::text::StopStrings;
 
 /// How texts are generated.
 #[derive(Clone, Debug)]
@@ -222,14 +223,12 @@ impl Texts<'_> {
 /// nothing from the first of `stops` on.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    stops: Vec<String>,
+    stops: StopStrings,
     /// All tokens, and the first of those that are decoded again with the next one.
     tokens: Vec<u32>,
     first: usize,
     /// Text of the tokens from `first` on that was given out or is held back.
     decoded: usize,
-    held: String,
-    is_stopped: bool,
 }
 
 impl<'a> TextStream<'a> {
@@ -238,24 +237,18 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// When one of `stops` is empty.
     pub fn new(tokenizer: &'a Tokenizer, stops: &[String]) -> Result<Self> {
-        ensure!(
-            stops.iter().all(|stop| !stop.is_empty()),
-            "a stop string is empty, but must have at least one character"
-        );
         Ok(Self {
             tokenizer,
-            stops: stops.to_vec(),
+            stops: StopStrings::new(stops)?,
             tokens: Vec::new(),
             first: 0,
             decoded: 0,
-            held: String::new(),
-            is_stopped: false,
         })
     }
 
     /// Whether a stop string was found.
     pub fn is_stopped(&self) -> bool {
-        self.is_stopped
+        self.stops.is_stopped()
     }
 
     /// Takes the next token, and gives the text that is certain now; often there is none.
@@ -263,7 +256,7 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// When the tokenizer cannot decode.
     pub fn push(&mut self, token: u32) -> Result<String> {
-        if self.is_stopped {
+        if self.is_stopped() {
             return Ok(String::new());
         }
         self.tokens.push(token);
@@ -279,45 +272,20 @@ impl<'a> TextStream<'a> {
             .tokenizer
             .decode(&self.tokens[self.first..], false)?
             .len();
-        Ok(self.release(&new, false))
+        Ok(self.stops.push(&new))
     }
 
     /// The text that was held back.
     ///
     /// # Errors
     /// When the tokenizer cannot decode.
-    pub fn finish(mut self) -> Result<String> {
-        if self.is_stopped {
+    pub fn finish(self) -> Result<String> {
+        if self.is_stopped() {
             return Ok(String::new());
         }
         let text = self.tokenizer.decode(&self.tokens[self.first..], false)?;
         let new = text.get(self.decoded..).unwrap_or_default().to_owned();
-        Ok(self.release(&new, true))
-    }
-
-    /// What of the held text and `new` can be given out: all before a stop string, and not what may
-    /// be the start of one, unless it is the end.
-    fn release(&mut self, new: &str, is_end: bool) -> String {
-        self.held.push_str(new);
-        let found = self
-            .stops
-            .iter()
-            .filter_map(|stop| self.held.find(stop.as_str()))
-            .min();
-        if let Some(end) = found {
-            self.is_stopped = true;
-            self.held.truncate(end);
-            return std::mem::take(&mut self.held);
-        }
-        let starts = |at: &usize| {
-            self.stops
-                .iter()
-                .any(|stop| stop.starts_with(&self.held[*at..]))
-        };
-        let mut places = self.held.char_indices().map(|(at, _)| at);
-        let certain = if is_end { None } else { places.find(starts) };
-        let rest = self.held.split_off(certain.unwrap_or(self.held.len()));
-        std::mem::replace(&mut self.held, rest)
+        Ok(self.stops.finish(&new))
     }
 }
 

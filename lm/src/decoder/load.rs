@@ -38,12 +38,31 @@ impl Decoder {
     /// unknown or of another shape or type than the configuration says (all of them are named), or
     /// the device does not compute in `dtype`.
     pub fn load(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
+        Self::load_plain(folder, device, dtype, Form::Plain)
+    }
+
+    /// The same, with the weights of the layers' projections and experts quantized when they are
+    /// loaded, in 1x16 blocks to nearest, one after another: what is fused is one weight. The
+    /// activations are those of `scheme`, under the amax of each input where they are quantized.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), and when the width of a weight is no multiple of 16.
+    pub fn load_quantizing(
+        folder: &Path,
+        device: &Device,
+        dtype: FloatDType,
+        scheme: Scheme,
+    ) -> Result<Self> {
+        Self::load_plain(folder, device, dtype, Form::Quantized(scheme))
+    }
+
+    fn load_plain(folder: &Path, device: &Device, dtype: FloatDType, form: Form) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         let json = read_json(&path)?;
         let config = refuse_quantized(&json).and_then(|()| DecoderConfig::from_json(&json));
         let config = config.with_context(|| path.display().to_string())?;
         let tensors = TensorFolder::open(folder)?;
-        Self::from_tensors(&config, &tensors, device, dtype)
+        Self::of_plain_tensors(&config, &tensors, (device, dtype), form)
             .with_context(|| folder.display().to_string())
     }
 
@@ -57,13 +76,22 @@ impl Decoder {
         device: &Device,
         dtype: FloatDType,
     ) -> Result<Self> {
+        Self::of_plain_tensors(config, tensors, (device, dtype), Form::Plain)
+    }
+
+    fn of_plain_tensors(
+        config: &DecoderConfig,
+        tensors: &TensorFolder,
+        (device, dtype): (&Device, FloatDType),
+        form: Form,
+    ) -> Result<Self> {
         check_dtype(dtype, device)?;
         check_tensors(config, tensors)?;
         Loader {
             config,
             tensors,
             packed: None,
-            form: Form::Dequantized,
+            form,
             device,
             dtype,
         }
@@ -119,7 +147,7 @@ impl Decoder {
     /// As [`load_packed`](Self::load_packed), and when the folder quantizes activations, which this
     /// model would not do.
     pub fn load_dequantized(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
-        Self::load_quantized(folder, device, dtype, Form::Dequantized)
+        Self::load_quantized(folder, device, dtype, Form::Plain)
     }
 
     fn load_quantized(
@@ -132,7 +160,7 @@ impl Decoder {
         let checkpoint = Checkpoint::open(folder)?;
         let name = || folder.display().to_string();
         ensure!(
-            form != Form::Dequantized
+            form != Form::Plain
                 || checkpoint
                     .layers()
                     .values()
@@ -163,13 +191,25 @@ impl Decoder {
     }
 }
 
-/// The form of weights that are packed in a folder.
+/// What becomes of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// They stay packed, with the activations of a scheme or of the folder's.
+    /// High precision: what is packed in the folder is dequantized.
+    Plain,
+    /// What is packed stays packed, with the activations of a scheme or of the folder's.
     Packed(Option<Scheme>),
-    /// The values that they stand for.
-    Dequantized,
+    /// Projections and experts, which are in high precision in the folder, are quantized.
+    Quantized(Scheme),
+}
+
+impl Form {
+    /// The recipe whose forward has the quantized weights, if they are made here.
+    fn quantizing(self) -> Option<Nvfp4Recipe> {
+        match self {
+            Self::Plain | Self::Packed(_) => None,
+            Self::Quantized(scheme) => Some(scheme.recipe()),
+        }
+    }
 }
 
 impl Loader<'_> {
@@ -313,7 +353,6 @@ struct Loader<'a> {
     tensors: &'a TensorFolder,
     /// Where some weights are packed.
     packed: Option<PackedFolder<'a>>,
-    /// What becomes of them.
     form: Form,
     device: &'a Device,
     dtype: FloatDType,
@@ -359,6 +398,7 @@ impl Loader<'_> {
                 Ok(FeedForward::Dense(SwiGlu {
                     gate_up: self.projection(&["gate_proj", "up_proj"].map(part), bias)?,
                     down: self.projection(&[part("down_proj")], bias)?,
+                    recompute: false,
                 }))
             }
             FeedForwardConfig::Moe {
@@ -376,6 +416,7 @@ impl Loader<'_> {
                     down: self.experts(&moe, experts, &[down])?,
                     top_k,
                     normalize,
+                    recompute: false,
                 }))
             }
         }
@@ -394,10 +435,27 @@ impl Loader<'_> {
             let bias = bias.map(|bias| bias.val());
             return packed.linear(paths, bias, scheme, self.device);
         }
-        let weight = self.weight(&of("weight"))?;
+        let recipe = self.form.quantizing();
+        let weight: Tensor<2> = self.concatenated_as(&of("weight"), self.dtype_of_weights())?;
         // A view: what is stored by output is what matrix instructions read best.
         let weight = param(weight.transpose());
-        Ok(Projection::Dense(Linear { weight, bias }))
+        let dense = Projection::Dense(Linear { weight, bias });
+        match recipe {
+            None => Ok(dense),
+            Some(recipe) => dense
+                .into_nvfp4(&recipe)
+                .and_then(Projection::into_packed)
+                .with_context(|| format!("`{}`", paths[0])),
+        }
+    }
+
+    /// The type of the weights of projections and experts. Those that are quantized are not rounded
+    /// before.
+    fn dtype_of_weights(&self) -> FloatDType {
+        match self.form {
+            Form::Plain | Form::Packed(_) => self.dtype,
+            Form::Quantized(_) => FloatDType::F32,
+        }
     }
 
     /// The layers `parts` of each expert of the module `moe`, as one.
@@ -410,17 +468,19 @@ impl Loader<'_> {
             return packed.grouped(&paths, experts, scheme, self.device);
         }
         let names: Vec<String> = paths.iter().map(|path| format!("{path}.weight")).collect();
-        let weight = self.weight(&names)?;
+        let weight: Tensor<2> = self.concatenated_as(&names, self.dtype_of_weights())?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
+        let recipe = self.form.quantizing();
         let weight: Tensor<3> = weight.reshape([experts, d_out, d_in]).swap_dims(1, 2);
         let mut layer = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out)
             .with_initializer(Initializer::Zeros)
-            .with_recipe(Nvfp4Recipe::bf16())
+            .with_recipe(recipe.unwrap_or_else(Nvfp4Recipe::bf16))
             .try_init(self.device)
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
-        Ok(Experts::Grouped(layer))
+        // Experts whose recipe quantizes nothing stay as they are.
+        Experts::Grouped(layer).into_packed()
     }
 
     /// The folder and the scheme, if the weights `paths`, which are one here, stay packed.
@@ -460,7 +520,16 @@ impl Loader<'_> {
 
     /// Tensors along their first axis, in the type of the model.
     fn concatenated<const D: usize>(&self, names: &[String]) -> Result<Tensor<D>> {
-        let dtype = DType::from(self.dtype);
+        self.concatenated_as(names, self.dtype)
+    }
+
+    /// The same in type `dtype`.
+    fn concatenated_as<const D: usize>(
+        &self,
+        names: &[String],
+        dtype: FloatDType,
+    ) -> Result<Tensor<D>> {
+        let dtype = DType::from(dtype);
         let parts: Vec<Part> = names
             .iter()
             .map(|name| self.part(name))

@@ -7,10 +7,12 @@
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
-use burn_nvfp4::nn::Nvfp4Linear;
+use burn_nvfp4::nn::{Nvfp4Linear, Nvfp4PackedLinear};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
+use super::scaled::ScaledPackedLinear;
+use super::values::{matrix_of, scaled_matrix_of};
 use crate::model::cast;
 
 /// The projections of attention and of dense feed-forwards.
@@ -53,12 +55,60 @@ impl LoraConfig {
 /// A frozen projection with adapters.
 #[derive(Module, Debug)]
 pub struct LoraProjection {
-    /// Not trained; its recipe says whether it is quantized when it is used.
-    pub base: Nvfp4Linear,
+    /// Not trained.
+    pub base: FrozenBase,
     /// In the order of the columns that they add to.
     pub adapters: Vec<Adapter>,
     #[module(skip)]
     pub(super) scale: f64,
+}
+
+/// The frozen layer beside adapters, in one of the forms that its weight may have.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a model has few of them")]
+pub enum FrozenBase {
+    /// In high precision; its recipe says whether it is quantized when it is used.
+    Nvfp4(Nvfp4Linear),
+    /// Stored in NVFP4.
+    Packed(Nvfp4PackedLinear),
+    /// The same, whose input is multiplied by a scale for each feature first.
+    Scaled(ScaledPackedLinear),
+}
+
+impl FrozenBase {
+    fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
+        match self {
+            Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
+            Self::Packed(linear) => Ok(linear.try_forward(x)?),
+            Self::Scaled(linear) => linear.forward(x),
+        }
+    }
+
+    /// `[d_in, d_out]`.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
+            Self::Packed(linear) | Self::Scaled(ScaledPackedLinear { linear, .. }) => {
+                let [d_out, d_in] = linear.weight.shape();
+                [d_in, d_out]
+            }
+        }
+    }
+
+    /// Whether the weight is stored in NVFP4.
+    pub fn is_packed(&self) -> bool {
+        !matches!(self, Self::Nvfp4(_))
+    }
+
+    /// The values of the weight, `[d_in, d_out]`, f32, and the bias.
+    fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
+        let (weight, bias) = match self {
+            Self::Nvfp4(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
+            Self::Packed(linear) => (matrix_of(&linear.weight), &linear.bias),
+            Self::Scaled(scaled) => (scaled_matrix_of(scaled), &scaled.linear.bias),
+        };
+        (weight, bias.as_ref().map(|bias| bias.val()))
+    }
 }
 
 /// The adapter of one module.
@@ -82,7 +132,7 @@ impl LoraProjection {
     /// # Errors
     /// When a shape, type or device does not fit.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
-        let y = self.base.try_forward(x.clone())?;
+        let y = self.base.forward(x.clone())?;
         let dtype: FloatDType = x.dtype().into();
         let added = |adapter: &Adapter| {
             let [a, b] = [&adapter.a, &adapter.b].map(|part| cast(part.val(), dtype));
@@ -91,14 +141,14 @@ impl LoraProjection {
         Ok(y.clone() + self.spread(added, &y))
     }
 
-    /// The weight that computes the same, `[d_in, d_out]`, f32.
-    pub(super) fn merged(&self) -> Tensor<2> {
-        let weight = cast(self.base.weight.val(), FloatDType::F32);
+    /// The weight that computes the same, `[d_in, d_out]`, f32, and the bias.
+    pub(super) fn merged(&self) -> (Tensor<2>, Option<Tensor<1>>) {
+        let (weight, bias) = self.base.dense();
         let product = |adapter: &Adapter| {
             let product = adapter.a.val().matmul(adapter.b.val());
             product.mul_scalar(self.scale)
         };
-        weight.clone() + self.spread(product, &weight)
+        (weight.clone() + self.spread(product, &weight), bias)
     }
 
     /// The columns of each adapter where they belong, between zeros, as many as `like` has.

@@ -4,11 +4,12 @@
 //! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
 //!   is which parameter.
 //! - [`lora`]: low-rank adapters beside frozen projections; [`Decoder::into_lora`] adds them.
+//! - [`FrozenForm`]: weights that are not trained, in high precision or packed.
 //! - [`projection`]: the linear layers, in one of the forms that a weight may have.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: keys and values of tokens that the model has seen.
 //! - [`observe`]: what the linear layers read.
-//! - [`generate`], [`steps`] and [`sampling`]: texts that go on with prompts.
+//! - [`generate`] and [`steps`]: texts that go on with prompts.
 //!
 //! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
 //! one global scale when they are quantized, which every engine that serves NVFP4 needs.
@@ -18,6 +19,7 @@ pub mod attention;
 pub mod cache;
 mod call;
 pub mod feed_forward;
+mod frozen;
 pub mod generate;
 pub mod load;
 pub mod lora;
@@ -28,13 +30,14 @@ mod packed_rows;
 pub mod positions;
 pub mod projection;
 mod random;
-pub mod sampling;
 pub mod save;
 pub mod scaled;
 pub mod steps;
 mod training;
+mod values;
 
 pub use cache::{KvCache, KvPrecision};
+pub use frozen::FrozenForm;
 pub use generate::Generation;
 pub use lora::LoraConfig;
 pub use packed_rows::PackedRows;

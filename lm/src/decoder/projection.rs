@@ -6,14 +6,15 @@
 use anyhow::{Result, bail};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 use burn_nvfp4::nn::{
-    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
 };
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use super::lora::LoraProjection;
 use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
+use super::values::{matrix_of, scaled_matrix_of, scaled_stack_of, stack_of};
 use crate::model::cast;
 
 /// A linear layer, `y = x W + b`.
@@ -24,7 +25,7 @@ pub enum Projection {
     Dense(Linear),
     /// Trained in NVFP4: `W` is in high precision, and quantized when it is used.
     Nvfp4(Nvfp4Linear),
-    /// For inference: `W` is stored in NVFP4.
+    /// For inference, or frozen: `W` is stored in NVFP4.
     Packed(Nvfp4PackedLinear),
     /// The same, whose input is multiplied by a scale for each feature first.
     Scaled(ScaledPackedLinear),
@@ -59,14 +60,33 @@ impl Projection {
         let (weight, bias) = match self {
             Self::Dense(linear) => (linear.weight.val(), &linear.bias),
             Self::Nvfp4(linear) => (linear.weight.val(), &linear.bias),
-            Self::Packed(linear) => (dequantized(&linear.weight).transpose(), &linear.bias),
-            Self::Scaled(ScaledPackedLinear { scale, linear }) => {
-                let weight = dequantized(&linear.weight) * scale.val().unsqueeze();
-                (weight.transpose(), &linear.bias)
-            }
-            Self::Lora(lora) => (lora.merged(), &lora.base.bias),
+            Self::Packed(linear) => (matrix_of(&linear.weight), &linear.bias),
+            Self::Scaled(scaled) => (scaled_matrix_of(scaled), &scaled.linear.bias),
+            Self::Lora(lora) => return lora.merged(),
         };
         (weight, bias.as_ref().map(|bias| bias.val()))
+    }
+
+    /// `[d_in, d_out]`.
+    pub fn shape(&self) -> [usize; 2] {
+        match self {
+            Self::Dense(linear) => linear.weight.lazy_shape().dims(),
+            Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
+            Self::Packed(linear) | Self::Scaled(ScaledPackedLinear { linear, .. }) => {
+                let [d_out, d_in] = linear.weight.shape();
+                [d_in, d_out]
+            }
+            Self::Lora(lora) => lora.base.shape(),
+        }
+    }
+
+    /// Whether the weight is stored in NVFP4, with adapters or without.
+    pub fn is_packed(&self) -> bool {
+        match self {
+            Self::Packed(_) | Self::Scaled(_) => true,
+            Self::Dense(_) | Self::Nvfp4(_) => false,
+            Self::Lora(lora) => lora.base.is_packed(),
+        }
     }
 
     /// The layer for inference: what is trained in NVFP4 is quantized once, and no weight in high
@@ -111,7 +131,7 @@ pub enum Experts {
     /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says
     /// whether they are quantized when they are used.
     Grouped(Nvfp4GroupedLinear),
-    /// For inference: all weights are stored in NVFP4.
+    /// For inference, or frozen: all weights are stored in NVFP4.
     Packed(Nvfp4PackedGroupedLinear),
     /// The same, whose inputs are multiplied by a scale for each feature and expert first.
     Scaled(ScaledPackedExperts),
@@ -135,10 +155,13 @@ impl Experts {
         match self {
             Self::Grouped(linear) => linear.weight.val(),
             Self::Packed(linear) => stack_of(&linear.weight),
-            Self::Scaled(ScaledPackedExperts { scale, linear }) => {
-                stack_of(&linear.weight) * scale.val().unsqueeze_dim(2)
-            }
+            Self::Scaled(scaled) => scaled_stack_of(scaled),
         }
+    }
+
+    /// Whether the weights are stored in NVFP4.
+    pub fn is_packed(&self) -> bool {
+        !matches!(self, Self::Grouped(_))
     }
 
     /// The layer for inference, as [`Projection::into_packed`]. Experts whose recipe quantizes
@@ -158,16 +181,4 @@ impl Experts {
             packed => Ok(packed),
         }
     }
-}
-
-/// The values of each expert, `[experts, d_in, d_out]`.
-fn stack_of(weight: &Nvfp4Weight) -> Tensor<3> {
-    let ([n, d_in], experts) = (weight.shape(), weight.stack());
-    let stack = dequantized(weight).reshape([experts, n / experts, d_in]);
-    stack.swap_dims(1, 2)
-}
-
-fn dequantized(weight: &Nvfp4Weight) -> Tensor<2> {
-    let values = weight.try_dequantize(FloatDType::F32);
-    values.expect("F32 is one of the types that weights dequantize to")
 }

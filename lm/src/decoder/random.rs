@@ -146,6 +146,7 @@ impl Random<'_> {
             feed_forward: FeedForward::Dense(SwiGlu {
                 gate_up: self.projection([2 * hidden, width])?,
                 down: self.projection([width, hidden])?,
+                recompute: false,
             }),
         })
     }

@@ -106,7 +106,7 @@ impl Decoder {
         let family = self.config.family;
         match &layer.feed_forward {
             FeedForward::Dense(dense) => {
-                let hidden = dense.gate_up.dense().0.dims()[1] / 2;
+                let hidden = dense.gate_up.shape()[1] / 2;
                 writer.projection(&dense.gate_up, &names::gate_up(hidden, index))?;
                 writer.projection(&dense.down, &names::down(&self.config, index))
             }

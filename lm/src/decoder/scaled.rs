@@ -79,9 +79,61 @@ fn expert_of_rows(rows: usize, experts: &ExpertOffsets) -> Tensor<1, Int> {
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
-    use burn::tensor::Device;
+    use burn::tensor::{Device, TensorData};
+    use burn_nvfp4::Nvfp4Recipe;
+    use burn_nvfp4::nn::{Nvfp4GroupedLinearConfig, Nvfp4LinearConfig};
 
     use super::*;
+    use crate::decoder::projection::{Experts, Projection};
+
+    /// The gradient by the input is that of the values, each multiplied by the scale of its feature.
+    #[test]
+    fn gradients_pass_scales_and_packed_weights() {
+        let device = Device::flex().autodiff();
+        let made = |shape: [usize; 2]| {
+            let value = |i: usize| (i * 7919 % 1009) as f32 / 504.5 - 1.0;
+            let values = (0..shape[0] * shape[1]).map(value).collect::<Vec<f32>>();
+            Tensor::<2>::from_data(TensorData::new(values, shape), &device)
+        };
+        let recipe = Nvfp4Recipe::weight_only_qat();
+        let linear = Nvfp4LinearConfig::new(32, 16).with_recipe(recipe.clone());
+        let linear = linear.init(&device).try_to_packed().unwrap();
+        let scale = made([1, 32]) + 1.5;
+        let layer = Projection::Scaled(ScaledPackedLinear::new(scale.flatten(0, 1), linear));
+        let grouped = Nvfp4GroupedLinearConfig::new(2, 32, 16).with_recipe(recipe);
+        let grouped = grouped.init(&device).try_to_packed().unwrap();
+        let experts = Experts::Scaled(ScaledPackedExperts::new(made([2, 32]) + 1.5, grouped));
+        let counts = Tensor::<1, Int>::from_ints([2, 3], &device);
+        let offsets = ExpertOffsets::from_counts(counts, 5);
+        let (x, dy) = (made([5, 32]).require_grad(), made([5, 16]));
+        let dx = |y: Tensor<2>| {
+            let gradients = (y * dy.clone()).sum().backward();
+            let dx = x.grad(&gradients).expect("the input is tracked");
+            dx.into_data().iter().collect::<Vec<f32>>()
+        };
+        let dense = |expert: usize, first: usize, count: usize| {
+            let w: Tensor<2> = experts.dense().narrow(0, expert, 1).reshape([32, 16]);
+            x.clone().narrow(0, first, count).matmul(w)
+        };
+        for (found, expected) in [
+            (
+                layer.forward(x.clone()).unwrap(),
+                x.clone().matmul(layer.dense().0),
+            ),
+            (
+                experts.forward(x.clone(), &offsets).unwrap(),
+                Tensor::cat(vec![dense(0, 0, 2), dense(1, 2, 3)], 0),
+            ),
+        ] {
+            let (found, expected) = (dx(found), dx(expected));
+            let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+            assert!(largest > 0.1);
+            for (found, expected) in found.iter().zip(&expected) {
+                let error = (found - expected).abs();
+                assert!(error < 1e-6 * largest, "{found}, not {expected}");
+            }
+        }
+    }
 
     /// Experts without tokens, and rows behind all experts, which no layer reads.
     #[test]

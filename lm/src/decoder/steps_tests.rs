@@ -3,10 +3,10 @@
 use burn::tensor::TensorData;
 
 use super::*;
-#[cfg(feature = "cuda")]
-use crate::decoder::sampling::SamplingConfig;
 use crate::hf::golden::golden;
 use crate::interchange::{Checkpoint, Scheme};
+#[cfg(feature = "cuda")]
+use crate::sampling::SamplingConfig;
 
 fn tokens(ids: &[u32], device: &Device) -> Tensor<2, Int> {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();

@@ -25,55 +25,91 @@ impl Decoder {
     /// When a width is no multiple of 16, the device does not compute in the type, or the recipe
     /// does not pass its checks or keeps layers that the model lacks.
     pub fn into_training(self, recipe: &Nvfp4Recipe, activation: FloatDType) -> Result<Self> {
+        let model = self.with_projections(
+            activation,
+            |it| it.into_nvfp4(recipe),
+            |it| grouped(it, recipe),
+        )?;
+        recipe.apply(&model)?;
+        Ok(model)
+    }
+
+    /// The model for training beside its weights: packed ones stay packed, and what its layers have
+    /// in high precision is multiplied as it is. Parameters get ids of their paths; activations are
+    /// of type `activation`. [`into_lora`](Self::into_lora) freezes it.
+    ///
+    /// # Errors
+    /// When a width is no multiple of 16, or the device does not compute in the type.
+    pub fn into_frozen(self, activation: FloatDType) -> Result<Self> {
+        let recipe = Nvfp4Recipe::bf16();
+        self.with_projections(
+            activation,
+            |it| match it.is_packed() {
+                true => Ok(it),
+                false => it.into_nvfp4(&recipe),
+            },
+            |it| match it.is_packed() {
+                true => Ok(it),
+                false => grouped(it, &recipe),
+            },
+        )
+    }
+
+    /// The model with the projections and experts that are made of its own, and parameters with ids
+    /// of their paths.
+    fn with_projections(
+        self,
+        activation: FloatDType,
+        projection: impl Fn(Projection) -> Result<Projection>,
+        experts: impl Fn(Experts) -> Result<Experts>,
+    ) -> Result<Self> {
         let mut model = self;
         check_dtype(activation, &model.device())?;
         model.dtype = activation;
         for layer in &mut model.layers {
             let attention = &mut layer.attention;
-            replace(&mut attention.qkv, |it| it.into_nvfp4(recipe))?;
-            replace(&mut attention.out, |it| it.into_nvfp4(recipe))?;
+            replace(&mut attention.qkv, &projection)?;
+            replace(&mut attention.out, &projection)?;
             match &mut layer.feed_forward {
                 FeedForward::Dense(dense) => {
-                    replace(&mut dense.gate_up, |it| it.into_nvfp4(recipe))?;
-                    replace(&mut dense.down, |it| it.into_nvfp4(recipe))?;
+                    replace(&mut dense.gate_up, &projection)?;
+                    replace(&mut dense.down, &projection)?;
                 }
                 FeedForward::Moe(moe) => {
-                    replace(&mut moe.gate_up, |it| grouped(it, recipe))?;
-                    replace(&mut moe.down, |it| grouped(it, recipe))?;
+                    replace(&mut moe.gate_up, &experts)?;
+                    replace(&mut moe.down, &experts)?;
                 }
             }
         }
         let model = model.with_ids_of_paths();
         assign_layer_ids(&model);
-        recipe.apply(&model)?;
         Ok(model)
     }
 
-    /// The model for evaluation, without autodiff: weights that are trained in NVFP4 are quantized
-    /// once, and not in each forward. Outputs stay what they are in validation. Layers without a
-    /// packed form stay as they are: those in high precision, in other formats, or with adapters.
-    pub fn quantized_once(self) -> Self {
-        fn packed<T: Clone>(place: &mut T, make: impl FnOnce(T) -> Result<T>) {
-            if let Ok(made) = make(place.clone()) {
-                *place = made;
-            }
+    /// The same model, in whose first `layers` layers the backward computes the inputs of the
+    /// feed-forward's activation again instead of keeping them. Results have the same bits.
+    ///
+    /// The first layers: the backward reaches them last, when the others have freed their memory.
+    ///
+    /// # Errors
+    /// When the model has fewer layers, or one of them was not made for
+    /// [training](Self::into_training), or has adapters.
+    pub fn with_recompute(mut self, layers: usize) -> Result<Self> {
+        let all = self.layers.len();
+        ensure!(
+            layers <= all,
+            "recompute is {layers}, but the model has {all} layers"
+        );
+        for (index, layer) in self.layers.iter_mut().take(layers).enumerate() {
+            ensure!(
+                layer.feed_forward.can_recompute(),
+                "recompute is {layers}, but the feed-forward of layer {index} is packed or has \
+                 adapters: only projections that are trained, or frozen in high precision, are \
+                 computed again"
+            );
+            layer.feed_forward.recompute();
         }
-        let mut model = self;
-        for layer in &mut model.layers {
-            packed(&mut layer.attention.qkv, Projection::into_packed);
-            packed(&mut layer.attention.out, Projection::into_packed);
-            match &mut layer.feed_forward {
-                FeedForward::Dense(dense) => {
-                    packed(&mut dense.gate_up, Projection::into_packed);
-                    packed(&mut dense.down, Projection::into_packed);
-                }
-                FeedForward::Moe(moe) => {
-                    packed(&mut moe.gate_up, Experts::into_packed);
-                    packed(&mut moe.down, Experts::into_packed);
-                }
-            }
-        }
-        model
+        Ok(self)
     }
 
     /// The same parameters with ids of their paths: those of Burn are of the process, and files of a

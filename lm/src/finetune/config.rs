@@ -7,7 +7,7 @@ use burn_nvfp4::Nvfp4Recipe;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Activation, RecipeName, Schedule, check_counts};
-use crate::decoder::LoraConfig;
+use crate::decoder::{FrozenForm, LoraConfig};
 
 /// The file with the configuration, in the folder of a run.
 pub const CONFIG: &str = "finetune.json";
@@ -18,10 +18,13 @@ pub const CONFIG: &str = "finetune.json";
 pub enum Objective {
     /// The cross entropy of the targets.
     CrossEntropy,
-    /// The KL divergence to a frozen model in high precision, at the targets that count.
+    /// The KL divergence to a frozen model, at the targets that count.
     Distillation {
         /// Its folder.
         teacher: PathBuf,
+        /// The form of its weights.
+        #[serde(default)]
+        form: FrozenForm,
         /// Divides the logits of both.
         temperature: f64,
     },
@@ -44,6 +47,9 @@ pub struct FinetuneConfig {
     pub recipe: Nvfp4Recipe,
     /// Adapters; where there are none, all parameters are trained.
     pub lora: Option<LoraConfig>,
+    /// The form of the weights beside adapters.
+    #[serde(default)]
+    pub frozen: FrozenForm,
     /// What is minimised.
     pub objective: Objective,
     /// Type of the activations, and of frozen weights; trained ones and the optimizer are f32.
@@ -74,6 +80,10 @@ pub struct FinetuneConfig {
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
+    /// Compute the inputs of the feed-forward's activation again in the backward of this many layers,
+    /// instead of keeping them: the same bits.
+    #[serde(default)]
+    pub recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
     /// launches.
     #[serde(default)]
@@ -115,6 +125,20 @@ impl FinetuneConfig {
             ensure!(
                 temperature.is_finite() && temperature > 0.0,
                 "temperature is {temperature}, but it must be a positive number"
+            );
+        }
+        if self.frozen != FrozenForm::High {
+            let form = self.frozen.name();
+            ensure!(
+                self.lora.is_some(),
+                "frozen is {form}, but all weights are trained: only those beside adapters (lora) \
+                 are frozen"
+            );
+            ensure!(
+                !self.recipe.is_quantized(),
+                "frozen is {form}, but recipe {} quantizes weights in high precision: there are \
+                 none beside packed ones",
+                self.recipe_name
             );
         }
         ensure!(

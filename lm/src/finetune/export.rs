@@ -10,7 +10,7 @@ use super::run::Finetune;
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::names::Site;
 use crate::decoder::projection::{Experts, Projection};
-use crate::decoder::{Decoder, DecoderLayer};
+use crate::decoder::{Decoder, DecoderLayer, FrozenForm};
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
 use crate::quantize::text::{CalibrationText, calibrate};
@@ -20,8 +20,8 @@ use crate::quantize::{
 
 impl Finetune<'_> {
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
-    /// readers of `dialect`. Layers that the recipe keeps in high precision stay there; tensors
-    /// that are not quantized are `f32`. Global scales of activations, which [`Scheme::W4a4`]
+    /// readers of `dialect`. Layers that the recipe keeps in high precision stay there, as do those
+    /// that are not packed beside packed ones; tensors that are not quantized are `f32`. Global scales of activations, which [`Scheme::W4a4`]
     /// needs, are calibrated on the rows of an evaluation.
     ///
     /// # Errors
@@ -32,7 +32,8 @@ impl Finetune<'_> {
             Scheme::W4a16 => Calibration::new(),
             Scheme::W4a4 => self.calibration(&model)?,
         };
-        let exclude = kept_modules(&model)
+        let is_packed = self.config().frozen != FrozenForm::High;
+        let exclude = kept_modules(&model, is_packed)
             .into_iter()
             .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
         let options = QuantizeOptions {
@@ -66,8 +67,14 @@ impl Finetune<'_> {
     }
 }
 
-/// The names of the linear layers that compute in high precision, one of those that are fused.
-fn kept_modules(model: &Decoder) -> Vec<String> {
+/// The names of the linear layers that compute in high precision, one of those that are fused; of a
+/// model of packed weights, those that are not packed.
+fn kept_modules(model: &Decoder, is_packed: bool) -> Vec<String> {
+    let is_high = |projection: &Projection| match projection {
+        _ if is_packed => !projection.is_packed(),
+        Projection::Nvfp4(linear) => linear.state.is_high_precision(),
+        _ => false,
+    };
     let family = model.config().family;
     let layers = model.layers.iter().enumerate();
     let of = |(index, layer): (usize, &DecoderLayer)| {
@@ -93,7 +100,8 @@ fn kept_modules(model: &Decoder) -> Vec<String> {
                 for (experts, site) in [(&moe.gate_up, Site::GateUp), (&moe.down, Site::Down)] {
                     if let Experts::Grouped(layer) = experts {
                         let count = layer.weight.dims()[0];
-                        add(layer.state.is_high_precision(), site, Some(count));
+                        let is_high = is_packed || layer.state.is_high_precision();
+                        add(is_high, site, Some(count));
                     }
                 }
             }
@@ -101,8 +109,4 @@ fn kept_modules(model: &Decoder) -> Vec<String> {
         kept
     };
     layers.flat_map(of).collect()
-}
-
-fn is_high(projection: &Projection) -> bool {
-    matches!(projection, Projection::Nvfp4(linear) if linear.state.is_high_precision())
 }

@@ -5,11 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::Device;
+use burn_nvfp4::Nvfp4Recipe;
 
 use super::tests::{config, data};
 use super::*;
-use crate::decoder::LoraConfig;
 use crate::decoder::lora::DEFAULT_TARGETS;
+use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::golden::{Scratch, golden};
 use crate::train::Outcome;
 
@@ -85,8 +86,22 @@ fn steps_of_a_graph_distill_into_adapters() {
     compare("steps_of_a_graph_distill_into_adapters", |config| {
         config.objective = Objective::Distillation {
             teacher: config.model.clone(),
+            form: FrozenForm::High,
             temperature: 2.0,
         };
+        config.lora = Some(LoraConfig {
+            rank: 4,
+            alpha: 8.0,
+            targets: DEFAULT_TARGETS.into(),
+        });
+    });
+}
+
+#[test]
+fn steps_of_a_graph_read_packed_weights() {
+    compare("steps_of_a_graph_read_packed_weights", |config| {
+        config.frozen = FrozenForm::W4a16;
+        config.recipe = Nvfp4Recipe::bf16();
         config.lora = Some(LoraConfig {
             rank: 4,
             alpha: 8.0,

@@ -1,18 +1,22 @@
 //! What a run needs of its device's memory, before the model is loaded.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use nvfp4_kernels::BLOCK;
 use serde_json::{Map, Value};
 
 use super::config::{FinetuneConfig, Objective};
 use crate::checkpoint::read_json;
 use crate::config::Activation;
-use crate::decoder::LoraConfig;
-use crate::decoder::names::expected;
+use crate::decoder::names::{Expected, expected};
+use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{DecoderConfig, FeedForwardConfig};
-use crate::interchange::names::{expert_projection, is_linear};
+use crate::interchange::Checkpoint;
+use crate::interchange::checkpoint::is_quantized;
+use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
 use crate::memory::{Finetuning, MemoryBudget, MemoryNeed};
 
 /// The budget of the run `config`, by the configurations of its model and its teacher.
@@ -20,10 +24,10 @@ use crate::memory::{Finetuning, MemoryBudget, MemoryNeed};
 /// # Errors
 /// When one of them cannot be read, or the adapters' targets are no regular expression.
 pub fn budget(config: &FinetuneConfig) -> Result<MemoryBudget> {
-    let model = read(&config.model)?;
+    let model = SizedModel::read(&config.model)?;
     let teacher = match &config.objective {
         Objective::CrossEntropy => None,
-        Objective::Distillation { teacher, .. } => Some(read(teacher)?),
+        Objective::Distillation { teacher, .. } => Some(SizedModel::read(teacher)?),
     };
     Ok(MemoryBudget::of_finetuning(Finetuning {
         device: &config.device,
@@ -31,17 +35,82 @@ pub fn budget(config: &FinetuneConfig) -> Result<MemoryBudget> {
         batch: config.batch,
         context: config.context,
         has_adapters: config.lora.is_some(),
+        is_packed: config.frozen != FrozenForm::High,
+        can_recompute: config.lora.is_none() && config.recompute < model.config.layers.len(),
         is_f32: config.activation == Activation::F32,
     }))
 }
 
-/// The configuration of the model in `folder`, quantized or not: a quantized one is trained as the
-/// values that it stands for.
-fn read(folder: &Path) -> Result<DecoderConfig> {
-    let path = folder.join(CONFIG_FILE);
-    let mut json: Map<String, Value> = read_json(&path)?;
-    json.remove("quantization_config");
-    DecoderConfig::from_json(&json).with_context(|| path.display().to_string())
+/// A model, as far as its memory depends on it.
+#[derive(Debug, Clone)]
+pub struct SizedModel {
+    /// What it is built from.
+    pub config: DecoderConfig,
+    /// The modules that are packed in its folder, where it is quantized.
+    packed: Option<BTreeSet<String>>,
+}
+
+impl SizedModel {
+    /// That in `folder`, quantized or not.
+    ///
+    /// # Errors
+    /// When its configuration cannot be read.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join(CONFIG_FILE);
+        let mut json: Map<String, Value> = read_json(&path)?;
+        json.remove("quantization_config");
+        let config = DecoderConfig::from_json(&json).with_context(|| path.display().to_string())?;
+        let packed = match is_quantized(folder)? {
+            false => None,
+            true => {
+                let checkpoint = Checkpoint::open(folder)?;
+                let modules = checkpoint.layers().keys();
+                Some(modules.map(|name| canonical(name)).collect())
+            }
+        };
+        Ok(Self { config, packed })
+    }
+
+    /// Bytes of its weights in `form`; those that are not packed have `element` bytes an element.
+    fn frozen(&self, form: FrozenForm, element: u64) -> u64 {
+        let bytes = |tensor: &Expected| {
+            let elements = elements(&tensor.shape);
+            match form != FrozenForm::High && self.is_packed(&tensor.name) {
+                true => elements / 2 + elements / BLOCK as u64,
+                false => element * elements,
+            }
+        };
+        expected(&self.config).iter().map(bytes).sum()
+    }
+
+    /// Whether the tensor is packed where weights are: as the folder has it, or else if it is a
+    /// projection or an expert.
+    fn is_packed(&self, tensor: &str) -> bool {
+        let Some(module) = tensor.strip_suffix(".weight") else {
+            return false;
+        };
+        match &self.packed {
+            Some(packed) => packed.contains(module),
+            None => is_linear(module) && !is_head(module) && !is_router(module),
+        }
+    }
+
+    /// Elements of the largest weight of its layers: what is fused, and the experts of a layer, are
+    /// one.
+    fn largest_weight(&self) -> u64 {
+        let model = &self.config;
+        let attention = model.d_model * (model.heads + 2 * model.kv_heads) * model.head;
+        let of_layers = model.layers.iter().map(|layer| {
+            let feed_forward = match layer.feed_forward {
+                FeedForwardConfig::Dense { hidden } => hidden,
+                FeedForwardConfig::Moe {
+                    hidden, experts, ..
+                } => experts * hidden,
+            };
+            attention.max(2 * model.d_model * feed_forward)
+        });
+        of_layers.max().unwrap_or(0) as u64
+    }
 }
 
 /// What a step of the run `config` holds at once, at the least. Chunks of logits are not counted,
@@ -51,30 +120,45 @@ fn read(folder: &Path) -> Result<DecoderConfig> {
 /// When the adapters' targets are no regular expression.
 pub fn need(
     config: &FinetuneConfig,
-    model: &DecoderConfig,
-    teacher: Option<&DecoderConfig>,
+    model: &SizedModel,
+    teacher: Option<&SizedModel>,
 ) -> Result<MemoryNeed> {
     let element = config.activation.bytes() as u64;
-    let parameters = parameters(model);
     let (trained, base) = match &config.lora {
-        None => (parameters, 0),
-        Some(lora) => (adapters(model, lora)?, parameters),
+        None => (parameters(&model.config), 0),
+        Some(lora) => {
+            let base = model.frozen(config.frozen, element);
+            // The backward dequantizes one weight after another.
+            let dequantized = match config.frozen {
+                FrozenForm::High => 0,
+                FrozenForm::W4a16 | FrozenForm::W4a4 => element * model.largest_weight(),
+            };
+            (adapters(&model.config, lora)?, base + dequantized)
+        }
     };
-    let frozen = base + teacher.map_or(0, self::parameters);
+    let of_teacher = match (&config.objective, teacher) {
+        (Objective::Distillation { form, .. }, Some(teacher)) => teacher.frozen(*form, element),
+        _ => 0,
+    };
+    let model = &model.config;
     // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
-    let of_layers = model.layers.iter().map(|layer| {
+    let of_layers = model.layers.iter().enumerate().map(|(index, layer)| {
         let heads = (model.heads + 2 * model.kv_heads) * model.head;
         let hidden = match layer.feed_forward {
             FeedForwardConfig::Dense { hidden } => hidden,
             FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
         };
-        (2 * model.d_model + heads + 2 * hidden) as u64
+        let inner = match index < config.recompute {
+            true => 0,
+            false => 2 * hidden,
+        };
+        (2 * model.d_model + heads + inner) as u64
     });
     let tokens = (config.batch as u64).saturating_mul(config.context as u64);
     Ok(MemoryNeed {
         // Trained parameters are f32, their gradients and both moments of AdamW too.
         weights: 4 * trained,
-        frozen: element * frozen,
+        frozen: base + of_teacher,
         gradients: 4 * trained,
         optimizer: 8 * trained,
         activations: tokens.saturating_mul(element * of_layers.sum::<u64>()),
@@ -83,11 +167,12 @@ pub fn need(
 
 /// Elements of all tensors of a model.
 fn parameters(model: &DecoderConfig) -> u64 {
-    let elements = |shape: &[usize]| shape.iter().map(|&axis| axis as u64).product::<u64>();
-    expected(model)
-        .iter()
-        .map(|tensor| elements(&tensor.shape))
-        .sum()
+    let tensors = expected(model);
+    tensors.iter().map(|tensor| elements(&tensor.shape)).sum()
+}
+
+fn elements(shape: &[usize]) -> u64 {
+    shape.iter().map(|&axis| axis as u64).product()
 }
 
 /// Elements of the adapters of a model. Experts cannot have any.
@@ -107,11 +192,14 @@ mod tests {
     use burn::module::Module;
     use burn::tensor::{Device, FloatDType};
     use burn_nvfp4::Nvfp4Recipe;
+    use burn_nvfp4::nn::Nvfp4Weight;
 
     use super::*;
     use crate::config::RecipeName;
     use crate::decoder::Decoder;
+    use crate::decoder::feed_forward::FeedForward;
     use crate::decoder::lora::DEFAULT_TARGETS;
+    use crate::decoder::projection::{Experts, Projection};
     use crate::hf::golden::golden;
 
     fn config(model: &Path, batch: usize) -> FinetuneConfig {
@@ -123,6 +211,7 @@ mod tests {
             recipe_name: RecipeName::nvfp4(),
             recipe: Nvfp4Recipe::default(),
             lora: None,
+            frozen: FrozenForm::High,
             objective: Objective::CrossEntropy,
             activation: Activation::F32,
             steps: 8,
@@ -138,6 +227,7 @@ mod tests {
             eval_rows: 64,
             log_every: 2,
             checkpoint_every: 3,
+            recompute: 0,
             graph: false,
             device: "cpu".into(),
         }
@@ -152,7 +242,7 @@ mod tests {
             let (device, dtype) = (Device::flex().autodiff(), FloatDType::F32);
             let decoder = Decoder::load(&folder, &device, dtype).unwrap();
             let count = decoder.num_params() as u64;
-            let model = decoder.config().clone();
+            let model = SizedModel::read(&folder).unwrap();
             let full = need(&config, &model, None).unwrap();
             assert_eq!(full.weights, 4 * count, "{name}");
             assert_eq!((full.gradients, full.optimizer), (4 * count, 8 * count));
@@ -160,7 +250,26 @@ mod tests {
             config.batch = 6;
             let wide = need(&config, &model, None).unwrap();
             assert_eq!(wide.activations, 3 * full.activations);
+            config.recompute = 1;
+            let first = &model.config.layers[0].feed_forward;
+            let inner = match first {
+                FeedForwardConfig::Dense { hidden } => *hidden,
+                FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
+            };
+            let less = need(&config, &model, None).unwrap();
+            let tokens = 6 * 48;
+            assert_eq!(
+                wide.activations - less.activations,
+                (4 * tokens * 2 * inner) as u64,
+                "{name}"
+            );
+            config.recompute = 0;
             config.activation = Activation::Bf16;
+            config.objective = Objective::Distillation {
+                teacher: folder.clone(),
+                form: FrozenForm::High,
+                temperature: 1.0,
+            };
             let half = need(&config, &model, Some(&model)).unwrap();
             assert_eq!(
                 half.frozen,
@@ -176,6 +285,7 @@ mod tests {
             let adapted = decoder.into_training(&Nvfp4Recipe::bf16(), dtype).unwrap();
             let adapted = adapted.into_lora(&lora, 1).unwrap();
             config.lora = Some(lora);
+            config.objective = Objective::CrossEntropy;
             let small = need(&config, &model, None).unwrap();
             let trained = adapted.num_params() as u64 - count;
             assert_eq!(
@@ -184,7 +294,59 @@ mod tests {
                 "{name}"
             );
             assert_eq!(small.frozen, 2 * count);
+
+            // Packed, with the largest weight dequantized.
+            let mut packed = config.clone();
+            packed.frozen = FrozenForm::W4a16;
+            let found = need(&packed, &model, None).unwrap();
+            let form = FrozenForm::W4a16;
+            let decoder = Decoder::load_frozen(&folder, &device, dtype, form).unwrap();
+            let (mut bytes, mut plain, mut largest) = (0, count, 0);
+            let mut add = |weight: &Nvfp4Weight| {
+                let [n, k] = weight.shape();
+                let elements = (n * k) as u64;
+                bytes += (weight.bytes() - 4 * weight.stack()) as u64;
+                (plain, largest) = (plain - elements, largest.max(elements));
+            };
+            for layer in &decoder.layers {
+                let attention = [&layer.attention.qkv, &layer.attention.out];
+                let dense = match &layer.feed_forward {
+                    FeedForward::Dense(dense) => vec![&dense.gate_up, &dense.down],
+                    FeedForward::Moe(moe) => {
+                        for experts in [&moe.gate_up, &moe.down] {
+                            let Experts::Packed(experts) = experts else {
+                                panic!("experts are packed");
+                            };
+                            add(&experts.weight);
+                        }
+                        vec![]
+                    }
+                };
+                for projection in attention.into_iter().chain(dense) {
+                    let Projection::Packed(projection) = projection else {
+                        panic!("projections are packed");
+                    };
+                    add(&projection.weight);
+                }
+            }
+            assert_eq!(found.frozen, bytes + 2 * plain + 2 * largest, "{name}");
         }
+    }
+
+    /// Of a quantized folder, what it has packed.
+    #[test]
+    fn packed_folders_need_what_they_hold() {
+        let folder = golden!("llama3-tiny-ct-nvfp4a16");
+        let model = SizedModel::read(&folder).unwrap();
+        let all = parameters(&model.config);
+        let (packed, high) = (
+            model.frozen(FrozenForm::W4a16, 2),
+            model.frozen(FrozenForm::High, 2),
+        );
+        assert_eq!(high, 2 * all);
+        assert!(packed < high, "{packed}");
+        let plain = SizedModel::read(&golden!("llama3-tiny")).unwrap();
+        assert_eq!(plain.frozen(FrozenForm::W4a16, 2), packed);
     }
 
     /// On a device that says how much memory it has, before anything is loaded.
@@ -207,6 +369,7 @@ mod tests {
                 "sequences of 48 tokens",
                 "a smaller --batch (no more than ",
                 "a shorter --context, a larger --accumulate",
+                "a larger --recompute",
                 "adapters alone (--lora)",
                 "--activation bf16 halves the activations",
             ],
@@ -217,6 +380,7 @@ mod tests {
         );
         config.objective = Objective::Distillation {
             teacher: config.model.clone(),
+            form: FrozenForm::High,
             temperature: 1.0,
         };
         says(&config, &["frozen weights"]);

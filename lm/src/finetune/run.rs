@@ -20,9 +20,8 @@ use super::parameters;
 use super::step::{DeviceBatch, Graph, StepInput, most_documents};
 use crate::capture::GraphSteps;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
-use crate::decoder::{Decoder, PackedRows};
+use crate::decoder::{Decoder, FrozenForm, PackedRows};
 use crate::hf::Dtype;
-use crate::interchange::checkpoint::is_quantized;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
@@ -118,25 +117,26 @@ impl<'a> Finetune<'a> {
             None => FloatDType::F32,
             Some(_) => activation,
         };
-        let model = match is_quantized(&config.model)? {
-            false => Decoder::load(&config.model, &device, masters)?,
-            true => Decoder::load_dequantized(&config.model, &device, masters)?,
-        };
+        let model = Decoder::load_frozen(&config.model, &device, masters, config.frozen)?;
         let longest = model.config().max_positions;
         ensure!(
             config.context <= longest,
             "context is {}, but the model is meant for {longest} positions at most",
             config.context
         );
-        let model = model.into_training(&config.recipe, activation)?;
+        let model = match config.frozen {
+            FrozenForm::High => model.into_training(&config.recipe, activation)?,
+            FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
+        };
         let model = match &config.lora {
             None => model,
             Some(lora) => model.into_lora(lora, config.seed)?,
         };
+        let model = model.with_recompute(config.recompute)?;
         let teacher = match &config.objective {
             Objective::CrossEntropy => None,
-            Objective::Distillation { teacher, .. } => {
-                let loaded = Decoder::load(teacher, &plain, activation)?;
+            Objective::Distillation { teacher, form, .. } => {
+                let loaded = Decoder::load_frozen(teacher, &plain, activation, *form)?;
                 let (found, own) = (loaded.config().vocab, model.config().vocab);
                 ensure!(
                     found == own,
@@ -480,7 +480,7 @@ impl<'a> Finetune<'a> {
     /// # Errors
     /// When it is not finite.
     pub fn evaluate(&self) -> Result<f64> {
-        let model = self.model().valid().quantized_once();
+        let model = self.model().valid();
         let device = self.device.clone().without_autodiff();
         let &FinetuneConfig {
             batch, eval_rows, ..

@@ -10,8 +10,8 @@ use super::distill::{Head, kl_divergence_in};
 use super::run::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, RecipeName};
-use crate::decoder::projection::Projection;
-use crate::decoder::{Decoder, LoraConfig, PackedRows};
+use crate::decoder::feed_forward::FeedForward;
+use crate::decoder::{Decoder, FrozenForm, LoraConfig, PackedRows};
 use crate::hf::golden::{Scratch, golden};
 use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Dialect, Scheme};
@@ -47,6 +47,7 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         recipe_name: recipe.parse::<RecipeName>().unwrap(),
         recipe: Nvfp4Recipe::preset(recipe).unwrap().with_seed(7),
         lora: None,
+        frozen: FrozenForm::High,
         objective: Objective::CrossEntropy,
         activation: Activation::F32,
         steps: 8,
@@ -62,6 +63,7 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         eval_rows: 64,
         log_every: 2,
         checkpoint_every: 3,
+        recompute: 0,
         graph: false,
         device: "flex".into(),
     }
@@ -377,6 +379,7 @@ fn distillation_approaches_the_teacher() {
         let config = FinetuneConfig {
             objective: Objective::Distillation {
                 teacher: model.clone(),
+                form: FrozenForm::High,
                 temperature: 1.0,
             },
             log_every: 1,
@@ -525,6 +528,277 @@ fn adapters_learn_beside_frozen_weights() {
     }
 }
 
+/// Losses, parameters, moments and state are those of a run that keeps everything, byte for byte, in
+/// high precision and with stochastic rounding, with experts too.
+#[test]
+fn recomputing_changes_no_bit() {
+    for (name, recipe) in [
+        ("llama3-tiny", "nvidia"),
+        ("llama3-tiny", "bf16"),
+        ("qwen3-tiny", "quartet2"),
+        ("qwen3moe-tiny", "nvidia"),
+        ("mixtral-tiny", "bf16"),
+    ] {
+        let model = golden!(name);
+        let folder = Scratch::new(&format!("finetune-recompute-{name}-{recipe}"));
+        let run = |recompute: usize| {
+            let config = FinetuneConfig {
+                recompute,
+                steps: 3,
+                log_every: 1,
+                ..config(&model, &folder, recipe)
+            };
+            let data = data(&config);
+            let out = folder.join(recompute.to_string());
+            let run = finished(&config, &data, &out);
+            let losses = run
+                .rows()
+                .iter()
+                .map(|row| (row.train_loss, row.valid_loss));
+            let losses: Vec<_> = losses.collect();
+            // The state has the configuration.
+            let [model, optimizer] = [0, 1].map(|file| files(&out)[file].1.clone());
+            (losses, model, optimizer)
+        };
+        let sized = memory::SizedModel::read(&model).unwrap();
+        let layers = sized.config.layers.len();
+        let kept = run(0);
+        for recompute in [1, layers] {
+            assert!(run(recompute) == kept, "{name}, {recipe}, {recompute}");
+        }
+    }
+    let folder = Scratch::new("finetune-recompute-errors");
+    for (lora, recompute, says) in [
+        (None, 99, "recompute is 99, but the model has"),
+        (
+            Some(LoraConfig {
+                targets: "down_proj$".into(),
+                ..some_adapters()
+            }),
+            1,
+            "has adapters",
+        ),
+    ] {
+        let config = FinetuneConfig {
+            lora,
+            recompute,
+            ..config(&golden!("llama3-tiny"), &folder, "bf16")
+        };
+        let data = data(&config);
+        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("run")).err();
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains(says), "{error}");
+    }
+}
+
+/// Adapters of rank 4 beside some projections.
+fn some_adapters() -> LoraConfig {
+    LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        targets: r"\.(q|v|o)_proj$".into(),
+    }
+}
+
+/// A run beside the weights of the quantized folder `model` in the form `frozen`, and its data; the
+/// tokenizer is that of `plain`.
+fn beside(model: &Path, plain: &Path, folder: &Path, frozen: FrozenForm) -> FinetuneConfig {
+    FinetuneConfig {
+        model: model.into(),
+        lora: Some(some_adapters()),
+        frozen,
+        lr: 2e-2,
+        log_every: 1,
+        ..config(plain, folder, "bf16")
+    }
+}
+
+/// Its data.
+fn data_beside(config: &FinetuneConfig, plain: &Path) -> TrainingData {
+    let vocabulary = TextReader::read(plain).unwrap().vocabulary();
+    TrainingData::open(config, vocabulary).unwrap()
+}
+
+/// Beside packed weights adapters learn what they learn beside the values of these, and nothing in high
+/// precision is left of what the folder has packed.
+#[test]
+fn adapters_learn_beside_packed_weights() {
+    for (name, plain) in [
+        ("llama3-tiny-ct-nvfp4a16", "llama3-tiny"),
+        ("qwen3moe-tiny-modelopt-nvfp4", "qwen3moe-tiny"),
+        ("mixtral-tiny-modelopt-nvfp4", "mixtral-tiny"),
+    ] {
+        let (model, plain) = (golden!(name), golden!(plain));
+        let folder = Scratch::new(&format!("finetune-packed-{name}"));
+        let run = |frozen: FrozenForm| {
+            let config = beside(&model, &plain, &folder, frozen);
+            let data = data_beside(&config, &plain);
+            let run = finished(&config, &data, &folder.join(frozen.name()));
+            let is_packed = frozen != FrozenForm::High;
+            let layer = &run.model().layers[0];
+            assert_eq!(layer.attention.qkv.is_packed(), is_packed);
+            if let FeedForward::Moe(moe) = &layer.feed_forward {
+                assert_eq!(moe.gate_up.is_packed(), is_packed);
+            }
+            let losses = run.rows().iter().filter_map(|row| row.train_loss);
+            (losses.collect::<Vec<f64>>(), valid_losses(&run))
+        };
+        let packed = run(FrozenForm::W4a16);
+        let valid = &packed.1;
+        assert!(valid[valid.len() - 1] < valid[0] - 0.1, "{name}: {valid:?}");
+        // Folders that quantize activations are not dequantized.
+        if name == "llama3-tiny-ct-nvfp4a16" {
+            let high = run(FrozenForm::High);
+            let pairs = packed.0.iter().zip(&high.0);
+            for (packed, high) in pairs.chain(packed.1.iter().zip(&high.1)) {
+                assert!((packed - high).abs() < 1e-4 * high, "{packed}, not {high}");
+            }
+        }
+    }
+}
+
+/// Weights of a folder in high precision are quantized when they are loaded, as training for serving
+/// quantizes them; the run can be stopped, merged and exported.
+#[test]
+fn frozen_weights_are_quantized_at_load() {
+    let model = golden!("qwen3moe-tiny");
+    let folder = Scratch::new("finetune-quantized-at-load");
+    let loaded = |form| Decoder::load_frozen(&model, &Device::flex(), FloatDType::F32, form);
+    let tokens = || ids(&[5, 3, 8, 13, 21]);
+    for form in [FrozenForm::W4a16, FrozenForm::W4a4] {
+        let scheme = form.scheme().unwrap();
+        let high = loaded(FrozenForm::High).unwrap();
+        let rounding = high
+            .into_training(&scheme.recipe(), FloatDType::F32)
+            .unwrap();
+        let expected = values(rounding.forward(tokens()).unwrap());
+        let packed = loaded(form).unwrap();
+        assert!(
+            packed
+                .layers
+                .iter()
+                .all(|layer| layer.attention.out.is_packed())
+        );
+        assert!(
+            values(packed.forward(tokens()).unwrap()) == expected,
+            "{form:?}"
+        );
+    }
+
+    let config = FinetuneConfig {
+        lora: Some(some_adapters()),
+        frozen: FrozenForm::W4a4,
+        lr: 2e-2,
+        ..config(&model, &folder, "bf16")
+    };
+    let data = data(&config);
+    let (whole, parts) = (folder.join("whole"), folder.join("parts"));
+    let run = finished(&config, &data, &whole);
+    let losses = valid_losses(&run);
+    assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
+    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+    part.train(Some(5), &mut ()).unwrap();
+    finished(&config, &data, &parts);
+    for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
+        assert!(whole == parts, "{name} differs");
+    }
+    let adapters = 2 * 4 * (96 + 96 + 96);
+    let bytes = files(&whole)[0].1.len();
+    assert!(
+        bytes < 4 * 4 * adapters,
+        "a checkpoint of {bytes} bytes has more than adapters"
+    );
+    run.export(
+        &folder.join("nvfp4"),
+        Dialect::CompressedTensors,
+        Scheme::W4a4,
+    )
+    .unwrap();
+
+    // Merged, it is the model without the rounding of activations.
+    let merged = folder.join("merged");
+    run.save_model(&merged, Dtype::F32).unwrap();
+    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
+    let weight = |model: &Decoder| values(model.layers[1].attention.out.dense().0);
+    let (found, expected) = (weight(&saved), weight(&run.model().valid()));
+    assert!(found == expected);
+    let base = loaded(FrozenForm::W4a4).unwrap();
+    assert!(weight(&base) != expected, "the adapters are merged");
+
+    // Nothing that a form excludes is left out silently.
+    for (change, name) in [
+        (
+            FinetuneConfig {
+                lora: None,
+                ..config.clone()
+            },
+            "frozen is w4a4, but all weights are trained",
+        ),
+        (
+            FinetuneConfig {
+                recipe: Nvfp4Recipe::default(),
+                ..config.clone()
+            },
+            "frozen is w4a4, but recipe bf16 quantizes",
+        ),
+    ] {
+        let error = change.check().unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
+}
+
+/// Folders that quantize activations pass gradients, with them quantized or not.
+#[test]
+fn folders_of_quantized_activations_are_trained() {
+    let (model, plain) = (golden!("llama3-tiny-ct-nvfp4"), golden!("llama3-tiny"));
+    let folder = Scratch::new("finetune-packed-w4a4");
+    let losses = [FrozenForm::W4a16, FrozenForm::W4a4].map(|frozen| {
+        let config = beside(&model, &plain, &folder, frozen);
+        let data = data_beside(&config, &plain);
+        let losses = valid_losses(&finished(&config, &data, &folder.join(frozen.name())));
+        assert!(
+            losses[losses.len() - 1] < losses[0] - 0.1,
+            "{frozen:?}: {losses:?}"
+        );
+        losses
+    });
+    assert_ne!(losses[0], losses[1]);
+    let config = beside(&model, &plain, &folder, FrozenForm::High);
+    let data = data_beside(&config, &plain);
+    let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("high")).err();
+    let error = format!("{:#}", error.unwrap());
+    assert!(error.contains("quantizes activations (w4a4)"), "{error}");
+}
+
+/// A packed teacher is the packed model; a student beside it that is the same has no loss.
+#[test]
+fn teachers_are_packed() {
+    let model = golden!("llama3-tiny");
+    let folder = Scratch::new("finetune-packed-teacher");
+    let first_loss = |frozen: FrozenForm, form: FrozenForm| {
+        let config = FinetuneConfig {
+            lora: Some(some_adapters()),
+            frozen,
+            objective: Objective::Distillation {
+                teacher: model.clone(),
+                form,
+                temperature: 1.0,
+            },
+            log_every: 1,
+            steps: 3,
+            ..config(&model, &folder, "bf16")
+        };
+        let data = data(&config);
+        let out = folder.join(format!("{}-{}", frozen.name(), form.name()));
+        let run = finished(&config, &data, &out);
+        run.rows().iter().find_map(|row| row.train_loss).unwrap()
+    };
+    use FrozenForm::{High, W4a16};
+    assert!(first_loss(W4a16, W4a16).abs() < 1e-6);
+    let [to_high, to_packed] = [first_loss(W4a16, High), first_loss(High, W4a16)];
+    assert!(to_high > 1e-4 && to_packed > 1e-4, "{to_high}, {to_packed}");
+}
+
 /// After quantization-aware training, an engine's weights are those of the training forward: loaded
 /// as they are packed, the exported folder computes what the model in training did.
 #[test]
@@ -555,32 +829,44 @@ fn exports_compute_as_in_training() {
     }
 }
 
-/// Evaluations quantize a weight once, and have the losses of the training forward.
+/// A model that is packed for inference has the losses of validation.
 #[test]
-fn evaluations_quantize_once() {
+fn packed_models_have_the_losses_of_validation() {
     let folder = Scratch::new("finetune-once");
-    for (name, recipe, is_packed) in [
-        ("llama3-tiny", "nvidia", true),
-        ("mixtral-tiny", "nvidia", true),
-        ("qwen3-tiny", "weight_only_qat", true),
-        ("llama3-tiny", "fwd_nvfp4_bwd_bf16", true),
-        ("llama3-tiny", "mxfp8", false),
-        ("llama3-tiny", "bf16", false),
+    for (name, recipe) in [
+        ("llama3-tiny", "nvidia"),
+        ("mixtral-tiny", "nvidia"),
+        ("qwen3-tiny", "weight_only_qat"),
+        ("llama3-tiny", "fwd_nvfp4_bwd_bf16"),
     ] {
         let config = config(&golden!(name), &folder, recipe);
         let data = data(&config);
         let run = folder.join(format!("{name}-{recipe}"));
         let run = Finetune::open(&config, &data, &Device::flex(), &run).unwrap();
         let model = run.model().valid();
-        let packed = model.clone().quantized_once();
-        let found = matches!(packed.layers[0].attention.out, Projection::Packed(_));
-        assert_eq!(found, is_packed, "{name}, {recipe}");
+        let mut packed = model.clone();
+        for layer in &mut packed.layers {
+            let attention = &mut layer.attention;
+            attention.qkv = attention.qkv.clone().into_packed().unwrap();
+            attention.out = attention.out.clone().into_packed().unwrap();
+            match &mut layer.feed_forward {
+                FeedForward::Dense(dense) => {
+                    dense.gate_up = dense.gate_up.clone().into_packed().unwrap();
+                    dense.down = dense.down.clone().into_packed().unwrap();
+                }
+                FeedForward::Moe(moe) => {
+                    moe.gate_up = moe.gate_up.clone().into_packed().unwrap();
+                    moe.down = moe.down.clone().into_packed().unwrap();
+                }
+            }
+        }
+        assert!(packed.layers[0].attention.out.is_packed());
         let device = Device::flex();
         let loss = |model: &Decoder| cross_entropy_of(model, &data.valid, [2, 8], &device).unwrap();
-        let (once, each) = (loss(&packed), loss(&model));
+        let (found, expected) = (loss(&packed), loss(&model));
         assert!(
-            (once - each).abs() < 2e-6 * each,
-            "{name}, {recipe}: {once}, not {each}"
+            (found - expected).abs() < 2e-6 * expected,
+            "{name}, {recipe}: {found}, not {expected}"
         );
     }
 }

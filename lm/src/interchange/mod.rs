@@ -36,6 +36,7 @@ mod pre_quant;
 mod tensors;
 
 use anyhow::Result;
+use burn_nvfp4::Nvfp4Recipe;
 use clap::ValueEnum;
 
 use crate::hf::{TensorFolder, TensorWriter};
@@ -153,6 +154,15 @@ impl Scheme {
         match self {
             Self::W4a16 => "w4a16",
             Self::W4a4 => "w4a4",
+        }
+    }
+
+    /// The recipe whose forward quantizes so, in 1x16 blocks to nearest, as engines do; its backward
+    /// is that of the quantized values in high precision.
+    pub fn recipe(self) -> Nvfp4Recipe {
+        match self {
+            Self::W4a16 => Nvfp4Recipe::weight_only_qat(),
+            Self::W4a4 => Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_weight_2d(false),
         }
     }
 }

@@ -11,14 +11,16 @@ use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;
 use crate::functions::{into_bias, or_panic};
 use crate::nn::Nvfp4GroupedLinear;
-use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm, float_dtype};
+use crate::ops::packed::{PackedInput, PackedOps};
+use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
 use crate::validate;
 
-/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`, for
-/// inference: the weights are stored in NVFP4, and all experts run in one launch.
+/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`: the weights
+/// are stored in NVFP4, and all experts run in one launch.
 ///
-/// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The output is a constant to
-/// autodiff.
+/// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The layer is differentiable in its
+/// input, as [`Nvfp4PackedLinear`](super::Nvfp4PackedLinear) is; the backward dequantizes the
+/// weights of all experts for the time of its GEMM.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedGroupedLinear {
     /// The weights, a stack of `[d_out, d_in]`.
@@ -92,15 +94,21 @@ impl Nvfp4PackedGroupedLinear {
         }
         let why = || "the tokens of `experts`, the d_in of the weights".into();
         validate::shape("x", input.dims(), [experts.tokens(), d_in], why)?;
-        let dtype = float_dtype(input.dtype());
         let global = self.input.as_ref().map(|global| global.val());
-        let offsets = || offsets.clone().into_dispatch();
-        let groups = RowGroups::Offsets(offsets());
+        let spec = self.activations.spec();
         let shape = self.weight.packed_shape(true);
-        let x = self.activations.operand(input, global, groups, &shape);
-        let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
-        let groups = GemmGroups::M(offsets());
-        let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, groups, dtype);
+        let form = shape.form(&input.device(), &spec, input.dims()[0]);
+        let y = Dispatch::nvfp4_packed_linear(
+            input.into_dispatch(),
+            PackedInput {
+                activations: self.activations,
+                form,
+            },
+            self.weight.quantized(),
+            into_bias(self.bias.as_ref().map(|bias| bias.val())),
+            RowGroups::Offsets(offsets.clone().into_dispatch()),
+            global.map(Tensor::into_dispatch).into(),
+        );
         Ok(Tensor::from_dispatch(y))
     }
 

@@ -10,14 +10,20 @@ use nvfp4_kernels::{Nvfp4Error, Usage};
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::functions::{into_bias, or_panic};
 use crate::nn::{Nvfp4Linear, rows};
-use crate::ops::{GemmGroups, Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm, float_dtype};
+use crate::ops::packed::{PackedInput, PackedOps};
+use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
 use crate::validate;
 
-/// A linear layer `y = x Wᵀ + b` for inference, whose weight is stored in NVFP4.
+/// A linear layer `y = x Wᵀ + b` whose weight is stored in NVFP4: for inference, and frozen in
+/// training.
 ///
 /// With bf16 activations on a GPU, kernels read the codes themselves: with few rows (decoding) in a
 /// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its
-/// own time, as it does for `f32` activations. The output is a constant to autodiff.
+/// own time, as it does for `f32` activations.
+///
+/// The layer is differentiable in its input, which has the gradient of the weight's values rounded to
+/// the type of the input, straight through the rounding of quantized activations. Parameters have no
+/// gradient. The backward dequantizes the weight for the time of its GEMM.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedLinear {
     /// The weight, `[d_out, d_in]`.
@@ -91,15 +97,22 @@ impl Nvfp4PackedLinear {
                 format!("a last axis of {d_in}, the d_in of the weight [{d_out}, {d_in}]"),
             ));
         }
-        let dtype = float_dtype(input.dtype());
         let (x, mut dims) = rows(input);
         let global = self.input.as_ref().map(|global| global.val());
+        let spec = self.activations.spec();
         let shape = self.weight.packed_shape(false);
-        let x = self
-            .activations
-            .operand(x, global, RowGroups::Whole, &shape);
-        let bias = into_bias(self.bias.as_ref().map(|bias| bias.val()));
-        let y = Dispatch::nvfp4_gemm(x, self.weight.operand(), bias, GemmGroups::None, dtype);
+        let form = shape.form(&x.device(), &spec, x.dims()[0]);
+        let y = Dispatch::nvfp4_packed_linear(
+            x.into_dispatch(),
+            PackedInput {
+                activations: self.activations,
+                form,
+            },
+            self.weight.quantized(),
+            into_bias(self.bias.as_ref().map(|bias| bias.val())),
+            RowGroups::Whole,
+            global.map(Tensor::into_dispatch).into(),
+        );
         dims[D - 1] = d_out;
         Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
     }

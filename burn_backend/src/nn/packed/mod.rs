@@ -1,4 +1,5 @@
-//! Layers for inference: their weights are stored in NVFP4, and no copy of them in high precision.
+//! Layers whose weights are stored in NVFP4, with no copy of them in high precision: for inference,
+//! and frozen in training.
 //!
 //! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer of it, and
 //! [`Nvfp4PackedGroupedLinear`] one for each expert. [`Activations`] says whether the input is
@@ -9,71 +10,17 @@ mod linear;
 mod scales;
 mod weight;
 
+pub use crate::ops::packed::Activations;
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
 pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 
-use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Tensor};
-use nvfp4_kernels::{AmaxGranularity, Nvfp4Error, Rounding, Usage};
+use nvfp4_kernels::{AmaxGranularity, Nvfp4Error};
 
-use crate::ops::inference::{InferenceOps, PackedShape, STATIC};
-use crate::ops::{
-    LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams, QuantUsages, RowGroups,
-};
+use crate::ops::{LinearSpec, OperandSpec, QuantParams};
 use crate::validate;
-
-/// What a layer of packed weights does with its input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Activations {
-    /// W4A16: nothing.
-    HighPrecision,
-    /// W4A4: quantized as these parameters say, under the global scale of its own amax.
-    Dynamic(QuantParams),
-    /// W4A4: quantized in 1x16 blocks to nearest, under the global scale that the layer has for it.
-    Static,
-}
-
-impl Activations {
-    /// 1x16 blocks to nearest, under the global scale of the input's amax.
-    pub const DYNAMIC: Self = Self::Dynamic(QuantParams::nvfp4(Rounding::Nearest));
-
-    /// How the input is represented.
-    fn spec(&self) -> OperandSpec {
-        match self {
-            Self::HighPrecision => OperandSpec::HighPrecision,
-            Self::Dynamic(params) => OperandSpec::Quantized(*params),
-            Self::Static => OperandSpec::Quantized(STATIC),
-        }
-    }
-
-    /// `x` (`[rows, d_in]`, in `groups`) as the left operand of a GEMM with `weight`, as that reads
-    /// it. `global` is the static global scale, which is there where it is needed.
-    fn operand(
-        &self,
-        x: Tensor<2>,
-        global: Option<Tensor<1>>,
-        groups: RowGroups<Dispatch>,
-        weight: &PackedShape,
-    ) -> Operand<Dispatch> {
-        let form = weight.form(&x.device(), &self.spec(), x.dims()[0]);
-        let x = x.into_dispatch();
-        match (self, global) {
-            (Self::HighPrecision, _) => Operand::Float(x, Usage::Rowwise),
-            (Self::Dynamic(params), _) => {
-                let usages = QuantUsages::one(Usage::Rowwise, *params, form);
-                Operand::Quantized(Dispatch::nvfp4_quantize(x, groups, usages).into_one())
-            }
-            (Self::Static, global) => {
-                let global = global
-                    .expect("checked when the layer was made")
-                    .into_dispatch();
-                Operand::Quantized(Dispatch::nvfp4_quantize_static(x, global, groups, form))
-            }
-        }
-    }
-}
 
 /// The activations of a layer with the static global scale `input`, if it has one, which
 /// `count` groups of its input share or have each.

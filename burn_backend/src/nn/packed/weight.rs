@@ -11,7 +11,7 @@ use super::Activations;
 use super::scales::{BlockScales, Matrices};
 use crate::ops::inference::PackedShape;
 use crate::ops::{
-    MaybeTensor, Nvfp4KernelOps, Operand, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+    MaybeTensor, Nvfp4KernelOps, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
 use crate::validate;
 
@@ -182,12 +182,8 @@ impl Nvfp4Weight {
         }
     }
 
-    /// The right operand of a GEMM.
-    pub(super) fn operand(&self) -> Operand<Dispatch> {
-        Operand::Quantized(self.quantized())
-    }
-
-    fn quantized(&self) -> QuantizedMatrix<Dispatch> {
+    /// The rowwise tensor that a GEMM reads.
+    pub(super) fn quantized(&self) -> QuantizedMatrix<Dispatch> {
         let [n, k] = self.shape();
         QuantizedMatrix {
             data: QuantizedData::Packed {

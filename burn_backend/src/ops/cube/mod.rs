@@ -15,6 +15,7 @@ use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
 use super::layers::Activation;
+use super::packed::PackedOps;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
@@ -24,6 +25,8 @@ use super::tensors::{
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 
 impl Nvfp4Ops for CubeBackend {}
+
+impl PackedOps for CubeBackend {}
 
 impl Nvfp4KernelOps for CubeBackend {
     fn nvfp4_quantize(

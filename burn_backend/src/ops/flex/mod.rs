@@ -19,6 +19,7 @@ use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use nvfp4_kernels::Usage;
 
+use super::packed::PackedOps;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
@@ -28,6 +29,8 @@ use super::{Nvfp4KernelOps, Nvfp4Ops};
 use tensors::ranges;
 
 impl Nvfp4Ops for Flex {}
+
+impl PackedOps for Flex {}
 
 impl Nvfp4KernelOps for Flex {
     fn nvfp4_quantize(

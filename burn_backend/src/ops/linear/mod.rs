@@ -10,6 +10,7 @@ use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::I
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{ScaleLayout, Usage};
 
+use super::context::Slot;
 use super::dtype::cast;
 use super::form::{Forms, LayerGemm};
 use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize};
@@ -20,6 +21,7 @@ use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, RowGroups, float_dtype,
 };
+use weight::{CachedOperands, weight_slot};
 pub(crate) use weight::{SavedWeight, WeightForms};
 
 /// Gradients of `x`, `w` and the bias, as far as they are required and do not
@@ -289,7 +291,17 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
             };
             gathered.fprop_operand(weight.into_values(), None, spec, forms, dtype)
         }
-        None => quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept),
+        None => {
+            let slot = weight_slot::<B>(&weight.device(), dtype, (spec, context));
+            let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
+            cached.map(|(w, _)| w).unwrap_or_else(|| {
+                let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+                if let Some(slot) = slot {
+                    slot.put::<CachedOperands<B>>((w.clone(), None));
+                }
+                w
+            })
+        }
     };
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
 }

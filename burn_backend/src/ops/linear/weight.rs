@@ -56,6 +56,22 @@ pub(crate) struct WeightForms {
     pub(in crate::ops) dgrad: StoredForm,
 }
 
+/// The operands of a weight that are cached: for the forward, and for dgrad.
+pub(super) type CachedOperands<B> = (Operand<B>, Option<Operand<B>>);
+
+/// The slot of a weight's operands on `device`, if they are cached.
+pub(super) fn weight_slot<'a, B: Backend>(
+    device: &B::Device,
+    dtype: FloatDType,
+    (spec, context): (&LinearSpec, &'a LinearContext),
+) -> Option<Slot<'a>> {
+    // An unquantized weight is not worth caching, and random bits are drawn afresh.
+    let fprop = &spec.fprop_w;
+    let is_cached = fprop.is_deterministic() && *fprop != OperandSpec::HighPrecision;
+    let weight = context.weight.as_ref().filter(|_| is_cached)?;
+    Some(weight.slot(format!("{device:?}"), dtype, spec))
+}
+
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// `w` for the forward, and what dgrad needs of it if that is required.
     pub(super) fn weight(
@@ -97,16 +113,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         dtype: FloatDType,
         forms: &LinearForms,
     ) -> (Operand<B>, Option<Operand<B>>) {
-        let LinearSpec {
-            fprop_w, dgrad_w, ..
-        } = self.spec;
-        // An unquantized weight is not worth caching, and random bits are drawn afresh.
-        let is_cached = fprop_w.is_deterministic() && fprop_w != OperandSpec::HighPrecision;
-        let weight = self.context.weight.as_ref().filter(|_| is_cached);
-        let slot =
-            weight.map(|weight| weight.slot(format!("{:?}", self.w.device()), dtype, &self.spec));
-        type Cached<B> = (Operand<B>, Option<Operand<B>>);
-        let cached: Option<Cached<B>> = slot.as_ref().and_then(Slot::get);
+        let dgrad_w = self.spec.dgrad_w;
+        let slot = weight_slot::<B>(&self.w.device(), dtype, (&self.spec, &self.context));
+        let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
         let (forward, backward) = match cached {
             Some((forward, Some(backward))) => (forward, Some(backward)),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
@@ -119,7 +128,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 if let Some(slot) = slot {
                     let (forward, backward) = made.clone();
                     let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    slot.put((forward, backward));
+                    slot.put::<CachedOperands<B>>((forward, backward));
                 }
                 made
             }

@@ -7,7 +7,9 @@ use burn_nvfp4::{Nvfp4Recipe, Nvfp4State, RngState, decorate};
 use burn_optim::{GradientsParams, SgdConfig};
 
 use super::models::{device, tensor};
-use crate::support::counted::{Step, collect, is_quantized_once_until_it_changes, quantized};
+use crate::support::counted::{
+    Step, collect, is_quantized_once_until_it_changes, quantized, validation_quantizes_once,
+};
 use crate::support::own_process::own_process;
 
 /// A weight that no other test of this process has.
@@ -50,6 +52,17 @@ fn a_decorated_weight_is_quantized_once_until_it_changes() {
     own_process!("decorate");
     let _alone = collect();
     is_quantized_once_until_it_changes(SIZE, layer, step);
+}
+
+#[test]
+fn validation_quantizes_a_decorated_weight_once() {
+    own_process!("decorate");
+    let _alone = collect();
+    let forward = |layer: &Linear, batch| {
+        let x = tensor([24, SIZE[0]], batch, DType::F32, &device());
+        values::<2>(layer.forward(x))
+    };
+    validation_quantizes_once(SIZE, layer, forward, step);
 }
 
 /// Steps that are queued before any of them runs, as a training loop has it that reads nothing

@@ -103,6 +103,83 @@ pub fn quantized([rows, cols]: [usize; 2]) -> usize {
     taken().iter().filter(is_one).count()
 }
 
+/// Forwards of `valid()` quantize a weight once, until it changes, as often as `valid()` is called;
+/// training quantizes its own. The results are those without a cache. `weight` is the size of the
+/// weight, `layer` a layer for a recipe, `forward` its output for a batch, `step` a step of training.
+pub fn validation_quantizes_once<L: Module>(
+    weight: [usize; 2],
+    layer: impl Fn(Nvfp4Recipe) -> L,
+    forward: impl Fn(&L, u64) -> Vec<f32>,
+    step: impl Fn(&L, u64) -> Step,
+) {
+    let weights = || quantized(weight);
+    for preset in ["nvidia", "quartet2", "fwd_nvfp4_bwd_bf16"] {
+        let recipe = Nvfp4Recipe::preset(preset).unwrap();
+        let mut kept = layer(recipe.clone());
+        let mut plain = layer(recipe.with_cache_weights(false));
+        plain = plain.load_record(kept.clone().into_record());
+        let mut optimizers = [(); 2].map(|()| SgdConfig::new().init());
+        let mut before = Vec::new();
+        for turn in 0..3 {
+            weights();
+            for call in 0..2 {
+                let (valid, expected) = (kept.valid(), plain.valid());
+                for batch in 0..3 {
+                    let found = forward(&valid, batch);
+                    let is_first = call == 0 && batch == 0;
+                    assert_eq!(
+                        weights(),
+                        usize::from(is_first),
+                        "{preset}, {turn}, {batch}"
+                    );
+                    assert_eq!(
+                        found,
+                        forward(&expected, batch),
+                        "{preset}, {turn}, {batch}"
+                    );
+                    assert_eq!(weights(), 1, "without the cache");
+                    if is_first {
+                        assert_ne!(found, before, "{preset}: the optimizer changed the weight");
+                        before = found;
+                    }
+                }
+            }
+            // Nothing but the layer holds its weight when an optimizer writes the new one over it.
+            let [found, expected] = [&kept, &plain].map(|layer| step(layer, turn));
+            assert_eq!(found.output, expected.output, "{preset}, {turn}");
+            assert_eq!(found.gradient, expected.gradient, "{preset}, {turn}");
+            assert_eq!(weights(), 2, "{preset}: training quantizes its own");
+            let [own, other] = &mut optimizers;
+            let grads = GradientsParams::from_grads(found.grads, &kept);
+            kept = own.step(0.1, kept, grads);
+            let grads = GradientsParams::from_grads(expected.grads, &plain);
+            plain = other.step(0.1, plain, grads);
+        }
+        // A validation between a forward and its step: the step makes another weight.
+        let grads = step(&kept, 7).grads;
+        let valid = kept.valid();
+        let old = forward(&valid, 0);
+        let grads = GradientsParams::from_grads(grads, &kept);
+        kept = SgdConfig::new().init().step(0.1, kept, grads);
+        weights();
+        assert_ne!(forward(&kept.valid(), 0), old, "{preset}");
+        assert_eq!(weights(), 1, "{preset}: the weight has changed");
+        assert_eq!(forward(&valid, 0), old, "{preset}: the other has stayed");
+        // What was loaded is another weight, and another mode needs other operands.
+        let loaded = valid.load_record(plain.valid().into_record());
+        let expected = forward(&plain.valid(), 0);
+        assert_eq!(
+            forward(&loaded, 0),
+            expected,
+            "{preset}: a record was loaded"
+        );
+        weights();
+        set_mode(&loaded, LayerMode::HighPrecision);
+        assert_ne!(forward(&loaded, 0), expected, "{preset}");
+        assert_eq!(weights(), 0, "{preset}: in high precision");
+    }
+}
+
 /// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another
 /// mode or a recipe that says so, again. The results are the same either way. `weight` is the size
 /// of the weight, `layer` a layer number 5 for a recipe, `step` a step of one on a batch.

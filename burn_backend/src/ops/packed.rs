@@ -1,0 +1,181 @@
+//! The linear layer of a weight that is stored in NVFP4 alone, and its gradient by the input.
+
+use burn_core as burn;
+
+use burn_core::backend::{
+    Autodiff, Backend, TensorMetadata,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind},
+    },
+    backend_extension,
+    tensor::FloatTensor,
+};
+use burn_core::tensor::FloatDType;
+use nvfp4_kernels::{Rounding, Usage};
+
+use super::dtype::cast;
+use super::float_dtype;
+use super::gradients::register;
+use super::inference::{InferenceOps, STATIC};
+use super::kernels::{Nvfp4KernelOps, inner, inner_groups};
+use super::spec::{OperandSpec, QuantParams};
+use super::stored::StoredForm;
+use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
+
+/// What a layer of packed weights does with its input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activations {
+    /// W4A16: nothing.
+    HighPrecision,
+    /// W4A4: quantized as these parameters say, under the global scale of its own amax.
+    Dynamic(QuantParams),
+    /// W4A4: quantized in 1x16 blocks to nearest, under the global scale that the layer has for it.
+    Static,
+}
+
+impl Activations {
+    /// 1x16 blocks to nearest, under the global scale of the input's amax.
+    pub const DYNAMIC: Self = Self::Dynamic(QuantParams::nvfp4(Rounding::Nearest));
+
+    /// How the input is represented.
+    pub(crate) fn spec(&self) -> OperandSpec {
+        match self {
+            Self::HighPrecision => OperandSpec::HighPrecision,
+            Self::Dynamic(params) => OperandSpec::Quantized(*params),
+            Self::Static => OperandSpec::Quantized(STATIC),
+        }
+    }
+}
+
+/// What becomes of the input of a layer of packed weights.
+#[derive(Debug, Clone, Copy)]
+pub struct PackedInput {
+    /// How it is represented.
+    pub activations: Activations,
+    /// The form in which the GEMM reads it.
+    pub form: StoredForm,
+}
+
+impl PackedInput {
+    /// `x` (`[rows, d_in]`, in `groups`) as the left operand of a GEMM. `global` is the static
+    /// global scale, which is there where it is needed.
+    fn operand<B: PackedOps>(
+        self,
+        x: FloatTensor<B>,
+        global: MaybeTensor<B>,
+        groups: &RowGroups<B>,
+    ) -> Operand<B> {
+        let Self { activations, form } = self;
+        match activations {
+            Activations::HighPrecision => Operand::Float(x, Usage::Rowwise),
+            Activations::Dynamic(params) => {
+                let usages = QuantUsages::one(Usage::Rowwise, params, form);
+                Operand::Quantized(B::nvfp4_quantize(x, groups.clone(), usages).into_one())
+            }
+            Activations::Static => {
+                let global = global.into_option();
+                let global = global.expect("checked when the layer was made");
+                let made = B::nvfp4_quantize_static(x, global, groups.clone(), form);
+                Operand::Quantized(made)
+            }
+        }
+    }
+}
+
+/// Layers of packed weights. [`nn`](crate::nn) checks the arguments before anything is queued.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(any(feature = "cpu", feature = "cuda")),
+    Fusion: cfg(feature = "cubecl-backend"),
+    Autodiff
+)]
+pub trait PackedOps: Nvfp4KernelOps + InferenceOps {
+    /// `y = x wᵀ + bias` in the type of `x`, for `x` (`[rows, d_in]`), the rowwise tensor `w` of
+    /// `[d_out, d_in]` and `bias` (`[d_out]`). `global` is the static global scale of `x` that
+    /// [`Activations::Static`] needs.
+    ///
+    /// With [`RowGroups::Offsets`] `w` is a stack of matrices, one for each group of rows, and
+    /// `bias` and `global` have one row for each.
+    ///
+    /// `Autodiff` overrides it: `x` has the gradient `dx = dy w`, the values of `w` rounded to the
+    /// type of `x`, straight through the rounding of activations; the rest is constant. For the
+    /// backward the packed weight is kept, and dequantized for the time of the GEMM.
+    #[fusion(default)]
+    fn nvfp4_packed_linear(
+        x: FloatTensor<Self>,
+        input: PackedInput,
+        #[extension_type] w: QuantizedMatrix<Self>,
+        #[extension_type] bias: MaybeTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        #[extension_type] global: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let dtype = float_dtype(x.dtype());
+        let x = input.operand::<Self>(x, global, &groups);
+        Self::nvfp4_gemm(x, Operand::Quantized(w), bias, groups.of_rows(), dtype)
+    }
+}
+
+/// What the gradient by the input needs.
+#[derive(Clone, Debug)]
+struct SavedPacked<B: Backend> {
+    w: QuantizedMatrix<B>,
+    groups: RowGroups<B>,
+    /// Type of the input.
+    dtype: FloatDType,
+}
+
+/// The backward of a layer of packed weights: parents `[x]`.
+#[derive(Debug)]
+struct PackedLinear;
+
+impl<B: PackedOps> Backward<B, 1> for PackedLinear {
+    type State = SavedPacked<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let SavedPacked { w, groups, dtype } = ops.state;
+        let dy = cast::<B>(grads.consume::<B>(&ops.node), dtype);
+        // Codes lie along the contraction of fprop; no kernel reads them along that of dgrad.
+        let w = B::nvfp4_dequantize(w, groups.of_weights(), dtype);
+        let dx = B::nvfp4_gemm(
+            Operand::Float(dy, Usage::Rowwise),
+            Operand::Float(w, Usage::Columnwise),
+            MaybeTensor::Absent,
+            groups.of_rows(),
+            dtype,
+        );
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 1>(nodes, [Some(dx)], grads);
+    }
+}
+
+impl<B: PackedOps, C: CheckpointStrategy> PackedOps for Autodiff<B, C> {
+    fn nvfp4_packed_linear(
+        x: FloatTensor<Self>,
+        input: PackedInput,
+        w: QuantizedMatrix<Self>,
+        bias: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        global: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (x, node) = x.into_parts();
+        let (w, groups) = (inner(w), inner_groups(groups));
+        let [bias, global] = [bias, global].map(|tensor| tensor.map(|x| x.into_primitive()));
+        let saved = SavedPacked {
+            w: w.clone(),
+            groups: groups.clone(),
+            dtype: float_dtype(x.dtype()),
+        };
+        let y = || B::nvfp4_packed_linear(x, input, w, bias, groups, global);
+        match PackedLinear.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(saved, y()),
+            OpsKind::UnTracked(prep) => prep.finish(y()),
+        }
+    }
+}
