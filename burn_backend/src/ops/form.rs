@@ -184,6 +184,13 @@ pub(super) fn rows_of_tiles<B: Backend>(
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
 }
 
+/// The forms of the operands of a weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WeightForms {
+    pub(super) fprop: StoredForm,
+    pub(super) dgrad: StoredForm,
+}
+
 #[cfg(test)]
 mod tests {
     use burn_core::backend::Dispatch;

@@ -4,6 +4,7 @@
 //! One implementation for a weight that multiplies all rows and for a stack of weights, one for
 //! each group of rows.
 
+mod request;
 mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
@@ -12,7 +13,7 @@ use nvfp4_kernels::{ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::{Forms, LayerGemm};
+use super::form::{Forms, LayerGemm, WeightForms};
 use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
@@ -21,8 +22,10 @@ use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, RowGroups, float_dtype,
 };
+use request::LinearForms;
+pub(crate) use request::{LinearRequest, RequiresGrad};
+pub(crate) use weight::SavedWeight;
 use weight::{CachedOperands, weight_slot};
-pub(crate) use weight::{SavedWeight, WeightForms};
 
 /// Gradients of `x`, `w` and the bias, as far as they are required and do not
 /// [wait](super::collective::Waiting).
@@ -30,15 +33,6 @@ pub(crate) struct LinearGradients<B: Backend> {
     pub(crate) x: Option<FloatTensor<B>>,
     pub(crate) w: Option<FloatTensor<B>>,
     pub(crate) bias: Option<FloatTensor<B>>,
-}
-
-/// Which gradients are required.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RequiresGrad {
-    pub(crate) x: bool,
-    pub(crate) w: bool,
-    /// Type of the bias, if there is one and its gradient is required.
-    pub(crate) bias: Option<FloatDType>,
 }
 
 /// The operands of the backward's GEMMs, in their formats, and nothing else.
@@ -210,27 +204,6 @@ impl<B: Backend> LayerGemms<'_, B> {
         };
         self.context.forms::<B>(&gemm, device)
     }
-}
-
-/// The forms of the operands of a layer's GEMMs.
-struct LinearForms {
-    fprop: Forms,
-    dgrad: Forms,
-    wgrad: Forms,
-}
-
-/// A forward, and which gradients its backward will compute.
-pub(crate) struct LinearRequest<B: Backend> {
-    pub(crate) x: QuantSource<B>,
-    /// `[d_in, d_out]`, or a stack of these, one for each group of rows.
-    pub(crate) w: FloatTensor<B>,
-    pub(crate) bias: MaybeTensor<B>,
-    /// [`RowGroups::Whole`] or [`RowGroups::Offsets`].
-    pub(crate) groups: RowGroups<B>,
-    pub(crate) spec: LinearSpec,
-    pub(crate) context: LinearContext,
-    /// An operand of a gradient that is not required is not quantized.
-    pub(crate) requires_grad: RequiresGrad,
 }
 
 /// The GEMM of a forward: whenever it runs, its bits are the same.

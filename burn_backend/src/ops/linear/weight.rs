@@ -5,8 +5,9 @@ use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
-use super::{LinearForms, LinearRequest};
+use super::request::{LinearForms, LinearRequest};
 use crate::ops::context::Slot;
+use crate::ops::form::WeightForms;
 use crate::ops::known_amax::{self, KnownAmax};
 use crate::ops::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
@@ -47,13 +48,6 @@ impl<B: Nvfp4KernelOps> SavedWeight<B> {
             (Self::Rows { .. }, None) => unreachable!("the rows of a gathered weight were saved"),
         }
     }
-}
-
-/// The forms of the operands of a weight.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightForms {
-    pub(in crate::ops) fprop: StoredForm,
-    pub(in crate::ops) dgrad: StoredForm,
 }
 
 /// The operands of a weight that are cached: for the forward, and for dgrad.

@@ -8,7 +8,7 @@ use nvfp4_parallel::Reduction;
 use super::{FormedSpec, LinearSharding, Part, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Exchange, Step};
-use crate::ops::linear::WeightForms;
+use crate::ops::form::WeightForms;
 use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::stored::StoredForm;
