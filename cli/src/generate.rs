@@ -22,8 +22,8 @@ use crate::device::{ComputeType, DeviceName, install_decorator};
 
 #[derive(Args)]
 pub(crate) struct Generate {
-    /// Load the model from this folder: one as Hugging Face has them, in high precision or quantized
-    /// to NVFP4; or that of a run of `train`, of one of its recipes, or of a checkpoint
+    /// Load the model from this folder: one as Hugging Face has them, in high precision or
+    /// quantized to NVFP4; or that of a run of `train`, of one of its recipes, or of a checkpoint
     ///
     /// A model of `train` goes on byte by byte: its tokens are bytes.
     #[arg(value_name = "MODEL")]

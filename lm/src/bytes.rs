@@ -14,8 +14,8 @@ use crate::groups::ParallelGroups;
 use crate::model::LanguageModel;
 use crate::sampling::{Sampler, SamplingConfig};
 
-/// Whether `folder` is that of a run of `nvfp4 train`, of one of its recipes or of a checkpoint, and
-/// not that of a model in Hugging Face's layout.
+/// Whether `folder` is that of a run of `nvfp4 train`, of one of its recipes or of a checkpoint,
+/// and not that of a model in Hugging Face's layout.
 ///
 /// # Errors
 /// When it has a configuration that cannot be read, or is that of a run which writes models of that
@@ -54,8 +54,8 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     M::part_of(model, &state.config, &ParallelGroups::single())
 }
 
-/// Continue `prompt` by at most `most` bytes, chosen as `sampling` says, and pass each one to `emit`,
-/// which says whether the text goes on. Ends early where the model ends the file.
+/// Continue `prompt` by at most `most` bytes, chosen as `sampling` says, and pass each one to
+/// `emit`, which says whether the text goes on. Ends early where the model ends the file.
 ///
 /// The model sees the last bytes that fit its context.
 ///

@@ -172,10 +172,10 @@ impl Nvfp4SwiGlu {
     }
 }
 
-/// `(silu(x G) · (x U)) D` of a `gate_up` layer (`G` and `U` concatenated, `[d_model, 2 * d_hidden]`)
-/// and a `down` layer: what [`Nvfp4SwiGlu`] computes of layers that are fields elsewhere. With
-/// `recompute` the backward computes `x G` and `x U` again, as
-/// [`with_recompute`](Nvfp4SwiGlu::with_recompute) says.
+/// `(silu(x G) · (x U)) D` of a `gate_up` layer, which has `G` and `U` concatenated, and a `down`
+/// layer: what [`Nvfp4SwiGlu`] computes, of layers that are fields elsewhere. With `recompute` the
+/// backward computes `x G` and `x U` again, as [`with_recompute`](Nvfp4SwiGlu::with_recompute)
+/// says.
 ///
 /// # Errors
 /// As [`Nvfp4SwiGlu::try_forward`].

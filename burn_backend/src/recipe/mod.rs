@@ -114,7 +114,8 @@ pub struct Nvfp4Recipe {
     /// [`set_mode`](crate::set_mode).
     pub healing: Option<Healing>,
     /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
-    /// gradient accumulation, the batches of a validation. Costs the memory of the quantized weights between steps.
+    /// gradient accumulation, the batches of a validation. Costs the memory of the quantized
+    /// weights between steps.
     #[config(default = true)]
     pub cache_weights: bool,
 }

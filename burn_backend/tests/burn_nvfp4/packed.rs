@@ -188,8 +188,8 @@ fn experts_have_scales_of_their_own() {
     }
 }
 
-/// Gradients by the input are those of a layer in high precision with the values of the packed weight,
-/// rounded to the type of the input, whatever is done with the activations.
+/// Gradients by the input are those of a layer in high precision with the values of the packed
+/// weight, rounded to the type of the input, whatever is done with the activations.
 #[test]
 fn inputs_have_the_gradients_of_the_values() {
     let autodiff = device().autodiff();

@@ -32,15 +32,15 @@ pub(crate) struct Finetune {
     /// Begin with the model in this folder: config.json, safetensors files and tokenizer.json
     #[arg(value_name = "MODEL", required_unless_present = "resume")]
     model: Option<PathBuf>,
-    /// Minimise the KL divergence to a frozen model instead of the cross entropy: to MODEL itself, or
-    /// to --teacher
+    /// Minimise the KL divergence to a frozen model instead of the cross entropy: to MODEL itself,
+    /// or to --teacher
     #[arg(long)]
     distill: bool,
     /// Distill from the model in this folder, which has the same tokens
     #[arg(long, value_name = "DIR")]
     teacher: Option<PathBuf>,
-    /// Hold the weights of the teacher in this form [default: w4a16 if its folder is quantized, else
-    /// high]
+    /// Hold the weights of the teacher in this form [default: w4a16 if its folder is quantized,
+    /// else high]
     #[arg(long, value_name = "FORM")]
     teacher_form: Option<FrozenForm>,
     /// Divide the logits of both models [default: 1]

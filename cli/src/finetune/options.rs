@@ -154,8 +154,8 @@ pub(crate) struct TrainingOptions {
     /// Compute activations in this type [default: bf16 on a GPU, f32 else]
     #[arg(long, value_name = "TYPE")]
     pub(crate) activation: Option<Activation>,
-    /// Compute the inputs of the feed-forward's activation again in the backward of this many layers,
-    /// instead of keeping them: less memory for more time, and the same bits
+    /// Compute the inputs of the feed-forward's activation again in the backward of this many
+    /// layers, instead of keeping them: less memory for more time, and the same bits
     #[arg(long, value_name = "LAYERS", default_value_t = 0)]
     pub(crate) recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the

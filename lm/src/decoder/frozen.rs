@@ -59,13 +59,13 @@ impl FrozenForm {
 
 impl Decoder {
     /// The model in `folder` with its weights in `form`: those of a quantized folder as they are or
-    /// dequantized, others as they are or quantized when they are loaded, one after another. What is
-    /// in high precision has type `dtype`.
+    /// dequantized, others as they are or quantized when they are loaded, one after another. What
+    /// is in high precision has type `dtype`.
     ///
     /// # Errors
     /// As [`load`](Self::load), [`load_packed`](Self::load_packed) and
-    /// [`load_dequantized`](Self::load_dequantized); when weights are to be quantized whose width is
-    /// no multiple of 16.
+    /// [`load_dequantized`](Self::load_dequantized); when weights are to be quantized whose width
+    /// is no multiple of 16.
     pub fn load_frozen(
         folder: &Path,
         device: &Device,

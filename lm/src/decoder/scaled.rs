@@ -86,7 +86,8 @@ mod tests {
     use super::*;
     use crate::decoder::projection::{Experts, Projection};
 
-    /// The gradient by the input is that of the values, each multiplied by the scale of its feature.
+    /// The gradient by the input is that of the values, each multiplied by the scale of its
+    /// feature.
     #[test]
     fn gradients_pass_scales_and_packed_weights() {
         let device = Device::flex().autodiff();

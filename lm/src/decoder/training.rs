@@ -171,6 +171,13 @@ fn grouped(experts: Experts, recipe: &Nvfp4Recipe) -> Result<Experts> {
 #[derive(Default)]
 struct Ids(Vec<String>);
 
+impl Ids {
+    /// The id of the path.
+    fn id(&self) -> ParamId {
+        ParamId::from(hash(self.0.join(".").as_bytes()))
+    }
+}
+
 impl ModuleMapper for Ids {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.0.push(name.into());
@@ -181,7 +188,11 @@ impl ModuleMapper for Ids {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let id = ParamId::from(hash(self.0.join(".").as_bytes()));
-        Param::initialized(id, param.val())
+        Param::initialized(self.id(), param.val())
+    }
+
+    /// The codes and block scales of packed weights.
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        Param::initialized(self.id(), param.val())
     }
 }

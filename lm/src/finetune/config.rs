@@ -80,8 +80,8 @@ pub struct FinetuneConfig {
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// Compute the inputs of the feed-forward's activation again in the backward of this many layers,
-    /// instead of keeping them: the same bits.
+    /// Compute the inputs of the feed-forward's activation again in the backward of this many
+    /// layers, instead of keeping them: the same bits.
     #[serde(default)]
     pub recompute: usize,
     /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the

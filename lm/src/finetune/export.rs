@@ -21,8 +21,9 @@ use crate::quantize::{
 impl Finetune<'_> {
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
     /// readers of `dialect`. Layers that the recipe keeps in high precision stay there, as do those
-    /// that are not packed beside packed ones; tensors that are not quantized are `f32`. Global scales of activations, which [`Scheme::W4a4`]
-    /// needs, are calibrated on the rows of an evaluation.
+    /// that are not packed beside packed ones; tensors that are not quantized are `f32`. Global
+    /// scales of activations, which [`Scheme::W4a4`] needs, are calibrated on the rows of an
+    /// evaluation.
     ///
     /// # Errors
     /// When the folder has files, or the disk refuses.

@@ -528,8 +528,8 @@ fn adapters_learn_beside_frozen_weights() {
     }
 }
 
-/// Losses, parameters, moments and state are those of a run that keeps everything, byte for byte, in
-/// high precision and with stochastic rounding, with experts too.
+/// Losses, parameters, moments and state are those of a run that keeps everything, byte for byte,
+/// in high precision and with stochastic rounding, with experts too.
 #[test]
 fn recomputing_changes_no_bit() {
     for (name, recipe) in [
@@ -619,8 +619,8 @@ fn data_beside(config: &FinetuneConfig, plain: &Path) -> TrainingData {
     TrainingData::open(config, vocabulary).unwrap()
 }
 
-/// Beside packed weights adapters learn what they learn beside the values of these, and nothing in high
-/// precision is left of what the folder has packed.
+/// Beside packed weights adapters learn what they learn beside the values of these, and nothing in
+/// high precision is left of what the folder has packed.
 #[test]
 fn adapters_learn_beside_packed_weights() {
     for (name, plain) in [
@@ -657,8 +657,8 @@ fn adapters_learn_beside_packed_weights() {
     }
 }
 
-/// Weights of a folder in high precision are quantized when they are loaded, as training for serving
-/// quantizes them; the run can be stopped, merged and exported.
+/// Weights of a folder in high precision are quantized when they are loaded, as training for
+/// serving quantizes them; the run can be stopped, merged and exported.
 #[test]
 fn frozen_weights_are_quantized_at_load() {
     let model = golden!("qwen3moe-tiny");

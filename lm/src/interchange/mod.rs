@@ -157,8 +157,8 @@ impl Scheme {
         }
     }
 
-    /// The recipe whose forward quantizes so, in 1x16 blocks to nearest, as engines do; its backward
-    /// is that of the quantized values in high precision.
+    /// The recipe whose forward quantizes so, in 1x16 blocks to nearest, as engines do; its
+    /// backward is that of the quantized values in high precision.
     pub fn recipe(self) -> Nvfp4Recipe {
         match self {
             Self::W4a16 => Nvfp4Recipe::weight_only_qat(),

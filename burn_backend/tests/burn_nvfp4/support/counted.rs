@@ -105,7 +105,8 @@ pub fn quantized([rows, cols]: [usize; 2]) -> usize {
 
 /// Forwards of `valid()` quantize a weight once, until it changes, as often as `valid()` is called;
 /// training quantizes its own. The results are those without a cache. `weight` is the size of the
-/// weight, `layer` a layer for a recipe, `forward` its output for a batch, `step` a step of training.
+/// weight, `layer` a layer for a recipe, `forward` its output for a batch, `step` a step of
+/// training.
 pub fn validation_quantizes_once<L: Module>(
     weight: [usize; 2],
     layer: impl Fn(Nvfp4Recipe) -> L,
