@@ -139,9 +139,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         via: FloatDType,
     ) -> QuantizedMatrix<Self>;
 
-    /// `source`, a quantized matrix or a stack of them by `groups`, in this `form`, which is packed:
-    /// for what was put together or loaded in rows of scales, and is read in tiles. As it is where
-    /// it has that form already, and on Flex.
+    /// `source`, a quantized matrix or a stack of them by `groups`, in this packed `form`: for what
+    /// was put together in rows of scales and is read in tiles. As it is where it has that form
+    /// already, and on Flex.
     #[fusion(meta = meta::in_form)]
     fn nvfp4_in_form(
         #[extension_type] source: QuantizedMatrix<Self>,

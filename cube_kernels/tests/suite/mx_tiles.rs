@@ -93,8 +93,8 @@ impl Case {
         matches!(self.groups, Groups::Offsets { .. })
     }
 
-    /// Asserts that `found` has the scales of `expected`, swizzled, and zeros that pad them; and its
-    /// codes.
+    /// Asserts that `found` has the codes of `expected`, and its scales, swizzled and padded with
+    /// zeros.
     fn assert_same(
         &self,
         client: &Client,

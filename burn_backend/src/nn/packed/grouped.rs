@@ -57,7 +57,7 @@ impl Nvfp4PackedGroupedLinear {
         let input = input.map(|input| Param::from_tensor(input.detach()).set_require_grad(false));
         let bias = bias.map(|bias| Param::from_tensor(bias.detach()).set_require_grad(false));
         Ok(Self {
-            weight: weight.read_by(&activations, true),
+            weight: weight.read_by(&activations.spec(), true),
             input,
             bias,
             activations,

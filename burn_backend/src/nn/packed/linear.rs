@@ -67,7 +67,7 @@ impl Nvfp4PackedLinear {
         }
         let param = |tensor: Tensor<1>| Param::from_tensor(tensor.detach()).set_require_grad(false);
         Ok(Self {
-            weight: weight.read_by(&activations, false),
+            weight: weight.read_by(&activations.spec(), false),
             input: input.map(param),
             bias: bias.map(param),
             activations,

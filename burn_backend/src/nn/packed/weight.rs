@@ -7,11 +7,10 @@ use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
-use super::Activations;
 use super::scales::{BlockScales, Matrices};
 use crate::ops::inference::PackedShape;
 use crate::ops::{
-    MaybeTensor, Nvfp4KernelOps, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+    MaybeTensor, Nvfp4KernelOps, OperandSpec, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
 use crate::validate;
 
@@ -145,14 +144,13 @@ impl Nvfp4Weight {
         Ok(Tensor::from_dispatch(values))
     }
 
-    /// The same for a layer with these activations, of one matrix or of `experts`: with block
+    /// The same for a layer with inputs by `x`, of one matrix or of `experts`: with block
     /// scales in the order that its GEMMs read, be their rows one or many. Brought into it once,
     /// here and where a record is loaded.
-    pub(super) fn read_by(self, activations: &Activations, experts: bool) -> Self {
+    pub(super) fn read_by(self, x: &OperandSpec, experts: bool) -> Self {
         let (device, shape) = (self.codes.device(), self.packed_shape(experts));
-        let spec = activations.spec();
         // With one row a GEMM takes as long as reading its weight does, and no pass beside it.
-        let reads_tiles = |rows| shape.form(&device, &spec, rows) == StoredForm::TILES;
+        let reads_tiles = |rows| shape.form(&device, x, rows) == StoredForm::TILES;
         match [1, 4096].into_iter().all(reads_tiles) {
             true => self.ordered(ScaleLayout::Swizzled128x4),
             false => self.ordered(ScaleLayout::Compact),
@@ -207,7 +205,7 @@ mod tests {
     use nvfp4_kernels::reference::swizzle;
 
     use super::*;
-    use crate::nn::Nvfp4PackedLinear;
+    use crate::nn::{Activations, Nvfp4PackedLinear};
 
     const ROWS: usize = 130;
     const K: usize = 80;

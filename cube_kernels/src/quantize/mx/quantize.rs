@@ -46,8 +46,8 @@ pub fn mx_quantize(
 /// - copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
 ///   each of which group `g` takes the elements from entry `g` of
 ///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There
-///   is room for [`padded_bound`](crate::reference::padding::padded_bound)`(x.rows, count, 32)` of them; blocks behind the last group are
-///   not written.
+///   is room for [`padded_bound`](crate::reference::padding::padded_bound)`(x.rows, count, 32)` of
+///   them; blocks behind the last group are not written.
 ///
 /// Scales in 128x4 tiles are as GEMMs with these groups read them. Tiles begin anew at each matrix
 /// of a batch and, along [`Usage::Rowwise`], at each group of rows, as the groups of the result
