@@ -59,7 +59,8 @@ pub(crate) struct Generate {
     /// what the model's folder says]
     #[arg(long, value_name = "SCHEME")]
     scheme: Option<Scheme>,
-    /// Store keys and values so [default: fp8 where the model's folder quantizes the cache, else bf16]
+    /// Store keys and values so [default: fp8 where the model's folder quantizes the cache, else
+    /// bf16]
     #[arg(long, value_name = "TYPE")]
     kv: Option<KvName>,
     /// Launch the kernels of a step one by one on a GPU, and not as a CUDA graph

@@ -16,7 +16,8 @@ use crate::sampling::first_best;
 /// Tokens whose logits are in memory at a time.
 const CHUNK: usize = 256;
 
-/// The natural logarithm of the probability of each of `tokens` but the first, after those before it.
+/// The natural logarithm of the probability of each of `tokens` but the first, after those before
+/// it.
 ///
 /// # Errors
 /// When there are fewer than two, or the model fails.
@@ -51,8 +52,8 @@ pub struct Windows {
     /// Tokens of a window.
     pub length: usize,
     /// From the beginning of one to that of the next. Of a window's tokens those count that the
-    /// window before has not counted, so that all but the first have at least `length - stride` before
-    /// them.
+    /// window before has not counted, so that all but the first have at least `length - stride`
+    /// before them.
     pub stride: usize,
 }
 
@@ -131,8 +132,8 @@ impl CrossEntropy {
     }
 }
 
-/// The cross entropy of `texts`, each of which is read on its own. The first token of a text does not
-/// count. `progress` is told how many tokens have been counted, of how many.
+/// The cross entropy of `texts`, each of which is read on its own. The first token of a text does
+/// not count. `progress` is told how many tokens have been counted, of how many.
 ///
 /// # Errors
 /// When the windows are refused, a text has fewer than two tokens, or the model fails or gives no
@@ -287,8 +288,8 @@ pub fn choose(
     })
 }
 
-/// The log-probability of `choice` after `context`: of the tokens of both together from the first on
-/// that differs from those of the context.
+/// The log-probability of `choice` after `context`: of the tokens of both together from the first
+/// on that differs from those of the context.
 fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) -> Result<f64> {
     let before = tokenizer.encode(context, true)?;
     let whole = tokenizer.encode(&format!("{context}{choice}"), true)?;

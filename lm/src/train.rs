@@ -80,8 +80,8 @@ pub struct Run<'a, M> {
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
-    /// Start the run `config` with `recipe` on `device`, or resume it if `folder` has a checkpoint of
-    /// it.
+    /// Start the run `config` with `recipe` on `device`, or resume it if `folder` has a checkpoint
+    /// of it.
     ///
     /// # Errors
     /// When the configuration does not fit the device or the text, or the checkpoint is damaged or
@@ -97,9 +97,9 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Self::open_rank(config, recipe, corpus, device, folder, groups)
     }
 
-    /// As [`open`](Self::open), as a rank of `groups`: all ranks, a process with a device each, make
-    /// the same calls. Those of the batch take equal parts of it. All see the same `folder`, into
-    /// which rank 0 writes.
+    /// As [`open`](Self::open), as a rank of `groups`: all ranks, a process with a device each,
+    /// make the same calls. Those of the batch take equal parts of it. All see the same `folder`,
+    /// into which rank 0 writes.
     ///
     /// # Errors
     /// As there, and when the configuration does not fit the number of ranks, or another rank

@@ -27,8 +27,8 @@ pub struct Args {
     /// Also compile the kernels for the architectures that CI leaves out; sets NVFP4_TEST_FULL=1
     #[arg(long)]
     full: bool,
-    /// Instead, check that transformers, compressed-tensors, ModelOpt and PEFT read what nvfp4 writes
-    /// as nvfp4 does; installs them into the target folder (5.5 GB)
+    /// Instead, check that transformers, compressed-tensors, ModelOpt and PEFT read what nvfp4
+    /// writes as nvfp4 does; installs them into the target folder (5.5 GB)
     #[arg(long, conflicts_with_all = ["package", "full", "release", "rest"])]
     interop: bool,
     /// Pass these arguments to the test binaries, for example a part of a test's name

@@ -4,9 +4,9 @@ use std::sync::Once;
 
 use burn_core::tensor::Tensor;
 
-/// Warns once, in a training forward with `weight`, that Burn's own collective averages its gradient
-/// (`Tensor::set_distributed`, which burn-train's `ExecutionStrategy::ddp` uses). In Burn 0.22.1 such
-/// training deadlocks sooner or later; docs/src/parallel.md has the reasons.
+/// Warns once, in a training forward with `weight`, that Burn's own collective averages its
+/// gradient (`Tensor::set_distributed`, which burn-train's `ExecutionStrategy::ddp` uses). In Burn
+/// 0.22.1 such training deadlocks sooner or later; docs/src/parallel.md has the reasons.
 pub(crate) fn warn_of_distributed_weight<const D: usize>(weight: &Tensor<D>) {
     static SAID: Once = Once::new();
     if weight.is_distributed() {

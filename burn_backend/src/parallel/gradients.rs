@@ -54,8 +54,8 @@ pub fn average_gradients<M: Module>(
     join(model, gradients, group);
 }
 
-/// [`average_gradients`] of a model of [`fully_shard`](super::fully_shard): waits for the means that
-/// the backward has begun, and averages the gradients of the parameters that are whole.
+/// [`average_gradients`] of a model of [`fully_shard`](super::fully_shard): waits for the means
+/// that the backward has begun, and averages the gradients of the parameters that are whole.
 ///
 /// # Panics
 /// When the group fails.

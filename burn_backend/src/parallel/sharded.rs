@@ -76,14 +76,14 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
 ///
 /// A forward gathers a parameter when it uses it and frees it afterwards. An [`Nvfp4Linear`], by
-/// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', and gathers
-/// codes and block scales, in the forward and again in the backward: bit for bit those of the whole,
-/// if a part has a multiple of 16 rows (of the recipe's blocks and rotations). Other layers gather the
-/// parameter in its type, and keep it. Its gradient is this rank's part
-/// of the mean over the ranks, which have a part of the batch each. The mean is taken beside the
-/// rest of the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward,
-/// waits for it, and averages the gradients of parameters that stay whole. All ranks call `module`
-/// at the same points of their program.
+/// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', and
+/// gathers codes and block scales, in the forward and again in the backward: bit for bit those of
+/// the whole, if a part has a multiple of 16 rows (of the recipe's blocks and rotations). Other
+/// layers gather the parameter in its type, and keep it. Its gradient is this rank's part of the
+/// mean over the ranks, which have a part of the batch each. The mean is taken beside the rest of
+/// the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits
+/// for it, and averages the gradients of parameters that stay whole. All ranks call `module` at the
+/// same points of their program.
 ///
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole

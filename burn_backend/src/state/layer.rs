@@ -26,9 +26,9 @@ use crate::rng::{RANK_SHIFT, RngState};
 ///
 /// A rank counts its own forwards and draws at offset `rank << 48 | count`. The signs of the
 /// Hadamard transform are the same on all ranks. [`set_rank`](super::set_rank) says which rank a
-/// model belongs to. Without it, that is the index of the device that `Module::fork` was called for,
-/// and 0 for a module that was never forked. So the bits of each rank are determined, whatever the
-/// timing of threads. Clones, and forks to one device, share one count.
+/// model belongs to. Without it, that is the index of the device that `Module::fork` was called
+/// for, and 0 for a module that was never forked. So the bits of each rank are determined, whatever
+/// the timing of threads. Clones, and forks to one device, share one count.
 /// [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is given. All ranks
 /// resume from that count, because they step together.
 #[derive(Clone, Debug)]

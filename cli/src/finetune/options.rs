@@ -73,9 +73,9 @@ const SETTINGS: [&str; 26] = [
 pub(crate) struct TrainingOptions {
     /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and text
     ///
-    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT}, of which the completion
-    /// counts in the loss, or {"messages": [{"role": ROLE, "content": TEXT}, ..]}, of which the
-    /// assistant's text counts, by the chat template of the tokenizer's folder.
+    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT}, of which the
+    /// completion counts in the loss, or {"messages": [{"role": ROLE, "content": TEXT}, ..]}, of
+    /// which the assistant's text counts, by the chat template of the tokenizer's folder.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
     pub(crate) data: Vec<PathBuf>,
     /// Evaluate on these files and folders [default: a share of the documents of --data]

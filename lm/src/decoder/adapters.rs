@@ -1,4 +1,5 @@
-//! A decoder with LoRA adapters: where they are, their first values, and the folder that PEFT loads.
+//! A decoder with LoRA adapters: where they are, their first values, and the folder that PEFT
+//! loads.
 
 use std::fs;
 use std::path::Path;
@@ -24,8 +25,8 @@ const TENSORS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
 impl Decoder {
-    /// The model with frozen parameters and adapters, which depend on `seed` and their names. It has
-    /// been made for [training](Self::into_training), or for training beside its
+    /// The model with frozen parameters and adapters, which depend on `seed` and their names. It
+    /// has been made for [training](Self::into_training), or for training beside its
     /// [packed weights](Self::into_frozen).
     ///
     /// # Errors

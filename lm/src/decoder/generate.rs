@@ -21,8 +21,8 @@ pub struct Generation {
     pub sampling: SamplingConfig,
     /// Tokens of a prompt that are computed at a time.
     pub chunk: usize,
-    /// Replay steps as a CUDA graph, where the model's steps are alike: the device must have graphs.
-    /// Texts stay what they are.
+    /// Replay steps as a CUDA graph, where the model's steps are alike: the device must have
+    /// graphs. Texts stay what they are.
     pub graph: bool,
     /// How keys and values are stored; `None` for what the model's folder says.
     pub kv: Option<KvPrecision>,

@@ -140,8 +140,8 @@ impl Decoder {
         Self::load_quantized(folder, device, dtype, Form::Packed(scheme))
     }
 
-    /// The quantized model in `folder`, with the values that its NVFP4 weights stand for as weights of
-    /// type `dtype`. Weights take the memory of the dequantized model.
+    /// The quantized model in `folder`, with the values that its NVFP4 weights stand for as weights
+    /// of type `dtype`. Weights take the memory of the dequantized model.
     ///
     /// # Errors
     /// As [`load_packed`](Self::load_packed), and when the folder quantizes activations, which this

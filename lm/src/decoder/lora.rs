@@ -1,8 +1,9 @@
 //! Low-rank adapters beside frozen projections (LoRA, arXiv 2106.09685).
 //!
 //! A projection `y = x W` becomes `y = x W + (alpha / rank) (x A) B`, of which `A` (`[d_in, rank]`)
-//! and `B` (`[rank, d_out]`) are trained. `B` begins as 0. Projections that are one weight here, such
-//! as queries, keys and values, have adapters of their own, under the names that they have in PEFT.
+//! and `B` (`[rank, d_out]`) are trained. `B` begins as 0. Projections that are one weight here,
+//! such as queries, keys and values, have adapters of their own, under the names that they have in
+//! PEFT.
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};

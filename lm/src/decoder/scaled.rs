@@ -1,4 +1,5 @@
-//! Packed layers that multiply their input by a scale for each feature first: ModelOpt's `NVFP4_AWQ`.
+//! Packed layers that multiply their input by a scale for each feature first: ModelOpt's
+//! `NVFP4_AWQ`.
 
 use anyhow::Result;
 use burn::module::{Module, Param};

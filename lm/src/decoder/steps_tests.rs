@@ -145,8 +145,8 @@ fn kernels_take_the_steps_of_flex() {
     assert_eq!(texts[0], texts[1]);
 }
 
-/// Replays give the texts of ordinary steps: greedy and sampled, of one text and of several that end
-/// at different times, with both caches; and the host's choices are written where replays read.
+/// Replays give the texts of ordinary steps: greedy and sampled, of one text and of several that
+/// end at different times, with both caches; and the host's choices are written where replays read.
 #[cfg(feature = "cuda")]
 #[test]
 fn replayed_steps_are_ordinary_ones() {

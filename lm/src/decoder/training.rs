@@ -18,8 +18,8 @@ use crate::random::hash;
 impl Decoder {
     /// The model for training with `recipe`: every projection of its layers is quantized as the
     /// recipe says, but for those that it keeps in high precision; embedding, norms, routers and
-    /// head are not. Parameters keep their type, and get ids of their paths; activations are of type
-    /// `activation`.
+    /// head are not. Parameters keep their type, and get ids of their paths; activations are of
+    /// type `activation`.
     ///
     /// # Errors
     /// When a width is no multiple of 16, the device does not compute in the type, or the recipe
@@ -112,8 +112,8 @@ impl Decoder {
         Ok(self)
     }
 
-    /// The same parameters with ids of their paths: those of Burn are of the process, and files of a
-    /// run would not be those of another.
+    /// The same parameters with ids of their paths: those of Burn are of the process, and files of
+    /// a run would not be those of another.
     pub(crate) fn with_ids_of_paths(self) -> Self {
         self.map(&mut Ids::default())
     }
@@ -126,8 +126,8 @@ impl Decoder {
         }
     }
 
-    /// The cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features` (`[rows, d_model]`), as
-    /// `params` says; differentiable. Logits of all rows are never in memory.
+    /// The cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features` (`[rows, d_model]`),
+    /// as `params` says; differentiable. Logits of all rows are never in memory.
     ///
     /// # Errors
     /// When a type or shape does not fit.

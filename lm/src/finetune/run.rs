@@ -412,8 +412,8 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
-    /// The mean loss over the targets of a step, however they lie in its forwards, without autodiff,
-    /// and the gradients of all parameters.
+    /// The mean loss over the targets of a step, however they lie in its forwards, without
+    /// autodiff, and the gradients of all parameters.
     fn gradients(&self, input: &StepInput) -> Result<(Tensor<1>, GradientsParams)> {
         let scale = input.scale();
         let mut accumulator = GradientsAccumulator::new();

@@ -9,8 +9,8 @@ use rand::RngExt;
 use crate::random::stream;
 use crate::ranks::gathered;
 
-/// Fails unless all ranks of `group` have the values of `record`, a model's, but for rounding: of the
-/// parameters that `holds` names by their ids.
+/// Fails unless all ranks of `group` have the values of `record`, a model's, but for rounding: of
+/// the parameters that `holds` names by their ids.
 ///
 /// # Errors
 /// When one has others: its gradients were not averaged with the others' at some step before `step`.
@@ -151,7 +151,8 @@ mod tests {
         assert!(!own.is_near(digest(&|_, w| w * 0.9)));
     }
 
-    /// Every rank says which parameter of which rank it is. Those that ranks do not share may differ.
+    /// Every rank says which parameter of which rank it is. Those that ranks do not share may
+    /// differ.
     #[test]
     fn a_rank_with_other_weights_is_named_by_all() {
         let record = |layer: Linear| layer.into_record().into_bytes().unwrap();

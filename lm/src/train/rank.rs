@@ -1,8 +1,8 @@
 //! A rank of a run, with a model and an optimizer of its own.
 //!
-//! Ranks step together. Each computes the gradients of its part of the batch. They are averaged over
-//! the ranks, and each rank updates its weights by the mean, so that the weights stay equal. Where a
-//! rank has parts of parameters, it averages and updates these.
+//! Ranks step together. Each computes the gradients of its part of the batch. They are averaged
+//! over the ranks, and each rank updates its weights by the mean, so that the weights stay equal.
+//! Where a rank has parts of parameters, it averages and updates these.
 
 use std::collections::BTreeMap;
 

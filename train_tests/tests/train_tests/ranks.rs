@@ -105,8 +105,8 @@ fn on_ranks(name: &str, net: &Net, device: &Device) -> Vec<Net> {
     })
 }
 
-/// The same steps by one thread, one rank's part after the other's, without burn-train: each part has
-/// its own maxima, and the random bits of its rank.
+/// The same steps by one thread, one rank's part after the other's, without burn-train: each part
+/// has its own maxima, and the random bits of its rank.
 fn in_turns(net: &Net, device: &Device) -> Net {
     let mut ranks: Vec<Net> = (0..RANKS)
         .map(|rank| {

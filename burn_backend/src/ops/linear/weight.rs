@@ -25,8 +25,8 @@ use crate::ops::{
 pub(crate) enum SavedWeight<B: Backend> {
     /// It is there.
     Operand(Operand<B>),
-    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model between
-    /// forward and backward.
+    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model
+    /// between forward and backward.
     Rows {
         rows: FloatTensor<B>,
         forms: WeightForms,
@@ -100,8 +100,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         Some(narrow::<B>(maxima, 0, entry, 1))
     }
 
-    /// `w`, of which this rank has all or a part that is no part of its rows alone, for the forward,
-    /// and for dgrad if that is required.
+    /// `w`, of which this rank has all or a part that is no part of its rows alone, for the
+    /// forward, and for dgrad if that is required.
     fn whole_weight(
         &self,
         dtype: FloatDType,

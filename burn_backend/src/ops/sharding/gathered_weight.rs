@@ -19,8 +19,8 @@ use crate::parallel::ProcessGroup;
 ///
 /// Each rank quantizes its rows to the bytes that one device would: with the amax of all rows, and
 /// with the random bits of their place. Codes and block scales travel, 0.5625 bytes an element and
-/// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight travels
-/// in the type of the activations.
+/// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight
+/// travels in the type of the activations.
 #[derive(Clone, Debug)]
 pub(crate) struct GatheredWeight {
     group: ProcessGroup,
@@ -30,8 +30,8 @@ pub(crate) struct GatheredWeight {
 }
 
 impl GatheredWeight {
-    /// The weight of which each rank of `group` has `rows` rows, for the operands of `spec`; none if
-    /// blocks or rotation groups of an operand would have rows of two ranks.
+    /// The weight of which each rank of `group` has `rows` rows, for the operands of `spec`; none
+    /// if blocks or rotation groups of an operand would have rows of two ranks.
     pub(crate) fn new(
         group: &ProcessGroup,
         parameter: Option<u64>,
@@ -46,8 +46,8 @@ impl GatheredWeight {
         })
     }
 
-    /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if the
-    /// optimizer found it and the operand is made from it.
+    /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if
+    /// the optimizer found it and the operand is made from it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
         rows: FloatTensor<B>,
@@ -110,8 +110,8 @@ impl GatheredWeight {
     }
 
     /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
-    /// ranks, which have a part of the batch each. None if it [waits](crate::ops::collective::Waiting)
-    /// beside the rest of the backward.
+    /// ranks, which have a part of the batch each. None if it
+    /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
     pub(in crate::ops) fn average<B: Nvfp4KernelOps>(
         &self,
         grad: FloatTensor<B>,

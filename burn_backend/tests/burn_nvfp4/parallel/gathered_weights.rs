@@ -105,8 +105,8 @@ fn train(group: ProcessGroup, recipe: &str, is_sharded: bool) -> Trained {
     (losses, found.0)
 }
 
-/// With every recipe: the global amax, the random bits of each place, rotations over rows, values in
-/// high precision.
+/// With every recipe: the global amax, the random bits of each place, rotations over rows, values
+/// in high precision.
 #[test]
 fn they_train_as_whole_weights_do() {
     skip_where_small_only!();
@@ -157,8 +157,8 @@ fn gradients_of_both_uses_add_up() {
     }
 }
 
-/// Of a rank's rows a block of 16 needs all: a weight that is cut through blocks is gathered as it is,
-/// which gives the same bits.
+/// Of a rank's rows a block of 16 needs all: a weight that is cut through blocks is gathered as it
+/// is, which gives the same bits.
 #[test]
 fn ranks_that_cut_blocks_gather_values() {
     let device = device().autodiff();

@@ -30,8 +30,8 @@ const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
 /// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 all of a tile.
 const IN_FLIGHT: usize = 2;
 
-/// The NVFP4 matrix `packed` in a microscaling format with blocks along `usage` of its source, which
-/// may be the axis it is packed along or the other one, in one kernel: the bytes of
+/// The NVFP4 matrix `packed` in a microscaling format with blocks along `usage` of its source,
+/// which may be the axis it is packed along or the other one, in one kernel: the bytes of
 /// [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
 /// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the matrix between them in
 /// memory. Block scales of either may be in rows or in 128x4 tiles. `via` is the element type that
