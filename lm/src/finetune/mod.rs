@@ -24,6 +24,8 @@ pub use config::{FinetuneConfig, Objective};
 pub use data::TrainingData;
 pub use run::Finetune;
 
+#[cfg(all(test, feature = "flex"))]
+mod frozen_tests;
 #[cfg(all(test, feature = "flex", any(feature = "cpu", feature = "cuda")))]
 mod graph_tests;
 #[cfg(all(test, feature = "flex"))]

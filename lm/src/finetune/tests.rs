@@ -7,13 +7,14 @@ use burn_nvfp4::Nvfp4Recipe;
 
 use super::data::TextReader;
 use super::distill::{Head, kl_divergence_in};
+use super::frozen_tests::some_adapters;
 use super::run::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, RecipeName};
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig, PackedRows};
+use crate::hf::Dtype;
 use crate::hf::golden::{Scratch, golden};
-use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Dialect, Scheme};
 use crate::metrics::METRICS;
 use crate::quantize::plan::Kept;
@@ -74,21 +75,25 @@ pub(super) fn data(config: &FinetuneConfig) -> TrainingData {
     TrainingData::open(config, vocabulary).unwrap()
 }
 
-fn finished<'a>(config: &'a FinetuneConfig, data: &'a TrainingData, folder: &Path) -> Finetune<'a> {
+pub(super) fn finished<'a>(
+    config: &'a FinetuneConfig,
+    data: &'a TrainingData,
+    folder: &Path,
+) -> Finetune<'a> {
     let mut run = Finetune::open(config, data, &Device::flex(), folder).unwrap();
     assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
     run
 }
 
-fn valid_losses(run: &Finetune<'_>) -> Vec<f64> {
+pub(super) fn valid_losses(run: &Finetune<'_>) -> Vec<f64> {
     run.rows().iter().filter_map(|row| row.valid_loss).collect()
 }
 
-fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+pub(super) fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().try_to_vec().unwrap()
 }
 
-fn ids(ids: &[i32]) -> Tensor<2, Int> {
+pub(super) fn ids(ids: &[i32]) -> Tensor<2, Int> {
     Tensor::from_data(
         TensorData::new(ids.to_vec(), [1, ids.len()]),
         &Device::flex(),
@@ -142,7 +147,7 @@ fn experts_learn() {
 }
 
 /// The files of a checkpoint, but for times.
-fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
+pub(super) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let checkpoint = crate::checkpoint::latest(folder).unwrap().unwrap();
     let names = ["model.bpk", "optimizer.bpk", "state.json"];
     let read = |name: &str| (name.to_owned(), fs::read(checkpoint.join(name)).unwrap());
@@ -418,116 +423,6 @@ fn random_models_are_folders() {
     assert!(losses[2] < losses[0] - 0.5, "{losses:?}");
 }
 
-/// Adapters are trained alone; merged, they are the model; in a file, they are what was trained.
-#[test]
-fn adapters_learn_beside_frozen_weights() {
-    let model = golden!("qwen3-tiny");
-    let folder = Scratch::new("finetune-lora");
-    let lora = LoraConfig {
-        rank: 4,
-        alpha: 8.0,
-        targets: r"\.(q|v|down)_proj$".into(),
-    };
-    let config = FinetuneConfig {
-        lora: Some(lora.clone()),
-        lr: 2e-2,
-        steps: 12,
-        ..config(&model, &folder, "bf16")
-    };
-    let data = data(&config);
-    let whole = folder.join("whole");
-    let run = finished(&config, &data, &whole);
-    let losses = valid_losses(&run);
-    assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
-
-    // Stopped and resumed, it is the same; a checkpoint has the adapters and no more.
-    let parts = folder.join("parts");
-    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
-    part.train(Some(5), &mut ()).unwrap();
-    finished(&config, &data, &parts);
-    let (left, right) = (files(&whole), files(&parts));
-    for ((name, left), (_, right)) in left.iter().zip(&right) {
-        assert!(left == right, "{name} differs");
-    }
-    let trained = 2 * 4 * (2 * 96 + (128 + 64) + (160 + 96));
-    assert!(
-        (4 * trained..4 * trained + 8192).contains(&left[0].1.len()),
-        "{}",
-        left[0].1.len()
-    );
-
-    // Merged, and by the tensors of the adapter.
-    let merged = folder.join("merged");
-    run.save_model(&merged, Dtype::F32).unwrap();
-    let adapter = folder.join("adapter");
-    run.save_adapter(&adapter).unwrap();
-    let tokens = ids(&[5, 3, 8, 13, 21]);
-    let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
-    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
-    let found = values(saved.forward(tokens).unwrap());
-    for (found, expected) in found.iter().zip(&expected) {
-        assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
-    }
-    let json: serde_json::Value =
-        crate::checkpoint::read_json(&adapter.join("adapter_config.json")).unwrap();
-    assert_eq!((&json["r"], &json["lora_alpha"]), (&4.into(), &8.0.into()));
-    assert_eq!(json["target_modules"].as_array().unwrap().len(), 6);
-    let tensors = TensorFolder::open_file(&adapter.join("adapter_model.safetensors")).unwrap();
-    assert_eq!(tensors.len(), 12);
-    let (before, after) = (
-        TensorFolder::open(&model).unwrap(),
-        TensorFolder::open(&merged).unwrap(),
-    );
-    let mut changed = 0;
-    for tensor in after.iter() {
-        let old = before.get(tensor.name).unwrap().to_f32().unwrap();
-        let new = tensor.to_f32().unwrap();
-        let module = tensor.name.strip_suffix(".weight").unwrap();
-        let part = |part: &str| tensors.find(&format!("base_model.model.{module}.{part}.weight"));
-        let (Some(a), Some(b)) = (part("lora_A"), part("lora_B")) else {
-            assert_eq!(old, new, "{module}");
-            continue;
-        };
-        changed += 1;
-        let ([rows, columns], rank) = ([tensor.shape[0], tensor.shape[1]], a.shape[0]);
-        assert_eq!(
-            (a.shape, b.shape),
-            (&[rank, columns][..], &[rows, rank][..])
-        );
-        let (a, b) = (a.to_f32().unwrap(), b.to_f32().unwrap());
-        for row in 0..rows {
-            for column in 0..columns {
-                let product = (0..rank).map(|i| b[row * rank + i] * a[i * columns + column]);
-                let expected = old[row * columns + column] + 2.0 * product.sum::<f32>();
-                let found = new[row * columns + column];
-                assert!(
-                    (found - expected).abs() < 1e-5,
-                    "{module}: {found}, not {expected}"
-                );
-            }
-        }
-    }
-    assert_eq!(changed, 6);
-
-    for (targets, model, name) in [
-        ("nothing", "qwen3-tiny", "matches no projection"),
-        ("(", "qwen3-tiny", "no regular expression"),
-        ("proj", "qwen3moe-tiny", "experts cannot"),
-    ] {
-        let config = FinetuneConfig {
-            model: golden!(model),
-            lora: Some(LoraConfig {
-                targets: targets.into(),
-                ..lora.clone()
-            }),
-            ..config.clone()
-        };
-        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("no")).err();
-        let error = format!("{:#}", error.unwrap());
-        assert!(error.contains(name), "{error}");
-    }
-}
-
 /// Losses, parameters, moments and state are those of a run that keeps everything, byte for byte,
 /// in high precision and with stochastic rounding, with experts too.
 #[test]
@@ -589,214 +484,6 @@ fn recomputing_changes_no_bit() {
         let error = format!("{:#}", error.unwrap());
         assert!(error.contains(says), "{error}");
     }
-}
-
-/// Adapters of rank 4 beside some projections.
-fn some_adapters() -> LoraConfig {
-    LoraConfig {
-        rank: 4,
-        alpha: 8.0,
-        targets: r"\.(q|v|o)_proj$".into(),
-    }
-}
-
-/// A run beside the weights of the quantized folder `model` in the form `frozen`, and its data; the
-/// tokenizer is that of `plain`.
-fn beside(model: &Path, plain: &Path, folder: &Path, frozen: FrozenForm) -> FinetuneConfig {
-    FinetuneConfig {
-        model: model.into(),
-        lora: Some(some_adapters()),
-        frozen,
-        lr: 2e-2,
-        log_every: 1,
-        ..config(plain, folder, "bf16")
-    }
-}
-
-/// Its data.
-fn data_beside(config: &FinetuneConfig, plain: &Path) -> TrainingData {
-    let vocabulary = TextReader::read(plain).unwrap().vocabulary();
-    TrainingData::open(config, vocabulary).unwrap()
-}
-
-/// Beside packed weights adapters learn what they learn beside the values of these, and nothing in
-/// high precision is left of what the folder has packed.
-#[test]
-fn adapters_learn_beside_packed_weights() {
-    for (name, plain) in [
-        ("llama3-tiny-ct-nvfp4a16", "llama3-tiny"),
-        ("qwen3moe-tiny-modelopt-nvfp4", "qwen3moe-tiny"),
-        ("mixtral-tiny-modelopt-nvfp4", "mixtral-tiny"),
-    ] {
-        let (model, plain) = (golden!(name), golden!(plain));
-        let folder = Scratch::new(&format!("finetune-packed-{name}"));
-        let run = |frozen: FrozenForm| {
-            let config = beside(&model, &plain, &folder, frozen);
-            let data = data_beside(&config, &plain);
-            let run = finished(&config, &data, &folder.join(frozen.name()));
-            let is_packed = frozen != FrozenForm::High;
-            let layer = &run.model().layers[0];
-            assert_eq!(layer.attention.qkv.is_packed(), is_packed);
-            if let FeedForward::Moe(moe) = &layer.feed_forward {
-                assert_eq!(moe.gate_up.is_packed(), is_packed);
-            }
-            let losses = run.rows().iter().filter_map(|row| row.train_loss);
-            (losses.collect::<Vec<f64>>(), valid_losses(&run))
-        };
-        let packed = run(FrozenForm::W4a16);
-        let valid = &packed.1;
-        assert!(valid[valid.len() - 1] < valid[0] - 0.1, "{name}: {valid:?}");
-        // Folders that quantize activations are not dequantized.
-        if name == "llama3-tiny-ct-nvfp4a16" {
-            let high = run(FrozenForm::High);
-            let pairs = packed.0.iter().zip(&high.0);
-            for (packed, high) in pairs.chain(packed.1.iter().zip(&high.1)) {
-                assert!((packed - high).abs() < 1e-4 * high, "{packed}, not {high}");
-            }
-        }
-    }
-}
-
-/// Weights of a folder in high precision are quantized when they are loaded, as training for
-/// serving quantizes them; the run can be stopped, merged and exported.
-#[test]
-fn frozen_weights_are_quantized_at_load() {
-    let model = golden!("qwen3moe-tiny");
-    let folder = Scratch::new("finetune-quantized-at-load");
-    let loaded = |form| Decoder::load_frozen(&model, &Device::flex(), FloatDType::F32, form);
-    let tokens = || ids(&[5, 3, 8, 13, 21]);
-    for form in [FrozenForm::W4a16, FrozenForm::W4a4] {
-        let scheme = form.scheme().unwrap();
-        let high = loaded(FrozenForm::High).unwrap();
-        let rounding = high
-            .into_training(&scheme.recipe(), FloatDType::F32)
-            .unwrap();
-        let expected = values(rounding.forward(tokens()).unwrap());
-        let packed = loaded(form).unwrap();
-        assert!(
-            packed
-                .layers
-                .iter()
-                .all(|layer| layer.attention.out.is_packed())
-        );
-        assert!(
-            values(packed.forward(tokens()).unwrap()) == expected,
-            "{form:?}"
-        );
-    }
-
-    let config = FinetuneConfig {
-        lora: Some(some_adapters()),
-        frozen: FrozenForm::W4a4,
-        lr: 2e-2,
-        ..config(&model, &folder, "bf16")
-    };
-    let data = data(&config);
-    let (whole, parts) = (folder.join("whole"), folder.join("parts"));
-    let run = finished(&config, &data, &whole);
-    let losses = valid_losses(&run);
-    assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
-    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
-    part.train(Some(5), &mut ()).unwrap();
-    finished(&config, &data, &parts);
-    for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
-        assert!(whole == parts, "{name} differs");
-    }
-    let adapters = 2 * 4 * (96 + 96 + 96);
-    let bytes = files(&whole)[0].1.len();
-    assert!(
-        bytes < 4 * 4 * adapters,
-        "a checkpoint of {bytes} bytes has more than adapters"
-    );
-    run.export(
-        &folder.join("nvfp4"),
-        Dialect::CompressedTensors,
-        Scheme::W4a4,
-    )
-    .unwrap();
-
-    // Merged, it is the model without the rounding of activations.
-    let merged = folder.join("merged");
-    run.save_model(&merged, Dtype::F32).unwrap();
-    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
-    let weight = |model: &Decoder| values(model.layers[1].attention.out.dense().0);
-    let (found, expected) = (weight(&saved), weight(&run.model().valid()));
-    assert!(found == expected);
-    let base = loaded(FrozenForm::W4a4).unwrap();
-    assert!(weight(&base) != expected, "the adapters are merged");
-
-    // Nothing that a form excludes is left out silently.
-    for (change, name) in [
-        (
-            FinetuneConfig {
-                lora: None,
-                ..config.clone()
-            },
-            "frozen is w4a4, but all weights are trained",
-        ),
-        (
-            FinetuneConfig {
-                recipe: Nvfp4Recipe::default(),
-                ..config.clone()
-            },
-            "frozen is w4a4, but recipe bf16 quantizes",
-        ),
-    ] {
-        let error = change.check().unwrap_err().to_string();
-        assert!(error.contains(name), "{error}");
-    }
-}
-
-/// Folders that quantize activations pass gradients, with them quantized or not.
-#[test]
-fn folders_of_quantized_activations_are_trained() {
-    let (model, plain) = (golden!("llama3-tiny-ct-nvfp4"), golden!("llama3-tiny"));
-    let folder = Scratch::new("finetune-packed-w4a4");
-    let losses = [FrozenForm::W4a16, FrozenForm::W4a4].map(|frozen| {
-        let config = beside(&model, &plain, &folder, frozen);
-        let data = data_beside(&config, &plain);
-        let losses = valid_losses(&finished(&config, &data, &folder.join(frozen.name())));
-        assert!(
-            losses[losses.len() - 1] < losses[0] - 0.1,
-            "{frozen:?}: {losses:?}"
-        );
-        losses
-    });
-    assert_ne!(losses[0], losses[1]);
-    let config = beside(&model, &plain, &folder, FrozenForm::High);
-    let data = data_beside(&config, &plain);
-    let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("high")).err();
-    let error = format!("{:#}", error.unwrap());
-    assert!(error.contains("quantizes activations (w4a4)"), "{error}");
-}
-
-/// A packed teacher is the packed model; a student beside it that is the same has no loss.
-#[test]
-fn teachers_are_packed() {
-    let model = golden!("llama3-tiny");
-    let folder = Scratch::new("finetune-packed-teacher");
-    let first_loss = |frozen: FrozenForm, form: FrozenForm| {
-        let config = FinetuneConfig {
-            lora: Some(some_adapters()),
-            frozen,
-            objective: Objective::Distillation {
-                teacher: model.clone(),
-                form,
-                temperature: 1.0,
-            },
-            log_every: 1,
-            steps: 3,
-            ..config(&model, &folder, "bf16")
-        };
-        let data = data(&config);
-        let out = folder.join(format!("{}-{}", frozen.name(), form.name()));
-        let run = finished(&config, &data, &out);
-        run.rows().iter().find_map(|row| row.train_loss).unwrap()
-    };
-    use FrozenForm::{High, W4a16};
-    assert!(first_loss(W4a16, W4a16).abs() < 1e-6);
-    let [to_high, to_packed] = [first_loss(W4a16, High), first_loss(High, W4a16)];
-    assert!(to_high > 1e-4 && to_packed > 1e-4, "{to_high}, {to_packed}");
 }
 
 /// After quantization-aware training, an engine's weights are those of the training forward: loaded
