@@ -52,6 +52,7 @@ mod loss;
 mod ms_eden;
 #[cfg(feature = "cube")]
 mod mx_tiles;
+#[cfg(feature = "cube")]
 mod mxfp8;
 #[cfg(feature = "cube")]
 mod norm;

@@ -202,8 +202,8 @@ impl BlockFactors {
         decode_e2m1_tiny(code) * self.scale * self.tensor
     }
 
-    /// [`decode`](Self::decode) for values that are summed: the compiler may not contract the last
-    /// multiplication with the addition. Needs PTX.
+    /// `decode` for values that are summed: the compiler may not contract the last multiplication
+    /// with the addition. Needs PTX.
     pub fn decode_term(&self, code: u32) -> f32 {
         ptx::mul_rn(decode_e2m1_tiny(code) * self.scale, self.tensor)
     }

@@ -294,8 +294,7 @@ fn amax_of(
 /// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
 /// `amax` is the one from which it decodes. Draw the signs of `transform` afresh for each backward
 /// pass, the same for both operands of a GEMM, or let the kernel draw them
-/// ([`RedrawnSigns`]). See
-/// [`reference::ms_eden`](crate::reference::ms_eden).
+/// ([`EdenTransform`]). See [`reference::ms_eden`](crate::reference::ms_eden).
 ///
 /// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
 /// random bits, which go on from group to group
