@@ -2,9 +2,11 @@
 
 use nvfp4_kernels::ScaleLayout;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::reference::swizzle::TILE_INNER;
+use nvfp4_kernels::Storage;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::{Layout, Storage, Usage};
+use nvfp4_kernels::reference::swizzle::TILE_INNER;
+#[cfg(feature = "cubecl-backend")]
+use nvfp4_kernels::{Layout, Usage};
 
 /// How a quantized tensor is stored. No result of a GEMM depends on it, only how many passes there
 /// are before the GEMM.
@@ -50,7 +52,7 @@ impl StoredForm {
     }
 
     /// The layout in this form of what has the packed `layout`.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+    #[cfg(feature = "cubecl-backend")]
     pub(super) fn layout_of(self, layout: Layout) -> Layout {
         let rows = match layout.usage {
             Usage::Columnwise => layout.rows.next_multiple_of(self.unit(1)),

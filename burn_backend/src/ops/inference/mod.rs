@@ -53,15 +53,21 @@ impl PackedShape {
 }
 
 /// What `gemm` reads of its operands on `device`.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> PackedReads {
     match device {
         DispatchDevice::Autodiff(device) => reads(gemm, device),
-        #[cfg(any(feature = "cpu", feature = "cuda"))]
         DispatchDevice::Cube(device) => gemm.reads::<burn_cubecl::CubeBackend>(device),
         // Flex reads rows.
         #[allow(unreachable_patterns, reason = "a build may have one backend")]
         _ => PackedReads::Compact,
     }
+}
+
+/// Flex reads rows.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> PackedReads {
+    PackedReads::Compact
 }
 
 /// Operations of inference. Under `Autodiff` their results are constants.
