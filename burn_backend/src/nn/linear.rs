@@ -136,7 +136,7 @@ impl Nvfp4Linear {
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
-        let weight = self.operand_weight(true);
+        let weight = self.operand_weight(self.gathered_weight(true));
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let identity = identity_of([&self.weight], &[&weight.rows]);
         self.forward_with(weight, identity, bias, input)
@@ -198,13 +198,18 @@ impl Nvfp4Linear {
         ))
     }
 
-    /// The weight for the next forward. `is_alone` says whether it is the whole weight of that.
-    fn operand_weight(&self, is_alone: bool) -> OperandWeight {
+    /// How operands of the weight are gathered in the next forward, if they are. `is_alone` says
+    /// whether it is the whole weight of that.
+    fn gathered_weight(&self, is_alone: bool) -> Option<GatheredWeight> {
         // Telemetry compares operands with the values that they are made from.
         let sharded = self.weight.reparameterization::<Sharded>();
         let sharded = sharded.filter(|_| self.state.probe().is_none());
         let rows = self.weight.lazy_shape()[0];
-        let gathered = sharded.and_then(|of| of.operands(is_alone, rows, &self.next_spec()));
+        sharded.and_then(|of| of.operands(is_alone, rows, &self.next_spec()))
+    }
+
+    /// The weight for the next forward, so gathered.
+    fn operand_weight(&self, gathered: Option<GatheredWeight>) -> OperandWeight {
         OperandWeight {
             rows: match gathered {
                 Some(_) => self.weight.base(),
@@ -234,7 +239,7 @@ impl Nvfp4Linear {
 
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
-        let weight = self.operand_weight(true);
+        let weight = self.operand_weight(self.gathered_weight(true));
         let identity = identity_of([&self.weight], &[&weight.rows]);
         let spec = self.begin(&weight, identity, is_tracked)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());
@@ -354,18 +359,12 @@ struct OperandWeight {
 impl OperandWeight {
     /// Those of `layers` that are computed together: all are whole, or none is.
     fn of_each(layers: &[&Nvfp4Linear]) -> Vec<Self> {
-        let weights: Vec<_> = layers
-            .iter()
-            .map(|layer| layer.operand_weight(false))
-            .collect();
-        if weights.iter().all(|weight| weight.gathered.is_some()) {
-            return weights;
-        }
-        let whole = layers.iter().map(|layer| Self {
-            rows: layer.weight.val(),
-            gathered: None,
+        let gathered = layers.iter().map(|layer| layer.gathered_weight(false));
+        let gathered: Option<Vec<_>> = gathered.collect();
+        let weights = layers.iter().enumerate().map(|(index, layer)| {
+            layer.operand_weight(gathered.as_ref().map(|all| all[index].clone()))
         });
-        whole.collect()
+        weights.collect()
     }
 
     /// The weight of `weights` of one number of rows, side by side.
@@ -414,9 +413,9 @@ mod tests {
             let ranks = groups.into_iter().map(|group| {
                 scope.spawn(move || {
                     let layer = config.init(&Device::flex().autodiff());
-                    assert!(layer.operand_weight(true).gathered.is_none());
+                    assert!(layer.gathered_weight(true).is_none());
                     let layer = fully_shard(layer, &group);
-                    let weight = layer.operand_weight(true);
+                    let weight = layer.operand_weight(layer.gathered_weight(true));
                     let rows = if weight.gathered.is_some() { 2 } else { 1 };
                     assert_eq!(weight.rows.dims(), [d_in / rows, 32]);
                     rows == 2

@@ -62,6 +62,16 @@ pub struct AmaxPair<B: Backend> {
     pub columnwise: FloatTensor<B>,
 }
 
+impl<B: Backend> AmaxPair<B> {
+    /// One value for both.
+    pub(super) fn of_both(amax: FloatTensor<B>) -> Self {
+        Self {
+            rowwise: amax.clone(),
+            columnwise: amax,
+        }
+    }
+}
+
 /// The values of an activation, or of its gradient, and their amax values.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]

@@ -106,7 +106,7 @@ impl Exchange {
             forward: self.backward,
             backward: self.forward,
             beside: None,
-            forks: self.beside.is_some(),
+            forks: false,
         }
     }
 }

@@ -140,14 +140,22 @@ impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
         let [node] = ops.parents;
         let Some(node) = node else { return };
         match ops.state.beside {
-            Some(id) => {
-                let waiting = ops.state.group.waiting.clone();
-                let mean = B::nvfp4_exchange(grad.clone(), ops.state.reversed());
-                waiting.push::<B>(id, grad, mean);
-            }
+            Some(id) => exchange_beside::<B>(id, grad, ops.state.reversed()),
             None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, ops.state.reversed())),
         }
     }
+}
+
+/// The exchange of `grad`, a gradient of the parameter `id`, beside the kernels that follow: its
+/// result [waits](Waiting).
+pub(super) fn exchange_beside<B: CollectiveOps>(id: u64, grad: FloatTensor<B>, exchange: Exchange) {
+    let waiting = exchange.group.waiting.clone();
+    let exchange = Exchange {
+        forks: true,
+        ..exchange
+    };
+    let mean = B::nvfp4_exchange(grad.clone(), exchange);
+    waiting.push::<B>(id, grad, mean);
 }
 
 impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {

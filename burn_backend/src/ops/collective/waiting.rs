@@ -40,12 +40,7 @@ impl Waiting {
     }
 
     /// Adds the gradient of a use of the parameter `id`.
-    pub(in crate::ops) fn push<B: Backend>(
-        &self,
-        id: u64,
-        before: FloatTensor<B>,
-        after: FloatTensor<B>,
-    ) {
+    pub(super) fn push<B: Backend>(&self, id: u64, before: FloatTensor<B>, after: FloatTensor<B>) {
         let reduced = Reduced::<B> { before, after };
         self.entries()
             .entry(id)

@@ -13,7 +13,7 @@ use nvfp4_kernels::{ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::{Forms, LayerGemm, WeightForms};
+use super::form::{Forms, LayerGemm};
 use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
@@ -88,7 +88,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
         let x = row.zip(self.w).map(|(dy, w)| {
-            let w = w.operand(&spec, &self.context, dtype);
+            let w = w.operand(&spec, dtype);
             match sharding {
                 Some(sharding) => sharding.dgrad(dy, w, dtype),
                 None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
@@ -258,11 +258,8 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let of_weights = groups.of_weights();
     let w = match &context.gathered {
         Some(gathered) => {
-            let forms = WeightForms {
-                fprop: kept,
-                dgrad: StoredForm::ROWS,
-            };
-            gathered.fprop_operand(weight.into_values(), None, spec, forms, dtype)
+            let asked = (&spec.fprop_w, kept);
+            gathered.fprop_operand(weight.into_values(), None, asked, dtype)
         }
         None => {
             let slot = weight_slot::<B>(&weight.device(), dtype, (spec, context));

@@ -13,7 +13,7 @@ use crate::ops::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
 };
 use crate::ops::segments::narrow;
-use crate::ops::sharding::Role;
+use crate::ops::sharding::{GatheredWeight, Role};
 use crate::ops::stored::StoredForm;
 use crate::ops::{
     BackwardSource, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams,
@@ -28,24 +28,21 @@ pub(crate) enum SavedWeight<B: Backend> {
     /// This rank's rows, of which it is gathered again: a rank does not hold the whole model
     /// between forward and backward.
     Rows {
+        gathered: GatheredWeight,
         rows: FloatTensor<B>,
         forms: WeightForms,
     },
 }
 
 impl<B: Nvfp4KernelOps> SavedWeight<B> {
-    pub(super) fn operand(
-        self,
-        spec: &LinearSpec,
-        context: &LinearContext,
-        dtype: FloatDType,
-    ) -> Operand<B> {
-        match (self, &context.gathered) {
-            (Self::Operand(w), _) => w,
-            (Self::Rows { rows, forms }, Some(gathered)) => {
-                gathered.dgrad_operand(rows, spec, forms, dtype)
-            }
-            (Self::Rows { .. }, None) => unreachable!("the rows of a gathered weight were saved"),
+    pub(super) fn operand(self, spec: &LinearSpec, dtype: FloatDType) -> Operand<B> {
+        match self {
+            Self::Operand(w) => w,
+            Self::Rows {
+                gathered,
+                rows,
+                forms,
+            } => gathered.dgrad_operand(rows, spec, forms, dtype),
         }
     }
 }
@@ -82,8 +79,10 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             fprop: forms.fprop.kept,
             dgrad: forms.dgrad.kept,
         };
-        let forward = gathered.fprop_operand(self.w.clone(), known, &self.spec, forms, dtype);
+        let asked = (&self.spec.fprop_w, forms.fprop);
+        let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
         let rows = || SavedWeight::Rows {
+            gathered: gathered.clone(),
             rows: self.w.clone(),
             forms,
         };

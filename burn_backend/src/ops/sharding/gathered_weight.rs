@@ -5,13 +5,12 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
-use super::{FormedSpec, LinearSharding, Part, ShardedDim};
+use super::{FormedSpec, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
-use crate::ops::collective::{Exchange, Step};
+use crate::ops::collective::{Exchange, Step, exchange_beside};
 use crate::ops::form::WeightForms;
 use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
-use crate::ops::stored::StoredForm;
 use crate::ops::tensors::{AmaxPair, Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
@@ -52,12 +51,10 @@ impl GatheredWeight {
         &self,
         rows: FloatTensor<B>,
         known: Option<FloatTensor<B>>,
-        spec: &LinearSpec,
-        forms: WeightForms,
+        asked: FormedSpec<'_>,
         dtype: FloatDType,
     ) -> Operand<B> {
-        let asked = (None, Some((&spec.fprop_w, forms.fprop)));
-        let (_, w) = self.quantize(rows, known, asked, dtype);
+        let (_, w) = self.quantize(rows, known, (None, Some(asked)), dtype);
         w.expect("asked for")
     }
 
@@ -74,7 +71,7 @@ impl GatheredWeight {
             let (w, _) = self.quantize(rows, None, (Some(asked), None), dtype);
             return w.expect("asked for");
         }
-        let forward = self.fprop_operand(rows, None, spec, forms, dtype);
+        let forward = self.fprop_operand(rows, None, (&spec.fprop_w, forms.fprop), dtype);
         let (spec, form) = asked;
         requantize::<B>(
             forward,
@@ -92,21 +89,14 @@ impl GatheredWeight {
         &self,
         w: FloatTensor<B>,
         known: Option<FloatTensor<B>>,
-        (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let part = Part::Tokens(w.shape()[0]);
-        let found = known.map(|amax| AmaxPair {
-            rowwise: amax.clone(),
-            columnwise: amax,
-        });
-        let packed = |(spec, form)| match form {
-            StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
-            form => (spec, form),
-        };
-        let specs = (row.map(packed), col.map(packed));
         let rows = LinearSharding::of_rows(&self.group);
-        rows.quantize_part(w, found, &part, specs, dtype)
+        // Rows of a weight are gathered as rows of tokens are.
+        let part = rows.part(Role::Input, w.shape()[0]);
+        let specs = rows.readable(Role::Input, specs);
+        rows.quantize_part(w, known.map(AmaxPair::of_both), &part, specs, dtype)
     }
 
     /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
@@ -117,17 +107,14 @@ impl GatheredWeight {
         grad: FloatTensor<B>,
     ) -> Option<FloatTensor<B>> {
         let mean = Step::ReduceScatter(Reduction::Avg);
-        let exchange = Exchange {
-            forks: self.parameter.is_some(),
-            ..Exchange::constant(self.group.link(), mean)
-        };
-        let Some(id) = self.parameter else {
-            return Some(B::nvfp4_exchange(grad, exchange));
-        };
-        let waiting = exchange.group.waiting.clone();
-        let mean = B::nvfp4_exchange(grad.clone(), exchange);
-        waiting.push::<B>(id, grad, mean);
-        None
+        let exchange = Exchange::constant(self.group.link(), mean);
+        match self.parameter {
+            Some(id) => {
+                exchange_beside::<B>(id, grad, exchange);
+                None
+            }
+            None => Some(B::nvfp4_exchange(grad, exchange)),
+        }
     }
 }
 

@@ -150,11 +150,7 @@ impl LinearSharding {
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(Role::Weight, w.shape()[0]);
         let specs = self.readable(Role::Weight, specs);
-        let found = known.map(|amax| AmaxPair {
-            rowwise: amax.clone(),
-            columnwise: amax,
-        });
-        self.quantize_part(w, found, &part, specs, dtype)
+        self.quantize_part(w, known.map(AmaxPair::of_both), &part, specs, dtype)
     }
 
     /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
