@@ -6,10 +6,10 @@
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
-pub use nvfp4_kernels::{CrossEntropy, Reduction};
+pub use nvfp4_kernels::{CrossEntropy, KlDivergence, Reduction};
 
 use crate::functions::or_panic;
-use crate::ops::loss::{LossOps, TablePart};
+use crate::ops::loss::{LinearKl, LinearLossRequest, LossOps, TablePart};
 use crate::validate;
 
 /// Bytes for the logits of a chunk of tokens, by default: at a vocabulary of 131072 in bf16 2048
@@ -99,6 +99,96 @@ pub fn linear_cross_entropy(
 ) -> Tensor<1> {
     let loss = try_linear_cross_entropy(x, w, targets, params, CHUNK_BYTES);
     or_panic("linear_cross_entropy", loss)
+}
+
+/// Features and head of a model: their product is its logits.
+#[derive(Debug, Clone)]
+pub struct Head {
+    /// `[rows, d]`.
+    pub features: Tensor<2>,
+    /// `[d, vocab]`.
+    pub weight: Tensor<2>,
+}
+
+/// The KL divergence, `f32[1]`, of the logits of `student` to those of `teacher`, as
+/// [`KlDivergence`] defines it: summed over the rows whose `targets` (`[rows]`) count, and times
+/// `scale` (`f32[1]`). Differentiable in the student's features and weight; teacher and scale are
+/// constants, and the teacher may have another width.
+///
+/// The weights and the teacher's features are rounded to the type of the student's features, in
+/// which the logits are; sums are in `f32`. Rows go through in chunks, whose logits take
+/// `chunk_bytes` at most (or 128 rows), both models' together, whatever the number of rows.
+/// Gradients are computed in the forward, as by [`try_linear_cross_entropy`].
+///
+/// # Errors
+/// When the device has no implementation, devices differ, a type is not supported, a shape does not
+/// fit, there are rows and no class, `chunk_bytes` is 0, or `params` do not pass
+/// [`KlDivergence::check`].
+pub fn try_linear_kl_divergence(
+    student: Head,
+    teacher: Head,
+    targets: Tensor<1, Int>,
+    scale: Tensor<1>,
+    params: KlDivergence,
+    chunk_bytes: usize,
+) -> Result<Tensor<1>, Nvfp4Error> {
+    params.check()?;
+    let Head {
+        features: x,
+        weight: w,
+    } = student;
+    let Head {
+        features: teacher_x,
+        weight: teacher_w,
+    } = teacher;
+    let device = x.device();
+    for (name, tensor) in [
+        ("student.features", &x),
+        ("student.weight", &w),
+        ("teacher.features", &teacher_x),
+        ("teacher.weight", &teacher_w),
+    ] {
+        validate::operand(name, tensor)?;
+        validate::same_device(("student.features", &device), (name, &tensor.device()))?;
+    }
+    let ([rows, d], [_, vocab]) = (x.dims(), w.dims());
+    let width = teacher_x.dims()[1];
+    for (name, found, expected) in [
+        ("student.weight", w.dims(), [d, vocab]),
+        ("teacher.features", teacher_x.dims(), [rows, width]),
+        ("teacher.weight", teacher_w.dims(), [width, vocab]),
+    ] {
+        validate::shape(name, found, expected, || {
+            format!("student.features are [{rows}, {d}]")
+        })?;
+    }
+    let counts = CrossEntropy {
+        ignore: params.ignore,
+        ..CrossEntropy::default()
+    };
+    check_targets(&x, "student.weight", &targets, (rows, vocab), &counts)?;
+    if scale.dims() != [1] {
+        let found = format!("{:?}", scale.dims());
+        return Err(Nvfp4Error::shape("scale", found, "[1]"));
+    }
+    if chunk_bytes == 0 {
+        return Err(Nvfp4Error::value("chunk_bytes", "0", "at least 1"));
+    }
+    let gradients = LinearLossRequest {
+        x: false,
+        w: false,
+        chunk_bytes,
+    };
+    let loss = Dispatch::linear_kl_divergence(
+        x.into_dispatch(),
+        w.into_dispatch(),
+        teacher_x.into_dispatch(),
+        teacher_w.into_dispatch(),
+        targets.into_dispatch(),
+        scale.into_dispatch(),
+        LinearKl { params, gradients },
+    );
+    Ok(Tensor::from_dispatch(loss))
 }
 
 /// The rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`: `[tokens, d]`.

@@ -78,4 +78,4 @@ pub use policy::{
     Gaps, Hadamard, HadamardSize, Nvfp4Params, PackedReads, RandomStream, Rounding, ScaleLayout,
     Storage,
 };
-pub use reference::{CrossEntropy, Reduction};
+pub use reference::{CrossEntropy, KlDivergence, Reduction};

@@ -3,8 +3,8 @@
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::loss::{
-    CrossEntropy, Reduction, cross_entropy, embedding, linear_cross_entropy, try_cross_entropy,
-    try_embedding, try_linear_cross_entropy,
+    CrossEntropy, Head, KlDivergence, Reduction, cross_entropy, embedding, linear_cross_entropy,
+    try_cross_entropy, try_embedding, try_linear_cross_entropy, try_linear_kl_divergence,
 };
 use burn_nvfp4::nn::{Embedding, LmHead};
 use nvfp4_kernels::reference;
@@ -402,4 +402,167 @@ fn wrong_arguments_are_refused_by_name() {
             "logits",
         );
     }
+}
+
+/// Loss and gradients against the formulas in f64, with rows that do not count, in one chunk and in
+/// uneven ones. f32 sums of a few hundred terms: the bound is 1e-5 of the largest value.
+#[test]
+fn the_divergence_is_the_formula() {
+    let (rows, vocab, widths) = (300, 29, [5, 8]);
+    let plain = device();
+    let device = plain.clone().autodiff();
+    let made = |seed: usize, count: usize| -> Vec<f64> {
+        let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f64 / 252.25 - 2.0;
+        (0..count).map(|i| f64::from(value(i) as f32)).collect()
+    };
+    let [x, w] = [made(1, rows * widths[0]), made(2, widths[0] * vocab)];
+    let [y, v] = [made(3, rows * widths[1]), made(4, widths[1] * vocab)];
+    let targets: Vec<i32> = (0..rows as i32)
+        .map(|i| if i % 3 == 1 { -100 } else { i })
+        .collect();
+    let (temperature, scale) = (1.7, 0.25);
+
+    let logits = |x: &[f64], w: &[f64], width: usize, row: usize| -> Vec<f64> {
+        let dot = |class: usize| -> f64 {
+            (0..width)
+                .map(|i| x[row * width + i] * w[i * vocab + class])
+                .sum::<f64>()
+        };
+        (0..vocab).map(|class| dot(class) / temperature).collect()
+    };
+    let log_softmax = |logits: Vec<f64>| -> Vec<f64> {
+        let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
+        logits.iter().map(|logit| logit - sum.ln()).collect()
+    };
+    let mut loss = 0.0;
+    let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; w.len()]);
+    for row in (0..rows).filter(|row| targets[*row] >= 0) {
+        let ln_q = log_softmax(logits(&x, &w, widths[0], row));
+        let ln_p = log_softmax(logits(&y, &v, widths[1], row));
+        for class in 0..vocab {
+            let p = ln_p[class].exp();
+            loss += scale * temperature * temperature * p * (ln_p[class] - ln_q[class]);
+            let d = scale * temperature * (ln_q[class].exp() - p);
+            for i in 0..widths[0] {
+                dx[row * widths[0] + i] += d * w[i * vocab + class];
+                dw[i * vocab + class] += d * x[row * widths[0] + i];
+            }
+        }
+    }
+
+    let tensor = |values: &[f64], shape: [usize; 2]| {
+        let values: Vec<f32> = values.iter().map(|value| *value as f32).collect();
+        Tensor::<2>::from_data(TensorData::new(values, shape), (&device, DType::F32))
+    };
+    let bound = f64::from(burn_matmul_error(1e-5));
+    for chunk_bytes in [1, 1 << 20] {
+        let student = Head {
+            features: tensor(&x, [rows, widths[0]]).require_grad(),
+            weight: tensor(&w, [widths[0], vocab]).require_grad(),
+        };
+        let teacher = Head {
+            features: tensor(&y, [rows, widths[1]]),
+            weight: tensor(&v, [widths[1], vocab]),
+        };
+        let targets = Tensor::from_data(TensorData::new(targets.clone(), [rows]), &device);
+        let scale = Tensor::<1>::from_data([scale as f32], (&device, DType::F32));
+        let params = KlDivergence {
+            temperature: temperature as f32,
+            ..KlDivergence::default()
+        };
+        let own = student.clone();
+        let found =
+            try_linear_kl_divergence(own, teacher, targets, scale, params, chunk_bytes).unwrap();
+        let gradients = found.clone().backward();
+        assert_near(&floats(found), &[loss], bound * loss, "loss");
+        for (found, expected) in [
+            (student.features.grad(&gradients).unwrap(), &dx),
+            (student.weight.grad(&gradients).unwrap(), &dw),
+        ] {
+            let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+            assert_near(&floats(found), expected, bound * largest, "gradient");
+        }
+    }
+}
+
+/// In the type of a training step, with a head that another one is tied to: the losses and gradients
+/// of `f32`, up to rounding to bf16.
+#[test]
+fn a_divergence_in_bf16_is_near_that_in_f32() {
+    let device = device().autodiff();
+    let (rows, vocab, width) = (150, 272, 32);
+    let made = |seed: usize, shape: [usize; 2], dtype: DType| {
+        let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0;
+        let values: Vec<f32> = (0..shape[0] * shape[1]).map(value).collect();
+        Tensor::<2>::from_data(TensorData::new(values, shape), (&device, DType::F32)).cast(dtype)
+    };
+    let run = |dtype: DType| {
+        let head = |seed, tracked: bool| {
+            let features = made(seed, [rows, width], DType::BF16).cast(dtype);
+            let weight = made(seed + 1, [vocab, width], DType::BF16).cast(dtype);
+            let [features, weight] = [features, weight].map(|it| match tracked {
+                true => it.detach().require_grad(),
+                false => it,
+            });
+            let transposed = weight.clone().transpose();
+            let head = Head {
+                features: features.clone(),
+                weight: transposed,
+            };
+            (head, [features, weight])
+        };
+        let (student, tracked) = head(1, true);
+        let (teacher, _) = head(3, false);
+        let targets = Tensor::<1, Int>::zeros([rows], &device);
+        let scale = Tensor::<1>::ones([1], (&device, DType::F32));
+        let params = KlDivergence::default();
+        let loss =
+            try_linear_kl_divergence(student, teacher, targets, scale, params, 1 << 20).unwrap();
+        let gradients = loss.clone().backward();
+        let [dx, dw] = tracked.map(|it| floats(it.grad(&gradients).unwrap()));
+        (floats(loss)[0], dx, dw)
+    };
+    let (exact, rounded) = (run(DType::F32), run(DType::BF16));
+    assert!(
+        (exact.0 - rounded.0).abs() < 0.02 * exact.0,
+        "{} {}",
+        exact.0,
+        rounded.0
+    );
+    for (exact, rounded) in [(&exact.1, &rounded.1), (&exact.2, &rounded.2)] {
+        let largest = exact.iter().fold(0f32, |most, x| most.max(x.abs()));
+        for (exact, rounded) in exact.iter().zip(rounded) {
+            assert!(
+                (exact - rounded).abs() < 0.03 * largest,
+                "{rounded}, not {exact}"
+            );
+        }
+    }
+}
+
+#[test]
+fn wrong_arguments_of_a_divergence_are_refused() {
+    let device = device();
+    let zeros = |shape| Tensor::<2>::zeros(shape, (&device, DType::F32));
+    let refused = |teacher: [[usize; 2]; 2], temperature: f32| {
+        let student = Head {
+            features: zeros([3, 4]),
+            weight: zeros([4, 5]),
+        };
+        let teacher = Head {
+            features: zeros(teacher[0]),
+            weight: zeros(teacher[1]),
+        };
+        let targets = Tensor::<1, Int>::zeros([3], &device);
+        let scale = Tensor::<1>::ones([1], (&device, DType::F32));
+        let params = KlDivergence {
+            temperature,
+            ..KlDivergence::default()
+        };
+        let result = try_linear_kl_divergence(student, teacher, targets, scale, params, 1);
+        result.unwrap_err().to_string()
+    };
+    assert!(refused([[2, 4], [4, 5]], 1.0).contains("teacher.features"));
+    assert!(refused([[3, 4], [4, 6]], 1.0).contains("teacher.weight"));
+    assert!(refused([[3, 4], [4, 5]], 0.0).contains("temperature"));
 }

@@ -3,8 +3,9 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    CrossEntropyArgsLaunch, CrossEntropyPlan, cross_entropy_kernel, scale_kernel,
-    sum_losses_kernel, target_scale_kernel,
+    CrossEntropyArgsLaunch, CrossEntropyPlan, KlDivergenceArgsLaunch, KlDivergencePlan,
+    cross_entropy_kernel, kl_divergence_kernel, scale_kernel, sum_losses_kernel,
+    target_scale_kernel,
 };
 use crate::{
     embedding::instances::row_plans,
@@ -94,6 +95,31 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                         held: if gradient { held } else { 0 },
                         gradient,
                         smoothing,
+                        rows,
+                        conversion: device.conversion,
+                    },
+                    elem
+                ));
+            }
+            for gradient in [true, false] {
+                all.push(instance!(
+                    device,
+                    units lanes.max(256) as u32,
+                    kl_divergence_kernel,
+                    format!("{tag}-{lanes}-{gradient}"),
+                    NONE,
+                    wide,
+                    width,
+                    b(ROWS),
+                    b(ROWS),
+                    b(ROWS),
+                    b(1),
+                    b(ROWS),
+                    KlDivergenceArgsLaunch::new(ROWS, ROWS, ROWS, 1, 1.0, 1.0),
+                    KlDivergencePlan {
+                        lanes,
+                        planes: true,
+                        gradient,
                         rows,
                         conversion: device.conversion,
                     },

@@ -18,10 +18,10 @@ use crate::{
 pub(super) const GROUP: usize = 4;
 
 /// Bits of negative infinity.
-const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
+pub(super) const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
 /// Bits of the lowest finite number, below which no maximum is.
-const LOWEST: u32 = 0xFF7F_FFFF;
+pub(super) const LOWEST: u32 = 0xFF7F_FFFF;
 
 /// The comptime choices of [`cross_entropy_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,7 +63,7 @@ pub struct CrossEntropyArgs {
 
 /// `e^x` for `x <= 0`.
 #[cube]
-fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
+pub(super) fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
         ptx::ex2_approx_ftz(x * LOG2_E)
     } else {
@@ -73,15 +73,25 @@ fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
 
 /// A running maximum, the sum of exponentials below it, and the sum of the values.
 #[derive(CubeType, Clone, Copy)]
-struct Lane {
-    max: f32,
-    sum: f32,
-    total: f32,
+pub(super) struct Lane {
+    pub max: f32,
+    pub sum: f32,
+    pub total: f32,
+}
+
+/// Sizes of a row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RowSize {
+    /// Logits.
+    pub vocab: usize,
+    /// Vectors.
+    pub vectors: usize,
 }
 
 /// The larger of all values and `start`.
 #[cube]
-fn largest(values: &Array<f32>, start: f32) -> f32 {
+pub(super) fn largest(values: &Array<f32>, start: f32) -> f32 {
     let low = max(max(values[0], values[1]), max(values[2], values[3]));
     let high = max(max(values[4], values[5]), max(values[6], values[7]));
     max(start, max(low, high))
@@ -89,23 +99,24 @@ fn largest(values: &Array<f32>, start: f32) -> f32 {
 
 /// Loads a group of the blocks of a lane: those that are `lanes` apart, from `first` on.
 #[cube]
-fn load_group<F: Numeric, N: Size>(
+pub(super) fn load_group<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],
     row: usize,
     first: usize,
-    args: &CrossEntropyArgs,
-    #[comptime] plan: CrossEntropyPlan,
+    size: RowSize,
+    #[comptime] lanes: usize,
+    #[comptime] rows: RowPlan,
 ) -> Array<Vector<F, N>> {
     let width = N::value();
-    let vectors = comptime!(plan.rows.vectors(width));
+    let vectors = comptime!(rows.vectors(width));
     let mut loaded = Array::<Vector<F, N>>::new(comptime!(GROUP * vectors));
     #[unroll]
     for g in 0..GROUP {
-        let block = first + comptime!(g * plan.lanes);
-        if block * ROW_BLOCK < args.vocab {
+        let block = first + comptime!(g * lanes);
+        if block * ROW_BLOCK < size.vocab {
             #[unroll]
             for v in 0..vectors {
-                let index = vector_index(row, block, v, args.row_vectors, vectors, plan.rows);
+                let index = vector_index(row, block, v, size.vectors, vectors, rows);
                 loaded[comptime!(g * vectors + v)] = x[index];
             }
         }
@@ -152,13 +163,14 @@ fn fold_group<F: Numeric, N: Size>(
 
 /// The row of lanes that are units: the same for all of them.
 #[cube]
-fn combine_planes(
+pub(super) fn combine_planes(
     own: &Lane,
     shared: &mut Shared<[f32]>,
-    #[comptime] plan: CrossEntropyPlan,
+    #[comptime] lanes: usize,
+    #[comptime] with_total: bool,
+    #[comptime] conversion: Conversion,
 ) -> Lane {
-    let conversion = comptime!(plan.conversion);
-    let planes = comptime!(plan.lanes / 32);
+    let planes = comptime!(lanes / 32);
     let plane = UNIT_POS as usize / 32usize;
     let lane = UNIT_POS as usize % 32usize;
     let mut max = plane_largest(own.max, conversion);
@@ -172,13 +184,13 @@ fn combine_planes(
     }
     let mut sum = plane_tree(own.sum * exp(own.max - max, conversion), conversion);
     let mut total = 0.0f32;
-    if comptime!(plan.smoothing) {
+    if comptime!(with_total) {
         total = plane_tree(own.total, conversion);
     }
     if comptime!(planes > 1) {
         if lane == 0usize {
             shared[32usize + plane] = sum;
-            if comptime!(plan.smoothing) {
+            if comptime!(with_total) {
                 shared[64usize + plane] = total;
             }
         }
@@ -186,7 +198,7 @@ fn combine_planes(
         let here = lane < planes;
         let index = select(here, lane, 0usize);
         sum = plane_tree(select(here, shared[32usize + index], 0.0f32), conversion);
-        if comptime!(plan.smoothing) {
+        if comptime!(with_total) {
             total = plane_tree(select(here, shared[64usize + index], 0.0f32), conversion);
         }
     }
@@ -195,7 +207,11 @@ fn combine_planes(
 
 /// Adds up entries from `start` on, a power of two of them, in a tree of neighbours.
 #[cube]
-fn serial_tree(values: &mut Shared<[f32]>, start: usize, #[comptime] count: usize) -> f32 {
+pub(super) fn serial_tree(
+    values: &mut Shared<[f32]>,
+    start: usize,
+    #[comptime] count: usize,
+) -> f32 {
     let mut len = comptime!(count / 2).runtime();
     while len > 0usize {
         for i in 0..len {
@@ -237,7 +253,7 @@ fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPla
 }
 
 #[cube]
-fn largest_of(a: f32, b: f32) -> f32 {
+pub(super) fn largest_of(a: f32, b: f32) -> f32 {
     max(a, b)
 }
 
@@ -368,6 +384,10 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
             first_lane = UNIT_POS as usize % 32usize;
         }
     }
+    let size = RowSize {
+        vocab: args.vocab,
+        vectors: args.row_vectors,
+    };
     let blocks = (args.vocab + comptime!(ROW_BLOCK - 1)) / ROW_BLOCK;
     let groups = (blocks + comptime!(per_group - 1)) / per_group;
     while row < args.rows {
@@ -397,7 +417,7 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
                 own.total = 0.0f32;
                 for group in 0..groups {
                     let first = group * per_group + lane;
-                    let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                    let loaded = load_group::<F, N>(x, start, first, size, lanes, plan.rows);
                     if comptime!(plan.held > 0 && plan.gradient) {
                         if group < plan.held {
                             #[unroll]
@@ -420,7 +440,7 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
                 lane += lane_step;
             }
             let whole = if comptime!(plan.planes) {
-                combine_planes(&own, &mut shared, plan)
+                combine_planes(&own, &mut shared, lanes, plan.smoothing, conversion)
             } else {
                 combine_entries(&mut shared, plan)
             };
@@ -467,13 +487,14 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
                                 x, &loaded, start, first, &slope, counted, &args, plan,
                             );
                         } else {
-                            let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                            let loaded =
+                                load_group::<F, N>(x, start, first, size, lanes, plan.rows);
                             store_group::<F, N>(
                                 x, &loaded, start, first, &slope, counted, &args, plan,
                             );
                         }
                     } else {
-                        let loaded = load_group::<F, N>(x, start, first, &args, plan);
+                        let loaded = load_group::<F, N>(x, start, first, size, lanes, plan.rows);
                         store_group::<F, N>(x, &loaded, start, first, &slope, counted, &args, plan);
                     }
                 }

@@ -67,26 +67,13 @@ pub fn linear_cross_entropy(
     let losses = allocate(client, rows * 4);
     let scale = target_scale(client, targets, rows, params)?;
     let with_gradient = request.x || request.w;
-    let dx = request
-        .x
-        .then(|| Matrix::empty(client, rows, d, FloatKind::Bf16));
-    let dw = match request.w {
-        // Nothing adds to it.
-        true if rows == 0 => {
-            let zeros = zeros(client, d * vocab);
-            Some(Matrix::new(zeros, d, vocab, FloatKind::F32)?)
-        }
-        true => Some(Matrix::empty(client, d, vocab, FloatKind::F32)),
-        false => None,
-    };
+    let head = Head { x, w };
+    let gradients = HeadGradients::new(client, head, request)?;
     let most = chunk_rows(vocab, FloatKind::Bf16, request.chunk_bytes).min(rows);
     let memory = Matrix::empty(client, most, vocab, FloatKind::Bf16);
     for start in (0..rows).step_by(most.max(1)) {
-        let count = most.min(rows - start);
-        let part = rows_of(x, start, count);
-        let logits = rows_of(&memory, 0, count);
-        let request = Gemm::new(&part, Operand::mn_major(w)).target(Target::Replace(&logits));
-        gemm(client, &request)?;
+        let logits = rows_of(&memory, 0, most.min(rows - start));
+        head.logits(client, start, &logits)?;
         cross_entropy_rows(
             client,
             &logits,
@@ -95,28 +82,96 @@ pub fn linear_cross_entropy(
             with_gradient.then_some(&scale),
             params,
         )?;
-        if let Some(dx) = &dx {
-            let dx = rows_of(dx, start, count);
-            gemm(client, &Gemm::new(&logits, w).target(Target::Replace(&dx)))?;
+        gradients.add(client, head, start, &logits)?;
+    }
+    Ok(LinearLoss {
+        loss: sum_losses(client, &losses, rows, &scale)?,
+        dx: gradients.dx,
+        dw: gradients.dw,
+    })
+}
+
+/// Features and head of a model, whose product are its logits.
+#[derive(Debug, Clone, Copy)]
+pub struct Head<'a> {
+    /// bf16 `[rows, d]`.
+    pub x: &'a Matrix,
+    /// bf16 `[d, vocab]`.
+    pub w: &'a Matrix,
+}
+
+impl Head<'_> {
+    /// The logits of the rows from `start` on, as many as `out` has.
+    pub(super) fn logits(
+        &self,
+        client: &Client,
+        start: usize,
+        out: &Matrix,
+    ) -> Result<(), Nvfp4Error> {
+        let part = rows_of(self.x, start, out.rows);
+        let request = Gemm::new(&part, Operand::mn_major(self.w)).target(Target::Replace(out));
+        gemm(client, &request)?;
+        Ok(())
+    }
+}
+
+/// The gradients of a head that are asked for.
+pub(super) struct HeadGradients {
+    pub dx: Option<Matrix>,
+    pub dw: Option<Matrix>,
+}
+
+impl HeadGradients {
+    /// Memory for them.
+    pub fn new(
+        client: &Client,
+        head: Head<'_>,
+        request: LinearLossRequest,
+    ) -> Result<Self, Nvfp4Error> {
+        let ((rows, d), vocab) = ((head.x.rows, head.x.cols), head.w.cols);
+        let dw = match request.w {
+            // Nothing adds to it.
+            true if rows == 0 => {
+                let zeros = zeros(client, d * vocab);
+                Some(Matrix::new(zeros, d, vocab, FloatKind::F32)?)
+            }
+            true => Some(Matrix::empty(client, d, vocab, FloatKind::F32)),
+            false => None,
+        };
+        Ok(Self {
+            dx: (request.x).then(|| Matrix::empty(client, rows, d, FloatKind::Bf16)),
+            dw,
+        })
+    }
+
+    /// Adds what the rows from `start` on give; `gradient` is that of their logits.
+    pub fn add(
+        &self,
+        client: &Client,
+        head: Head<'_>,
+        start: usize,
+        gradient: &Matrix,
+    ) -> Result<(), Nvfp4Error> {
+        if let Some(dx) = &self.dx {
+            let dx = rows_of(dx, start, gradient.rows);
+            let request = Gemm::new(gradient, head.w).target(Target::Replace(&dx));
+            gemm(client, &request)?;
         }
-        if let Some(dw) = &dw {
+        if let Some(dw) = &self.dw {
             let target = match start {
                 0 => Target::Replace(dw),
                 _ => Target::Accumulate(dw),
             };
-            let (a, b) = (Operand::mn_major(&part), Operand::mn_major(&logits));
+            let part = rows_of(head.x, start, gradient.rows);
+            let (a, b) = (Operand::mn_major(&part), Operand::mn_major(gradient));
             gemm(client, &Gemm::new(a, b).target(target))?;
         }
+        Ok(())
     }
-    Ok(LinearLoss {
-        loss: sum_losses(client, &losses, rows, &scale)?,
-        dx,
-        dw,
-    })
 }
 
 /// `count` rows of `x` from row `start` on.
-fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
+pub(super) fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
     let offset = start * x.cols * x.dtype.size();
     Matrix {
         handle: x.handle.clone().offset_start(offset as u64),
@@ -126,6 +181,6 @@ fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
 }
 
 /// The words of `handle` from number `start` on.
-fn words_from(handle: &Handle, start: usize) -> Handle {
+pub(super) fn words_from(handle: &Handle, start: usize) -> Handle {
     handle.clone().offset_start(4 * start as u64)
 }

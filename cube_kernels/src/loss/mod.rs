@@ -8,9 +8,13 @@
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;
+mod kl;
+#[allow(missing_docs)] // As above.
+mod kl_kernel;
 mod linear;
 
-pub use linear::{LinearLoss, LinearLossRequest, linear_cross_entropy};
+pub use kl::{LinearKlRequest, kl_divergence_rows, linear_kl_divergence};
+pub use linear::{Head, LinearLoss, LinearLossRequest, linear_cross_entropy};
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -36,6 +40,7 @@ pub mod kernels {
         CrossEntropyArgsLaunch, CrossEntropyPlan, cross_entropy_kernel, scale_kernel,
         sum_losses_kernel, target_scale_kernel,
     };
+    pub use super::kl_kernel::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel};
 }
 
 /// Bytes of a row that stay in shared memory between the two passes, where three cubes of 512
@@ -132,13 +137,12 @@ pub fn cross_entropy_rows(
         ));
     }
     let (words, row_plan) = row_plan(logits);
-    let planes = !is_cpu(client);
-    let lanes = cross_entropy_lanes(vocab);
-    let units = match (planes, lanes) {
-        (false, _) => units(client),
-        (true, 32) => UNITS_OF_PLANES,
-        (true, lanes) => lanes,
-    };
+    let RowLaunch {
+        lanes,
+        planes,
+        units,
+        cubes,
+    } = RowLaunch::new(client, rows, vocab);
     let plan = CrossEntropyPlan {
         lanes,
         planes,
@@ -150,11 +154,6 @@ pub fn cross_entropy_rows(
         smoothing: params.smoothing > 0.0,
         rows: row_plan,
         conversion: conversion_of(client),
-    };
-    let cubes = match (planes, lanes) {
-        (false, _) => rows.min(4),
-        (true, 32) => rows.div_ceil(UNITS_OF_PLANES / 32),
-        (true, _) => rows,
     };
     let row_vectors = vocab / (row_plan.per_scalar() * words.width);
     let args = CrossEntropyArgsLaunch::new(
@@ -171,7 +170,7 @@ pub fn cross_entropy_rows(
     unsafe {
         cross_entropy_kernel::launch_unchecked(
             client,
-            CubeCount::Static(cubes.min(1 << 24) as u32, 1, 1),
+            CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(units as u32),
             address_type(logits.len()),
             words.width,
@@ -186,6 +185,34 @@ pub fn cross_entropy_rows(
         );
     }
     Ok(())
+}
+
+/// Who goes through rows of logits.
+struct RowLaunch {
+    /// Lanes that share a row.
+    lanes: usize,
+    /// Whether each lane is a unit.
+    planes: bool,
+    /// Units of a cube.
+    units: usize,
+    cubes: u32,
+}
+
+impl RowLaunch {
+    fn new(client: &Client, rows: usize, vocab: usize) -> Self {
+        let (planes, lanes) = (!is_cpu(client), cross_entropy_lanes(vocab));
+        let (units, cubes) = match (planes, lanes) {
+            (false, _) => (units(client), rows.min(4)),
+            (true, 32) => (UNITS_OF_PLANES, rows.div_ceil(UNITS_OF_PLANES / 32)),
+            (true, lanes) => (lanes, rows),
+        };
+        Self {
+            lanes,
+            planes,
+            units,
+            cubes: cubes.min(1 << 24) as u32,
+        }
+    }
 }
 
 /// Groups of blocks of a row that stay in shared memory.

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use super::{Element, exp_of_negative};
 
 /// Elements of a block.
-const BLOCK: usize = 8;
+pub(super) const BLOCK: usize = 8;
 /// Partial sums of the losses of rows.
 pub(crate) const LOSS_LANES: usize = 1024;
 
@@ -231,10 +231,10 @@ pub fn cross_entropy_rows<T: Element>(
 
 /// A running maximum, the sum of exponentials below it, and the sum of the values.
 #[derive(Clone, Copy)]
-struct Lane {
-    max: f32,
-    sum: f32,
-    total: f32,
+pub(super) struct Lane {
+    pub max: f32,
+    pub sum: f32,
+    pub total: f32,
 }
 
 fn cross_entropy_row<T: Element>(
@@ -320,7 +320,7 @@ fn fold_row<T: Element>(row: &[T]) -> Lane {
 }
 
 /// The sum of a power of two of values: neighbours, then neighbouring pairs, and so on.
-fn tree(values: &mut [f32]) -> f32 {
+pub(super) fn tree(values: &mut [f32]) -> f32 {
     let mut len = values.len();
     while len > 1 {
         len /= 2;

@@ -21,6 +21,7 @@ mod exponential;
 mod gelu;
 mod gemm;
 mod hadamard;
+mod kl_divergence;
 mod load;
 mod loss;
 mod ms_eden;
@@ -57,6 +58,7 @@ pub(crate) use gelu::{
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gemm::{alpha, gemm_f32, gemm_f64};
 pub use hadamard::{inverse_transform, transform, transform_cols};
+pub use kl_divergence::{KlDivergence, kl_divergence_rows};
 pub use loss::{
     CrossEntropy, CrossEntropyResult, Reduction, cross_entropy, cross_entropy_lanes,
     cross_entropy_rows, ln, sum_losses, target_scale,

@@ -3,7 +3,9 @@
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{CrossEntropy, Nvfp4Error, Reduction, loss, reference, tensor::FloatKind};
+use nvfp4_kernels::{
+    CrossEntropy, KlDivergence, Nvfp4Error, Reduction, loss, reference, tensor::FloatKind,
+};
 
 use crate::support::{
     device::{
@@ -302,4 +304,135 @@ fn wrong_arguments_are_refused() {
     let none = upload::<f32>(&client, &[], 0, 16);
     let found = loss::cross_entropy(&client, &none, &targets, true, &params).unwrap();
     assert_eq!(read_f32(&client, &found), 0.0);
+}
+
+/// Losses and gradient of rows against the oracle; and the losses alone.
+fn check_kl<T: DeviceElement>(client: &Client, rows: usize, vocab: usize, temperature: f32) {
+    let what = &format!("{rows} x {vocab} {:?}, T = {temperature}", T::KIND);
+    let logits = |seed| -> Vec<T> {
+        let mut logits = convert::<T>(&values(Kind::Normal, rows * vocab, seed));
+        // A class that neither has, and one that the student alone has not.
+        if vocab > 2 {
+            logits[1] = T::from_f32(f32::NEG_INFINITY);
+        }
+        logits
+    };
+    let (student, mut teacher) = (logits(1), logits(2));
+    if vocab > 4 {
+        teacher[3] = T::from_f32(f32::NEG_INFINITY);
+    }
+    let targets = targets_of(rows, vocab, 3);
+    let (params, scale) = (
+        KlDivergence {
+            temperature,
+            ..KlDivergence::default()
+        },
+        0.125,
+    );
+    let mut expected = student.clone();
+    let expected_rows =
+        reference::kl_divergence_rows(&mut expected, &teacher, &targets, &params, Some(scale));
+    let [own, other] = [&student, &teacher].map(|x| upload(client, x, rows, vocab));
+    let on_device = upload_bytes(client, bytemuck::cast_slice(&targets));
+    let losses = upload_bytes(client, bytemuck::cast_slice(&vec![7f32; rows]));
+    let scale_on_device = upload_bytes(client, bytemuck::cast_slice(&[scale]));
+    let both = [&own, &other];
+    loss::kl_divergence_rows(client, both, &on_device, &losses, None, &params).unwrap();
+    let alone = read_f32s(client, &losses, rows);
+    assert_floats(&read_matrix::<T>(client, &own), &student, what);
+    let scaled = Some(&scale_on_device);
+    loss::kl_divergence_rows(client, both, &on_device, &losses, scaled, &params).unwrap();
+    let found_rows = read_f32s(client, &losses, rows);
+    assert_floats(&alone, &found_rows, &format!("{what}: with a gradient"));
+    assert_floats(&read_matrix::<T>(client, &other), &teacher, what);
+    let gradient = read_matrix::<T>(client, &own);
+    if is_exact(client) {
+        assert_floats(&found_rows, &expected_rows, &format!("{what}: losses"));
+        assert_floats(&gradient, &expected, &format!("{what}: gradient"));
+        return;
+    }
+    // Differences of log-sum-exps, and exponentials of logits divided by the temperature.
+    let size = 16.0 * temperature.max(1.0) * temperature.max(1.0);
+    assert_close::<f32>(
+        &found_rows,
+        &expected_rows,
+        size,
+        &format!("{what}: losses"),
+    );
+    let size = scale * temperature;
+    assert_close(&gradient, &expected, size, &format!("{what}: gradient"));
+}
+
+fn check_divergences<T: DeviceElement>(client: &Client) {
+    let sizes: &[(usize, usize)] = match is_brief(client) {
+        true => &[(3, 1), (5, 77), (3, 1024)],
+        false => &[(3, 1), (1, 8), (37, 77), (20, 1024), (9, 5003), (5, 49_152)],
+    };
+    for &(rows, vocab) in sizes {
+        for temperature in [1.0, 2.5] {
+            check_kl::<T>(client, rows, vocab, temperature);
+        }
+    }
+}
+
+element_tests! {
+    check_divergences: divergences_f32, divergences_bf16, divergences_f16;
+}
+
+/// The oracle of rows is the definition, in `f64`.
+#[test]
+fn the_oracle_of_a_divergence_is_its_definition() {
+    let (rows, vocab, temperature, scale) = (4, 100, 1.5f32, 0.5f32);
+    let student: Vec<f32> = convert(&values(Kind::Normal, rows * vocab, 5));
+    let teacher: Vec<f32> = convert(&values(Kind::Normal, rows * vocab, 6));
+    let targets = [0, -100, 7, 9];
+    let params = KlDivergence {
+        temperature,
+        ..KlDivergence::default()
+    };
+    let mut gradient = student.clone();
+    let losses =
+        reference::kl_divergence_rows(&mut gradient, &teacher, &targets, &params, Some(scale));
+    let t = f64::from(temperature);
+    for row in 0..rows {
+        let logs = |x: &[f32]| -> Vec<f64> {
+            let x = x[row * vocab..][..vocab].iter().map(|x| f64::from(*x) / t);
+            let sum: f64 = x.clone().map(f64::exp).sum();
+            x.map(|x| x - sum.ln()).collect()
+        };
+        let (q, p) = (logs(&student), logs(&teacher));
+        let counts = f64::from(u8::from(targets[row] != params.ignore));
+        let each = p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q));
+        let loss = counts * t * t * each.sum::<f64>();
+        assert!((f64::from(losses[row]) - loss).abs() < 1e-5, "row {row}");
+        for class in 0..vocab {
+            let d = counts * f64::from(scale) * t * (q[class].exp() - p[class].exp());
+            let found = f64::from(gradient[row * vocab + class]);
+            assert!(
+                (found - d).abs() < 1e-6,
+                "row {row}, class {class}: {found}, not {d}"
+            );
+        }
+    }
+}
+
+#[test]
+fn wrong_arguments_of_a_divergence_are_refused() {
+    let client = client!("loss::wrong_arguments_of_a_divergence_are_refused");
+    let x = upload(&client, &[0f32; 12], 3, 4);
+    let y = upload(&client, &[0f32; 12], 4, 3);
+    let words = upload_bytes(&client, &[0; 12]);
+    let refused = |teacher, temperature| {
+        let params = KlDivergence {
+            temperature,
+            ..KlDivergence::default()
+        };
+        let both = [&x, teacher];
+        let result = loss::kl_divergence_rows(&client, both, &words, &words, None, &params);
+        result.unwrap_err().to_string()
+    };
+    assert!(refused(&y, 1.0).contains("teacher"));
+    for temperature in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert!(refused(&x, temperature).contains("temperature"));
+    }
 }

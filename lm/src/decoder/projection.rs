@@ -6,10 +6,12 @@
 use anyhow::{Result, bail};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
+use burn_nvfp4::functions::try_linear;
 use burn_nvfp4::nn::{
     Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
 };
+use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use super::lora::LoraProjection;
@@ -40,14 +42,7 @@ impl Projection {
     /// When a shape, type or device does not fit.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         match self {
-            Self::Dense(linear) => {
-                let dtype = x.dtype().into();
-                let y = x.matmul(cast(linear.weight.val(), dtype));
-                Ok(match &linear.bias {
-                    Some(bias) => y + cast(bias.val(), dtype).unsqueeze(),
-                    None => y,
-                })
-            }
+            Self::Dense(linear) => dense(linear, x),
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
@@ -123,6 +118,22 @@ impl Projection {
         };
         Ok(Self::Nvfp4(Nvfp4Linear::from_linear(linear, recipe)?))
     }
+}
+
+/// A layer in high precision: of bf16 by the kernels of the training step, else by Burn's matmul.
+fn dense(linear: &Linear, x: Tensor<2>) -> Result<Tensor<2>> {
+    let dtype: FloatDType = x.dtype().into();
+    let weight = cast(linear.weight.val(), dtype);
+    let bias = linear.bias.as_ref().map(|bias| cast(bias.val(), dtype));
+    let [d_in, d_out] = weight.dims();
+    if dtype == FloatDType::BF16 && [d_in, d_out].iter().all(|it| it.is_multiple_of(16)) {
+        return Ok(try_linear(x, weight, bias, LinearSpec::high_precision())?);
+    }
+    let y = x.matmul(weight);
+    Ok(match bias {
+        Some(bias) => y + bias.unsqueeze(),
+        None => y,
+    })
 }
 
 /// A linear layer for each expert, applied to tokens that are sorted by expert.

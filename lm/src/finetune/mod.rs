@@ -12,7 +12,6 @@
 
 pub mod config;
 pub mod data;
-pub mod distill;
 pub mod export;
 pub mod init;
 pub mod memory;

@@ -8,13 +8,14 @@ use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
-use burn_nvfp4::loss::{CrossEntropy, Reduction};
+use burn_nvfp4::loss::{
+    CHUNK_BYTES, CrossEntropy, Head, KlDivergence, Reduction, try_linear_kl_divergence,
+};
 use burn_nvfp4::{Nvfp4State, set_mode};
 use serde::{Deserialize, Serialize};
 
 use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
-use super::distill::{Head, kl_divergence};
 use super::memory::budget;
 use super::parameters;
 use super::step::{DeviceBatch, Graph, StepInput, most_documents};
@@ -436,24 +437,27 @@ impl<'a> Finetune<'a> {
         let model = self.model();
         let (inputs, targets) = (batch.inputs.clone(), batch.targets.clone());
         let features = flat(model.features_packed(inputs, &batch.rows)?);
-        let (loss, surrogate) = match (&self.config.objective, &self.teacher) {
+        let loss = match (&self.config.objective, &self.teacher) {
             (Objective::Distillation { temperature, .. }, Some(teacher)) => {
                 let student = Head {
                     features,
                     weight: model.head_weight(),
                 };
                 let teacher = head(teacher, batch)?;
-                let found = kl_divergence(student, &teacher, targets, *temperature, scale)?;
-                (found.loss, found.surrogate)
+                let params = KlDivergence {
+                    temperature: *temperature as f32,
+                    ..KlDivergence::default()
+                };
+                let scale = Tensor::from_inner(scale.clone());
+                try_linear_kl_divergence(student, teacher, targets, scale, params, CHUNK_BYTES)?
             }
             _ => {
                 let sum = model.cross_entropy(features, targets, SUM)?;
-                let loss = sum * Tensor::from_inner(scale.clone());
-                (loss.clone().without_autodiff(), loss)
+                sum * Tensor::from_inner(scale.clone())
             }
         };
-        let gradients = GradientsParams::from_grads(surrogate.backward(), model);
-        Ok((loss, gradients))
+        let gradients = GradientsParams::from_grads(loss.clone().backward(), model);
+        Ok((loss.without_autodiff(), gradients))
     }
 
     /// Fetch the losses that are still on the device, which waits for it.
@@ -577,13 +581,14 @@ pub(super) fn cross_entropy_of(
     Ok(sums.iter::<f32>().map(f64::from).sum::<f64>() / counted as f64)
 }
 
-/// What the logits of `model` are made of.
-fn head(model: &Decoder, batch: &DeviceBatch) -> Result<Head> {
+/// What the logits of a teacher are made of, as constants to autodiff.
+fn head(teacher: &Decoder, batch: &DeviceBatch) -> Result<Head> {
     let inputs = batch.inputs.clone().without_autodiff();
     let rows = batch.rows.without_autodiff();
+    let features = flat(teacher.features_packed(inputs, &rows)?);
     Ok(Head {
-        features: flat(model.features_packed(inputs, &rows)?),
-        weight: model.head_weight(),
+        features: Tensor::from_inner(features),
+        weight: Tensor::from_inner(teacher.head_weight()),
     })
 }
 

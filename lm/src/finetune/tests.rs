@@ -6,7 +6,6 @@ use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 
 use super::data::TextReader;
-use super::distill::{Head, kl_divergence_in};
 use super::frozen_tests::some_adapters;
 use super::run::cross_entropy_of;
 use super::*;
@@ -294,85 +293,6 @@ fn losses_are_of_the_targets_that_count() {
         "{:?}, {expected}",
         apart[0]
     );
-}
-
-/// Loss and gradients against the formulas in f64, with rows that do not count, in uneven chunks.
-/// f32 sums of a few dozen terms: the bound is 2e-6 of the largest value.
-#[test]
-fn the_divergence_is_the_formula() {
-    let (rows, vocab, widths) = (7, 29, [5, 8]);
-    let device = Device::flex().autodiff();
-    let made = |seed: usize, count: usize| -> Vec<f64> {
-        let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f64 / 252.25 - 2.0;
-        (0..count).map(|i| f64::from(value(i) as f32)).collect()
-    };
-    let [x, w] = [made(1, rows * widths[0]), made(2, widths[0] * vocab)];
-    let [y, v] = [made(3, rows * widths[1]), made(4, widths[1] * vocab)];
-    let targets: Vec<i32> = (0..rows as i32)
-        .map(|i| if i % 3 == 1 { -100 } else { i })
-        .collect();
-    let (temperature, scale) = (1.7, 0.25);
-
-    let logits = |x: &[f64], w: &[f64], width: usize, row: usize| -> Vec<f64> {
-        let dot = |class: usize| -> f64 {
-            (0..width)
-                .map(|i| x[row * width + i] * w[i * vocab + class])
-                .sum::<f64>()
-        };
-        (0..vocab).map(|class| dot(class) / temperature).collect()
-    };
-    let log_softmax = |logits: Vec<f64>| -> Vec<f64> {
-        let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
-        logits.iter().map(|logit| logit - sum.ln()).collect()
-    };
-    let mut loss = 0.0;
-    let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; w.len()]);
-    for row in (0..rows).filter(|row| targets[*row] >= 0) {
-        let ln_q = log_softmax(logits(&x, &w, widths[0], row));
-        let ln_p = log_softmax(logits(&y, &v, widths[1], row));
-        for class in 0..vocab {
-            let p = ln_p[class].exp();
-            loss += scale * temperature * temperature * p * (ln_p[class] - ln_q[class]);
-            let d = scale * temperature * (ln_q[class].exp() - p);
-            for i in 0..widths[0] {
-                dx[row * widths[0] + i] += d * w[i * vocab + class];
-                dw[i * vocab + class] += d * x[row * widths[0] + i];
-            }
-        }
-    }
-
-    let tensor = |values: &[f64], shape: [usize; 2], device: &Device| {
-        let values: Vec<f32> = values.iter().map(|value| *value as f32).collect();
-        Tensor::<2>::from_data(TensorData::new(values, shape), device)
-    };
-    let plain = Device::flex();
-    for chunk in [1, 3, 100] {
-        let student = Head {
-            features: tensor(&x, [rows, widths[0]], &device).require_grad(),
-            weight: tensor(&w, [widths[0], vocab], &device).require_grad(),
-        };
-        let teacher = Head {
-            features: tensor(&y, [rows, widths[1]], &plain),
-            weight: tensor(&v, [widths[1], vocab], &plain),
-        };
-        let targets = Tensor::from_data(TensorData::new(targets.clone(), [rows]), &device);
-        let scale = Tensor::<1>::from_data([scale as f32], &plain);
-        let numbers = (temperature, &scale);
-        let found = kl_divergence_in(student.clone(), &teacher, targets, numbers, chunk).unwrap();
-        let value = f64::from(found.loss.into_scalar::<f32>());
-        assert!((value - loss).abs() < 2e-6 * loss, "{value}, not {loss}");
-        let gradients = found.surrogate.backward();
-        for (found, expected) in [
-            (student.features.grad(&gradients).unwrap(), &dx),
-            (student.weight.grad(&gradients).unwrap(), &dw),
-        ] {
-            let largest = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
-            for (found, expected) in values(found).iter().zip(expected) {
-                let error = (f64::from(*found) - expected).abs();
-                assert!(error < 2e-6 * largest, "{found}, not {expected}");
-            }
-        }
-    }
 }
 
 /// A student whose weights were rounded comes closer to its teacher; one that is its teacher stays.

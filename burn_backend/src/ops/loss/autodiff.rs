@@ -15,7 +15,10 @@ use burn_core::tensor::{FloatDType, Scalar};
 
 use super::super::dtype::cast;
 use super::super::{MaybeTensor, float_dtype};
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
+use super::{
+    CrossEntropy, KlDivergence, LinearKl, LinearLoss, LinearLossRequest, LossAndGradient, LossOps,
+    TablePart,
+};
 
 /// A cross entropy, whose gradient is its state: parents `[logits]`.
 #[derive(Debug)]
@@ -44,11 +47,11 @@ struct HeadGradients<B: LossOps> {
     dw: MaybeTensor<B>,
 }
 
-/// A head with its cross entropy, whose gradients are its state: parents `[x, w]`.
+/// A head with its loss, whose gradients are its state: parents `[x, w]`.
 #[derive(Debug)]
-struct LinearCrossEntropyStep;
+struct LinearLossStep;
 
-impl<B: LossOps> Backward<B, 2> for LinearCrossEntropyStep {
+impl<B: LossOps> Backward<B, 2> for LinearLossStep {
     type State = HeadGradients<B>;
 
     fn backward(
@@ -159,15 +162,9 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         request: LinearLossRequest,
     ) -> LinearLoss<Self> {
         let (x, w) = (x.into_primitive(), w.into_primitive());
-        let found = B::linear_cross_entropy_gradients(x, w, targets, params, request);
-        let outer = |tensor: MaybeTensor<B>| -> MaybeTensor<Self> {
-            tensor.into_option().map(Self::from_inner).into()
-        };
-        LinearLoss {
-            loss: Self::from_inner(found.loss),
-            dx: outer(found.dx),
-            dw: outer(found.dw),
-        }
+        constants(B::linear_cross_entropy_gradients(
+            x, w, targets, params, request,
+        ))
     }
 
     fn linear_cross_entropy(
@@ -184,9 +181,70 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         };
         let (x, x_node) = x.into_parts();
         let (w, w_node) = w.into_parts();
-        let step = LinearCrossEntropyStep.prepare::<C>([x_node, w_node]);
+        let step = LinearLossStep.prepare::<C>([x_node, w_node]);
         let LinearLoss { loss, dx, dw } =
             B::linear_cross_entropy_gradients(x, w, targets, params, request);
+        match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(HeadGradients { dx, dw }, loss),
+            OpsKind::UnTracked(prep) => prep.finish(loss),
+        }
+    }
+
+    fn kl_divergence_gradient(
+        student: FloatTensor<Self>,
+        teacher: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        params: KlDivergence,
+    ) -> LossAndGradient<Self> {
+        let [student, teacher, scale] = [student, teacher, scale].map(|it| it.into_primitive());
+        let found = B::kl_divergence_gradient(student, teacher, targets, scale, params);
+        LossAndGradient {
+            loss: Self::from_inner(found.loss),
+            gradient: Self::from_inner(found.gradient),
+        }
+    }
+
+    fn linear_kl_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> LinearLoss<Self> {
+        let [x, w, teacher_x, teacher_w, scale] =
+            [x, w, teacher_x, teacher_w, scale].map(|it| it.into_primitive());
+        constants(B::linear_kl_gradients(
+            x, w, teacher_x, teacher_w, targets, scale, request,
+        ))
+    }
+
+    fn linear_kl_divergence(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> FloatTensor<Self> {
+        let request = LinearKl {
+            gradients: LinearLossRequest {
+                x: x.is_tracked(),
+                w: w.is_tracked(),
+                ..request.gradients
+            },
+            ..request
+        };
+        let (x, x_node) = x.into_parts();
+        let (w, w_node) = w.into_parts();
+        let [teacher_x, teacher_w, scale] =
+            [teacher_x, teacher_w, scale].map(|it| it.into_primitive());
+        let step = LinearLossStep.prepare::<C>([x_node, w_node]);
+        let LinearLoss { loss, dx, dw } =
+            B::linear_kl_gradients(x, w, teacher_x, teacher_w, targets, scale, request);
         match step.compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(HeadGradients { dx, dw }, loss),
             OpsKind::UnTracked(prep) => prep.finish(loss),
@@ -229,5 +287,21 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         vocab: usize,
     ) -> FloatTensor<Self> {
         Self::from_inner(B::embedding_gradient(dy.into_primitive(), ids, vocab))
+    }
+}
+
+fn constants<B: LossOps, C: CheckpointStrategy>(
+    found: LinearLoss<B>,
+) -> LinearLoss<Autodiff<B, C>> {
+    let outer = |tensor: MaybeTensor<B>| -> MaybeTensor<Autodiff<B, C>> {
+        tensor
+            .into_option()
+            .map(Autodiff::<B, C>::from_inner)
+            .into()
+    };
+    LinearLoss {
+        loss: Autodiff::<B, C>::from_inner(found.loss),
+        dx: outer(found.dx),
+        dw: outer(found.dw),
     }
 }

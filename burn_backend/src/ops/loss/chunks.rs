@@ -10,7 +10,7 @@ use nvfp4_kernels::{CrossEntropy, Reduction, Usage};
 
 use super::super::dtype::cast;
 use super::super::{GemmGroups, MaybeTensor, Operand, float_dtype};
-use super::{LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
+use super::{LinearKl, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
 
 /// [`linear_cross_entropy_gradients`](LossOps::linear_cross_entropy_gradients), each chunk's loss a
 /// sum; `counted` is what losses and gradients are multiplied with at last, where the mean is asked
@@ -27,72 +27,175 @@ pub(super) fn linear_cross_entropy<B: LossOps>(
     request: LinearLossRequest,
     (most, counted): (usize, FloatTensor<B>),
 ) -> LinearLoss<B> {
-    let (rows, d, vocab) = (x.shape()[0], x.shape()[1], w.shape()[1]);
-    let (dtype, w_dtype) = (float_dtype(x.dtype()), float_dtype(w.dtype()));
-    let device = x.device();
-    let w = cast::<B>(w, dtype);
+    let rows = x.shape()[0];
+    let head = ChunkedHead::new(x, w, request);
     let params = CrossEntropy {
         reduction: Reduction::Sum,
         ..params
     };
-    let gemm = |a, b, dtype| B::nvfp4_gemm(a, b, MaybeTensor::Absent, GemmGroups::None, dtype);
-    let (row, col) = (Usage::Rowwise, Usage::Columnwise);
-    let mut loss: Option<FloatTensor<B>> = None;
-    let mut dx = Vec::new();
-    let mut dw: Option<FloatTensor<B>> = None;
+    let mut found = HeadSums::default();
     for start in (0..rows).step_by(most.max(1)) {
         let range = Slice::from(start..rows.min(start + most));
-        let part = B::float_slice(x.clone(), &[range, Slice::from(0..d)]);
         let targets = B::int_slice(targets.clone(), &[range]);
-        let logits = gemm(
-            Operand::Float(part.clone(), row),
-            Operand::Float(w.clone(), col),
-            dtype,
-        );
-        let of_chunk = if request.x || request.w {
+        let (part, logits) = head.logits(range);
+        if request.x || request.w {
             let LossAndGradient { loss, gradient } =
                 B::cross_entropy_gradient(logits, targets, params);
             // Before it is multiplied: a mean's gradients are small, sums of them may be less so.
             let gradient = B::scale_gradient(gradient, counted.clone());
-            if request.x {
-                dx.push(gemm(
-                    Operand::Float(gradient.clone(), row),
-                    Operand::Float(w.clone(), row),
-                    dtype,
-                ));
-            }
-            if request.w {
-                let (a, b) = (Operand::Float(part, col), Operand::Float(gradient, col));
-                let more = gemm(a, b, FloatDType::F32);
-                dw = Some(match dw {
-                    Some(dw) => B::float_add(dw, more),
-                    None => more,
-                });
-            }
-            loss
+            found.add(&head, loss, Some((part, gradient)));
         } else {
-            B::cross_entropy_loss(logits, targets, params)
-        };
-        loss = Some(match loss {
-            Some(loss) => B::float_add(loss, of_chunk),
-            None => of_chunk,
-        });
+            found.add(&head, B::cross_entropy_loss(logits, targets, params), None);
+        }
     }
-    let zeros = |shape, dtype| B::float_zeros(Shape::new(shape), &device, dtype);
-    let dx = request.x.then(|| match dx.len() {
-        0 => B::float_zeros(Shape::new([0, d]), &device, dtype),
-        1 => dx.pop().expect("one"),
-        _ => B::float_cat(dx, 0),
-    });
-    let dw = request.w.then(|| {
-        let dw =
-            dw.unwrap_or_else(|| B::float_zeros(Shape::new([d, vocab]), &device, FloatDType::F32));
-        cast::<B>(dw, w_dtype)
-    });
-    let loss = loss.unwrap_or_else(|| zeros([1], FloatDType::F32));
+    let found = found.of(&head);
     LinearLoss {
-        loss: B::scale_gradient(loss, counted),
-        dx: dx.into(),
-        dw: dw.into(),
+        loss: B::scale_gradient(found.loss, counted),
+        ..found
+    }
+}
+
+/// [`linear_kl_gradients`](LossOps::linear_kl_gradients) in chunks of `most` rows.
+#[cfg_attr(
+    not(any(feature = "flex", feature = "cpu", feature = "cuda")),
+    allow(dead_code)
+)]
+pub(super) fn linear_kl<B: LossOps>(
+    [x, w]: [FloatTensor<B>; 2],
+    [teacher_x, teacher_w]: [FloatTensor<B>; 2],
+    targets: IntTensor<B>,
+    scale: FloatTensor<B>,
+    request: LinearKl,
+    most: usize,
+) -> LinearLoss<B> {
+    let rows = x.shape()[0];
+    let nothing = LinearLossRequest {
+        x: false,
+        w: false,
+        ..request.gradients
+    };
+    let teacher_x = cast::<B>(teacher_x, float_dtype(x.dtype()));
+    let head = ChunkedHead::<B>::new(x, w, request.gradients);
+    let teacher = ChunkedHead::<B>::new(teacher_x, teacher_w, nothing);
+    let mut found = HeadSums::default();
+    for start in (0..rows).step_by(most.max(1)) {
+        let range = Slice::from(start..rows.min(start + most));
+        let targets = B::int_slice(targets.clone(), &[range]);
+        let (part, own) = head.logits(range);
+        let (_, other) = teacher.logits(range);
+        let LossAndGradient { loss, gradient } =
+            B::kl_divergence_gradient(own, other, targets, scale.clone(), request.params);
+        found.add(&head, loss, Some((part, gradient)));
+    }
+    found.of(&head)
+}
+
+/// Features and head, whose product are logits.
+struct ChunkedHead<B: LossOps> {
+    x: FloatTensor<B>,
+    /// In the type of `x`.
+    w: FloatTensor<B>,
+    /// The type of the head's gradient.
+    w_dtype: FloatDType,
+    request: LinearLossRequest,
+}
+
+impl<B: LossOps> ChunkedHead<B> {
+    fn new(x: FloatTensor<B>, w: FloatTensor<B>, request: LinearLossRequest) -> Self {
+        let w_dtype = float_dtype(w.dtype());
+        let w = cast::<B>(w, float_dtype(x.dtype()));
+        Self {
+            x,
+            w,
+            w_dtype,
+            request,
+        }
+    }
+
+    fn dtype(&self) -> FloatDType {
+        float_dtype(self.x.dtype())
+    }
+
+    fn gemm(a: Operand<B>, b: Operand<B>, dtype: FloatDType) -> FloatTensor<B> {
+        B::nvfp4_gemm(a, b, MaybeTensor::Absent, GemmGroups::None, dtype)
+    }
+
+    /// Features and logits of some rows.
+    fn logits(&self, rows: Slice) -> (FloatTensor<B>, FloatTensor<B>) {
+        let all = Slice::from(0..self.x.shape()[1]);
+        let part = B::float_slice(self.x.clone(), &[rows, all]);
+        let a = Operand::Float(part.clone(), Usage::Rowwise);
+        let b = Operand::Float(self.w.clone(), Usage::Columnwise);
+        (part, Self::gemm(a, b, self.dtype()))
+    }
+}
+
+/// What chunks give.
+struct HeadSums<B: LossOps> {
+    loss: Option<FloatTensor<B>>,
+    dx: Vec<FloatTensor<B>>,
+    dw: Option<FloatTensor<B>>,
+}
+
+impl<B: LossOps> Default for HeadSums<B> {
+    fn default() -> Self {
+        Self {
+            loss: None,
+            dx: Vec::new(),
+            dw: None,
+        }
+    }
+}
+
+impl<B: LossOps> HeadSums<B> {
+    /// Adds the loss of a chunk, and what its features and the gradient of its logits give.
+    fn add(
+        &mut self,
+        head: &ChunkedHead<B>,
+        loss: FloatTensor<B>,
+        chunk: Option<(FloatTensor<B>, FloatTensor<B>)>,
+    ) {
+        let sum = |sum: Option<FloatTensor<B>>, more| match sum {
+            Some(sum) => B::float_add(sum, more),
+            None => more,
+        };
+        self.loss = Some(sum(self.loss.take(), loss));
+        let Some((part, gradient)) = chunk else {
+            return;
+        };
+        if head.request.x {
+            let a = Operand::Float(gradient.clone(), Usage::Rowwise);
+            let b = Operand::Float(head.w.clone(), Usage::Rowwise);
+            self.dx.push(ChunkedHead::<B>::gemm(a, b, head.dtype()));
+        }
+        if head.request.w {
+            let a = Operand::Float(part, Usage::Columnwise);
+            let b = Operand::Float(gradient, Usage::Columnwise);
+            let more = ChunkedHead::<B>::gemm(a, b, FloatDType::F32);
+            self.dw = Some(sum(self.dw.take(), more));
+        }
+    }
+
+    /// All of it, zeros where there was no chunk.
+    fn of(mut self, head: &ChunkedHead<B>) -> LinearLoss<B> {
+        let (d, vocab) = (head.x.shape()[1], head.w.shape()[1]);
+        let device = head.x.device();
+        let zeros = |shape: &[usize], dtype| B::float_zeros(Shape::from(shape), &device, dtype);
+        let dx = head.request.x.then(|| match self.dx.len() {
+            0 => zeros(&[0, d], head.dtype()),
+            1 => self.dx.pop().expect("one"),
+            _ => B::float_cat(self.dx, 0),
+        });
+        let dw = head.request.w.then(|| {
+            let dw = self
+                .dw
+                .unwrap_or_else(|| zeros(&[d, vocab], FloatDType::F32));
+            cast::<B>(dw, head.w_dtype)
+        });
+        LinearLoss {
+            loss: self.loss.unwrap_or_else(|| zeros(&[1], FloatDType::F32)),
+            dx: dx.into(),
+            dw: dw.into(),
+        }
     }
 }

@@ -19,7 +19,10 @@ use super::super::cube::tensors::{
 };
 use super::super::{MaybeTensor, float_dtype, trace_op};
 use super::chunks;
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
+use super::{
+    CrossEntropy, KlDivergence, LinearKl, LinearLoss, LinearLossRequest, LossAndGradient, LossOps,
+    TablePart,
+};
 
 impl LossOps for CubeBackend {
     fn cross_entropy_loss(
@@ -77,30 +80,88 @@ impl LossOps for CubeBackend {
         }
         let w_dtype = w.dtype;
         let (x, w) = (Source::new(x), Source::new(cast(w, DType::BF16)));
-        let (rows, d) = x.shape();
-        trace_op("linear_cross_entropy", "", rows, vocab);
+        trace_op("linear_cross_entropy", "", x.matrix.rows, vocab);
         let found = launched(loss::linear_cross_entropy(
             &client,
             &x.matrix,
             &w.matrix,
             &targets.handle,
             &params,
-            loss::LinearLossRequest {
-                x: request.x,
-                w: request.w,
-                chunk_bytes: request.chunk_bytes,
+            gradients(request),
+        ));
+        linear_loss(&x.tensor, found, w_dtype)
+    }
+
+    fn kl_divergence_gradient(
+        student: FloatTensor<Self>,
+        teacher: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        params: KlDivergence,
+    ) -> LossAndGradient<Self> {
+        let student = owned("kl_divergence", student);
+        let (teacher, targets) = (Source::new(teacher), numbers(targets));
+        let scale = into_contiguous(cast(scale, DType::F32));
+        let (client, source) = (&student.client, matrix(&student));
+        trace_op("kl_divergence", "", source.rows, source.cols);
+        let losses = client.empty(source.rows.max(1) * 4);
+        launched(loss::kl_divergence_rows(
+            client,
+            [&source, &teacher.matrix],
+            &targets.handle,
+            &losses,
+            Some(&scale.handle),
+            &params,
+        ));
+        let sum = loss::sum_losses(client, &losses, source.rows, &scale.handle);
+        LossAndGradient {
+            loss: new_tensor(&student, launched(sum), Shape::new([1]), DType::F32),
+            gradient: student,
+        }
+    }
+
+    fn linear_kl_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> LinearLoss<Self> {
+        let (client, vocab) = (x.client.clone(), w.meta.shape()[1]);
+        let has_kernels = Capabilities::of(&client).gemm != GemmBackend::Scalar;
+        if x.dtype != DType::BF16 || !has_kernels {
+            let kind = float_kind(float_dtype(x.dtype));
+            // Logits of two models.
+            let most = loss::chunk_rows(vocab, kind, request.gradients.chunk_bytes / 2);
+            let (own, teacher) = ([x, w], [teacher_x, teacher_w]);
+            return chunks::linear_kl::<Self>(own, teacher, targets, scale, request, most);
+        }
+        let w_dtype = w.dtype;
+        let targets = numbers(targets);
+        let scale = into_contiguous(cast(scale, DType::F32));
+        let [x, w, teacher_x, teacher_w] =
+            [x, w, teacher_x, teacher_w].map(|it| Source::new(cast(it, DType::BF16)));
+        trace_op("linear_kl_divergence", "", x.matrix.rows, vocab);
+        let found = launched(loss::linear_kl_divergence(
+            &client,
+            &loss::LinearKlRequest {
+                student: loss::Head {
+                    x: &x.matrix,
+                    w: &w.matrix,
+                },
+                teacher: loss::Head {
+                    x: &teacher_x.matrix,
+                    w: &teacher_w.matrix,
+                },
+                targets: &targets.handle,
+                scale: &scale.handle,
+                params: request.params,
+                gradients: gradients(request.gradients),
             },
         ));
-        let like = &x.tensor;
-        let dw = found.dw.map(|dw| {
-            let dw = new_tensor(like, dw.handle, Shape::new([d, vocab]), DType::F32);
-            cast(dw, w_dtype)
-        });
-        LinearLoss {
-            loss: new_tensor(like, found.loss, Shape::new([1]), DType::F32),
-            dx: found.dx.map(|dx| result(like, dx)).into(),
-            dw: MaybeTensor::from(dw),
-        }
+        linear_loss(&x.tensor, found, w_dtype)
     }
 
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -139,6 +200,28 @@ impl LossOps for CubeBackend {
         let (client, grad) = (&dy.tensor.client, &dy.matrix);
         let found = embedding::embedding_gradient(client, grad, &ids.handle, vocab);
         result(&dy.tensor, launched(found))
+    }
+}
+
+fn gradients(request: LinearLossRequest) -> loss::LinearLossRequest {
+    loss::LinearLossRequest {
+        x: request.x,
+        w: request.w,
+        chunk_bytes: request.chunk_bytes,
+    }
+}
+
+/// What a head and its loss gave, as tensors beside `like`; the head's gradient as `w_dtype`.
+fn linear_loss(
+    like: &CubeTensor,
+    found: loss::LinearLoss,
+    w_dtype: DType,
+) -> LinearLoss<CubeBackend> {
+    let dw = found.dw.map(|dw| cast(result(like, dw), w_dtype));
+    LinearLoss {
+        loss: new_tensor(like, found.loss, Shape::new([1]), DType::F32),
+        dx: found.dx.map(|dx| result(like, dx)).into(),
+        dw: MaybeTensor::from(dw),
     }
 }
 

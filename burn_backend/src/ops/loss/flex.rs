@@ -12,7 +12,10 @@ use nvfp4_kernels::reference::{self, Element};
 use super::super::flex::tensors::{matrix, narrow, with_elements};
 use super::super::trace_op;
 use super::chunks;
-use super::{CrossEntropy, LinearLoss, LinearLossRequest, LossAndGradient, LossOps, TablePart};
+use super::{
+    CrossEntropy, KlDivergence, LinearKl, LinearLoss, LinearLossRequest, LossAndGradient, LossOps,
+    TablePart,
+};
 
 impl LossOps for Flex {
     fn cross_entropy_loss(
@@ -66,6 +69,61 @@ impl LossOps for Flex {
         let row = (vocab * x.dtype().size()).max(1);
         let most = (request.chunk_bytes / row).max(128);
         chunks::linear_cross_entropy::<Self>(x, w, targets, params, request, (most, counted))
+    }
+
+    fn kl_divergence_gradient(
+        student: FloatTensor<Self>,
+        teacher: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        params: KlDivergence,
+    ) -> LossAndGradient<Self> {
+        fn found<T: Element + BurnElement>(
+            student: &[T],
+            teacher: &FlexTensor,
+            (targets, scale): (&[i32], f32),
+            params: &KlDivergence,
+        ) -> (f32, Vec<T>) {
+            // Of the same type: exact.
+            let same = |value: f32| T::from_f32(value);
+            let teacher = with_elements!(teacher, |values| {
+                let values = values.iter().map(|x| same(Element::to_f32(*x)));
+                values.collect::<Vec<T>>()
+            });
+            let mut gradient = student.to_vec();
+            let scaled = Some(scale);
+            let rows =
+                reference::kl_divergence_rows(&mut gradient, &teacher, targets, params, scaled);
+            (reference::sum_losses(&rows, scale), gradient)
+        }
+        let (rows, vocab) = matrix(&student);
+        trace_op("kl_divergence", "", rows, vocab);
+        let scale = with_elements!(scale, |values| Element::to_f32(values[0]));
+        let given = (&numbers(&targets)[..], scale);
+        with_elements!(student, |values| {
+            let (loss, gradient) = found(values, &teacher, given, &params);
+            LossAndGradient {
+                loss: one(loss),
+                gradient: FlexTensor::from_data(TensorData::new(gradient, [rows, vocab])),
+            }
+        })
+    }
+
+    fn linear_kl_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> LinearLoss<Self> {
+        let (_, vocab) = matrix(&w);
+        // Logits of two models.
+        let row = (2 * vocab * x.dtype().size()).max(1);
+        let most = (request.gradients.chunk_bytes / row).max(128);
+        let (own, teacher) = ([x, w], [teacher_x, teacher_w]);
+        chunks::linear_kl::<Self>(own, teacher, targets, scale, request, most)
     }
 
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {

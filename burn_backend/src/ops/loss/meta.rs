@@ -2,10 +2,11 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::CrossEntropy;
+use nvfp4_kernels::{CrossEntropy, KlDivergence};
 
 use super::{
-    LinearLossMetadata, LinearLossRequest, LossAndGradientMetadata, MaybeTensorMetadata, TablePart,
+    LinearKl, LinearLossMetadata, LinearLossRequest, LossAndGradientMetadata, MaybeTensorMetadata,
+    TablePart,
 };
 
 pub(super) fn loss(
@@ -25,6 +26,32 @@ pub(super) fn loss_and_gradient(
         loss: loss(logits, targets, params),
         gradient: TensorSpec::new(logits.shape.clone(), logits.dtype),
     }
+}
+
+pub(super) fn divergence_and_gradient(
+    student: &TensorSpec,
+    _teacher: &TensorSpec,
+    _targets: &TensorSpec,
+    _scale: &TensorSpec,
+    _params: &KlDivergence,
+) -> LossAndGradientMetadata {
+    LossAndGradientMetadata {
+        loss: TensorSpec::new(Shape::new([1]), DType::F32),
+        gradient: TensorSpec::new(student.shape.clone(), student.dtype),
+    }
+}
+
+pub(super) fn linear_kl(
+    x: &TensorSpec,
+    w: &TensorSpec,
+    _teacher_x: &TensorSpec,
+    _teacher_w: &TensorSpec,
+    targets: &TensorSpec,
+    _scale: &TensorSpec,
+    request: &LinearKl,
+) -> LinearLossMetadata {
+    let params = CrossEntropy::default();
+    linear_loss(x, w, targets, &params, &request.gradients)
 }
 
 pub(super) fn linear_loss(

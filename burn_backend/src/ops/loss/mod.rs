@@ -19,8 +19,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-pub use nvfp4_kernels::CrossEntropy;
 pub use nvfp4_kernels::reference::TablePart;
+pub use nvfp4_kernels::{CrossEntropy, KlDivergence};
 
 #[cfg(feature = "cubecl-backend")]
 use super::MaybeTensorMetadata;
@@ -35,6 +35,15 @@ pub struct LinearLossRequest {
     pub w: bool,
     /// Bytes for the logits of a chunk of tokens.
     pub chunk_bytes: usize,
+}
+
+/// A divergence of a head from its teacher's, and which of its gradients are asked for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearKl {
+    /// Temperature, and the target of rows that do not count.
+    pub params: KlDivergence,
+    /// Gradients of the student; bytes for the logits of both.
+    pub gradients: LinearLossRequest,
 }
 
 /// A loss, and its gradient by the logits.
@@ -130,6 +139,47 @@ pub trait LossOps: Nvfp4Ops {
             chunk_bytes,
         };
         Self::linear_cross_entropy_gradients(x, w, targets, params, request).loss
+    }
+
+    /// The KL divergence of the logits `student` (`[rows, vocab]`) to those of `teacher`, in the same
+    /// shape and type, summed over rows whose targets count and times `scale` (`f32[1]`), with its
+    /// gradient, which takes the memory of `student` where nobody else has it.
+    #[fusion(meta = meta::divergence_and_gradient)]
+    fn kl_divergence_gradient(
+        student: FloatTensor<Self>,
+        teacher: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        params: KlDivergence,
+    ) -> LossAndGradient<Self>;
+
+    /// The same of the logits `x w` and `teacher_x teacher_w`, with the gradients of `request`: the
+    /// logits have the type of `x`; those of one chunk of rows are in memory at a time.
+    #[fusion(meta = meta::linear_kl)]
+    fn linear_kl_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> LinearLoss<Self>;
+
+    /// The loss of [`linear_kl_gradients`](Self::linear_kl_gradients), differentiable in `x` and
+    /// `w`: gradients are computed in the forward, and kept. Those that `request` asks for do not
+    /// matter.
+    #[fusion(default)]
+    fn linear_kl_divergence(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        teacher_x: FloatTensor<Self>,
+        teacher_w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        scale: FloatTensor<Self>,
+        request: LinearKl,
+    ) -> FloatTensor<Self> {
+        Self::linear_kl_gradients(x, w, teacher_x, teacher_w, targets, scale, request).loss
     }
 
     /// `x` times `factor` (`f32[1]`), in place where nobody else has it; a kernel leaves all as it

@@ -17,8 +17,12 @@ use crate::{
 
 /// Segments of a tile whose largest scores are found apart.
 const SEGMENTS: usize = 8;
-/// Parts that are loaded before the first is added.
+/// Values that a unit loads before the first is added.
 const AT_ONCE: usize = 8;
+/// Runs whose parts a unit loads before the first is added.
+const RUNS_AT_ONCE: usize = 32;
+/// More runs than `decode_splits` ever gives.
+const MOST_RUNS: usize = 64;
 
 /// Whether query `row` of a head of keys sees key `key`.
 #[cube]
@@ -52,6 +56,77 @@ struct Stage {
     /// The largest score of the run before an even tile and before an odd one, and the sum of
     /// weights, `[3, rows]`.
     state: Shared<[f32]>,
+}
+
+/// What a unit loads of a tile before it needs it: its first key, and its first values.
+#[derive(CubeType)]
+struct Ahead<C: Numeric, N: Size> {
+    key: Array<Vector<C, N>>,
+    values: Array<Vector<C, N>>,
+}
+
+/// Where a tile is in the caches.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Tile {
+    /// The first vector of its first key.
+    base: usize,
+    /// Vectors from one key to the next.
+    stride: usize,
+    /// Its keys.
+    count: u32,
+}
+
+#[cube]
+impl<C: Numeric, N: Size> Ahead<C, N> {
+    fn new(#[comptime] plan: DecodePlan) -> Ahead<C, N> {
+        Ahead::<C, N> {
+            key: Array::new(comptime!(plan.columns())),
+            values: Array::new(AT_ONCE),
+        }
+    }
+
+    /// Loads what this unit needs first of the keys `from..to` of a tile.
+    fn load(
+        &mut self,
+        k_cache: &mut [Vector<C, N>],
+        v_cache: &mut [Vector<C, N>],
+        tile: &Tile,
+        from: u32,
+        to: u32,
+        #[comptime] plan: DecodePlan,
+    ) {
+        let key = UNIT_POS;
+        if key >= from && key < to {
+            load_key::<C, N>(k_cache, tile, key, &mut self.key, plan);
+        }
+        let slices = comptime!(plan.slices() as u32);
+        let columns = comptime!(plan.columns() as u32);
+        let (slice, column) = (UNIT_POS / columns, UNIT_POS % columns);
+        #[unroll(plan.unroll)]
+        for i in 0..AT_ONCE {
+            let key = slice + i as u32 * slices;
+            if key >= from && key < to {
+                let at = tile.base + key as usize * tile.stride + column as usize;
+                self.values[i] = v_cache[at];
+            }
+        }
+    }
+}
+
+#[cube]
+fn load_key<C: Numeric, N: Size>(
+    k_cache: &mut [Vector<C, N>],
+    tile: &Tile,
+    key: u32,
+    loaded: &mut Array<Vector<C, N>>,
+    #[comptime] plan: DecodePlan,
+) {
+    let at = tile.base + key as usize * tile.stride;
+    #[unroll(plan.unroll)]
+    for c in 0..comptime!(plan.columns()) {
+        loaded[c] = k_cache[at + c];
+    }
 }
 
 /// A part of the attention of all queries that read one head of keys, over one run of the keys; the
@@ -88,9 +163,21 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     if run < own.runs {
         let first = own.first + run * own.per;
         let last = min(first + own.per, own.end);
-        // This run's new keys and values.
         let columns = comptime!(plan.columns() as u32);
+        let stride = shape.kv_heads as usize * comptime!(plan.columns());
+        let row = sequence as usize * shape.capacity as usize + first as usize;
+        let base = (row * shape.kv_heads as usize + kv_head as usize) * comptime!(plan.columns());
+        let mut tile_at = Tile {
+            base,
+            stride,
+            count: min(tile, last - first),
+        };
+        let mut ahead = Ahead::<C, N>::new(plan);
+        // What was there before is on its way while the new tokens are read and turned.
         let from = max(first, own.start);
+        let old = min(from, first + tile_at.count) - first;
+        ahead.load(k_cache, v_cache, &tile_at, 0u32, old, plan);
+        // This run's new keys and values.
         let mut item = UNIT_POS;
         while from < last && item < (last - from) * columns {
             let key = from + item / columns;
@@ -108,14 +195,15 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             &new, &shape, &own, &mut stage, sequence, kv_head, first_row, plan,
         );
         sync_cube();
+        ahead.load(k_cache, v_cache, &tile_at, old, tile_at.count, plan);
         let mut odd = 0u32;
         let mut at = first;
         while at < last {
-            let count = min(tile, last - at);
-            let row = sequence as usize * shape.capacity as usize + at as usize;
-            let base = row * shape.kv_heads as usize + kv_head as usize;
-            let base = base * comptime!(plan.columns());
-            score_tile::<C, N>(k_cache, &shape, &mut stage, base, count, plan);
+            let count = tile_at.count;
+            if at > first {
+                ahead.load(k_cache, v_cache, &tile_at, 0u32, count, plan);
+            }
+            score_tile::<C, N>(k_cache, &shape, &mut stage, &tile_at, &mut ahead, plan);
             sync_cube();
             let mut item = UNIT_POS;
             while item < comptime!((rows * SEGMENTS) as u32) {
@@ -146,11 +234,13 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
                 key += CUBE_DIM;
             }
             sync_cube();
-            add_values::<C, N>(v_cache, &shape, &mut stage, base, count, plan);
+            add_values::<C, N>(v_cache, &shape, &mut stage, &tile_at, &mut ahead, plan);
             sync_cube();
             merge_tile(&mut stage, odd, plan);
             odd = 1u32 - odd;
             at += tile;
+            tile_at.base += tile as usize * stride;
+            tile_at.count = min(tile, last - min(at, last));
             sync_cube();
         }
         let part = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * shape.splits + run;
@@ -214,25 +304,22 @@ fn begin<F: Numeric>(
     }
 }
 
-/// The scores of a tile: a unit has one key at a time.
+/// The scores of a tile: a unit has one key at a time, the first of which was loaded.
 #[cube]
 fn score_tile<C: Numeric, N: Size>(
     k_cache: &mut [Vector<C, N>],
     shape: &CacheShape,
     stage: &mut Stage,
-    base: usize,
-    count: u32,
+    tile: &Tile,
+    ahead: &mut Ahead<C, N>,
     #[comptime] plan: DecodePlan,
 ) {
     let rows = comptime!(plan.rows);
     let columns = comptime!(plan.columns());
     let mut key = UNIT_POS;
-    while key < count {
-        let at = base + key as usize * shape.kv_heads as usize * columns;
-        let mut loaded = Array::<Vector<C, N>>::new(columns);
-        #[unroll(plan.unroll)]
-        for c in 0..columns {
-            loaded[c] = k_cache[at + c];
+    while key < tile.count {
+        if key >= CUBE_DIM {
+            load_key::<C, N>(k_cache, tile, key, &mut ahead.key, plan);
         }
         let mut sums = Array::<f32>::new(comptime!(4 * plan.rows));
         #[unroll(plan.unroll)]
@@ -241,7 +328,7 @@ fn score_tile<C: Numeric, N: Size>(
         }
         #[unroll(plan.unroll)]
         for c in 0..columns {
-            let vector = loaded[c];
+            let vector = ahead.key[c];
             #[unroll]
             for e in 0..N::value() {
                 let k = uncached::<C>(vector.extract(e), shape.k_scale, plan);
@@ -280,14 +367,15 @@ fn highest_of_tile(segments: &Shared<[f32]>, row: usize) -> f32 {
     highest
 }
 
-/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time.
+/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time. Its
+/// first ones were loaded.
 #[cube]
 fn add_values<C: Numeric, N: Size>(
     v_cache: &mut [Vector<C, N>],
     shape: &CacheShape,
     stage: &mut Stage,
-    base: usize,
-    count: u32,
+    tile: &Tile,
+    ahead: &mut Ahead<C, N>,
     #[comptime] plan: DecodePlan,
 ) {
     let rows = comptime!(plan.rows);
@@ -308,21 +396,22 @@ fn add_values<C: Numeric, N: Size>(
                 values[r * width + e] = 0.0f32;
             }
         }
-        let stride = shape.kv_heads as usize * comptime!(plan.columns());
         let mut first = slice;
-        while first < count {
-            // Several on the way at a time. Those behind the last read it, and are not added.
-            let mut loaded = Array::<Vector<C, N>>::new(AT_ONCE);
-            #[unroll(plan.unroll)]
-            for i in 0..AT_ONCE {
-                let key = min(first + i as u32 * slices, count - 1u32);
-                loaded[i] = v_cache[base + key as usize * stride + column as usize];
+        while first < tile.count {
+            if item >= CUBE_DIM || first > slice {
+                // Several on the way at a time. Those behind the last read it, and are not added.
+                #[unroll(plan.unroll)]
+                for i in 0..AT_ONCE {
+                    let key = min(first + i as u32 * slices, tile.count - 1u32);
+                    let at = tile.base + key as usize * tile.stride + column as usize;
+                    ahead.values[i] = v_cache[at];
+                }
             }
             #[unroll(plan.unroll)]
             for i in 0..AT_ONCE {
                 let key = first + i as u32 * slices;
-                if key < count {
-                    let vector = loaded[i];
+                if key < tile.count {
+                    let vector = ahead.values[i];
                     #[unroll(plan.unroll)]
                     for r in 0..rows {
                         let weight = stage.weights[r * comptime!(DECODE_TILE) + key as usize];
@@ -395,8 +484,8 @@ fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
     }
 }
 
-/// Adds the parts of each query and writes its output, `[tokens, heads, head]`. Cubes are `[block of
-/// rows of a head of keys, sequence]`.
+/// Adds the parts of each query and writes its output, `[tokens, heads, head]`. Cubes are `[row of
+/// a block, block of rows of a head of keys, sequence]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn merge_runs_kernel<F: Numeric>(
     parts: &[f32],
@@ -409,72 +498,85 @@ pub fn merge_runs_kernel<F: Numeric>(
     #[define(F)] _storage: ElemType,
 ) {
     let rows = comptime!(plan.rows as u32);
-    let head = comptime!(plan.head as u32);
-    // More than `decode_splits` ever gives.
-    let mut highest_of = Shared::<[f32]>::new_slice(comptime!(64 * plan.rows));
-    let mut sums = Shared::<[f32]>::new_slice(comptime!(64 * plan.rows));
-    let sequence = CUBE_POS_Y;
+    let mut highest_of = Shared::<[f32]>::new_slice(MOST_RUNS);
+    let mut sums = Shared::<[f32]>::new_slice(MOST_RUNS);
+    let mut factors = Shared::<[f32]>::new_slice(MOST_RUNS);
+    let sequence = CUBE_POS_Z;
     let blocks = (shape.group * time).div_ceil(rows);
-    let kv_head = CUBE_POS_X / blocks;
-    let first_row = (CUBE_POS_X - kv_head * blocks) * rows;
+    let kv_head = CUBE_POS_Y / blocks;
+    let row = (CUBE_POS_Y - kv_head * blocks) * rows + CUBE_POS_X;
     let own = extent(starts, counts, time, &shape, sequence);
-    let first_part = (sequence * CUBE_COUNT_X + CUBE_POS_X) as usize * shape.splits as usize;
+    let part = (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize * shape.splits as usize;
     let pitch = comptime!(plan.rows * plan.part());
-    let mut item = UNIT_POS;
-    while item < own.runs * rows {
-        let (run, row) = (item / rows, item % rows);
-        let at = (first_part + run as usize) * pitch
-            + row as usize * comptime!(plan.part())
-            + comptime!(plan.head);
-        highest_of[item as usize] = parts[at];
-        sums[item as usize] = parts[at + 1usize];
-        item += CUBE_DIM;
+    let first = part * pitch + CUBE_POS_X as usize * comptime!(plan.part());
+    let mut loaded = Array::<f32>::new(RUNS_AT_ONCE);
+    let column = min(UNIT_POS as usize, comptime!(plan.head - 1));
+    load_runs(parts, first + column, own.runs, &mut loaded, plan);
+    let mut run = UNIT_POS;
+    while run < own.runs {
+        let at = first + run as usize * pitch + comptime!(plan.head);
+        highest_of[run as usize] = parts[at];
+        sums[run as usize] = parts[at + 1usize];
+        run += CUBE_DIM;
     }
     sync_cube();
-    let mut item = UNIT_POS;
-    while item < comptime!((plan.rows * plan.head) as u32) {
-        let (row, d) = (item / head, item % head);
-        let mut highest = f32::new(comptime!(f32::MIN));
-        for run in 0..own.runs {
-            highest = larger(highest, highest_of[(run * rows + row) as usize]);
-        }
+    let mut highest = f32::new(comptime!(f32::MIN));
+    for run in 0..own.runs {
+        highest = larger(highest, highest_of[run as usize]);
+    }
+    let mut run = UNIT_POS;
+    while run < own.runs {
+        let difference = highest_of[run as usize] - highest;
+        factors[run as usize] = exp_or_nan(difference, plan.conversion);
+        run += CUBE_DIM;
+    }
+    sync_cube();
+    let t = row / shape.group;
+    let mut item = UNIT_POS as usize;
+    while item < comptime!(plan.head) && t < time {
         let mut sum = 0.0f32;
         let mut value = 0.0f32;
-        let mut first = 0u32;
-        while first < own.runs {
-            let mut loaded = Array::<f32>::new(AT_ONCE);
-            #[unroll(plan.unroll)]
-            for i in 0..AT_ONCE {
-                let run = min(first + i as u32, own.runs - 1u32);
-                let at = (first_part + run as usize) * pitch
-                    + row as usize * comptime!(plan.part())
-                    + d as usize;
-                loaded[i] = parts[at];
+        let mut begin = 0u32;
+        while begin < own.runs {
+            if begin > 0u32 || item >= CUBE_DIM as usize {
+                let at = first + begin as usize * pitch + item;
+                load_runs(parts, at, own.runs - begin, &mut loaded, plan);
             }
             #[unroll(plan.unroll)]
-            for i in 0..AT_ONCE {
-                let run = first + i as u32;
+            for i in 0..RUNS_AT_ONCE {
+                let run = begin + i as u32;
                 if run < own.runs {
-                    let at = (run * rows + row) as usize;
-                    let factor = exp_or_nan(highest_of[at] - highest, plan.conversion);
-                    sum = fma(sums[at], factor, sum, plan.conversion);
+                    let factor = factors[run as usize];
+                    sum = fma(sums[run as usize], factor, sum, plan.conversion);
                     value = fma(loaded[i], factor, value, plan.conversion);
                 }
             }
-            first += comptime!(AT_ONCE as u32);
+            begin += comptime!(RUNS_AT_ONCE as u32);
         }
-        let row = first_row + row;
-        let t = row / shape.group;
-        if t < time {
-            let nothing = sum == 0.0f32 || own.start + t >= own.end;
-            let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
-            let result = product(value, inverse, plan.conversion);
-            let heads = shape.group * shape.kv_heads;
-            let index = kv_head * shape.group + row % shape.group;
-            let at = ((sequence * time + t) * heads + index) as usize * comptime!(plan.head)
-                + d as usize;
-            out[at] = store::<F>(select(nothing, 0.0f32, result), plan.kind);
+        let nothing = sum == 0.0f32 || own.start + t >= own.end;
+        let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
+        let result = product(value, inverse, plan.conversion);
+        let heads = shape.group * shape.kv_heads;
+        let index = kv_head * shape.group + row % shape.group;
+        let at = ((sequence * time + t) * heads + index) as usize * comptime!(plan.head) + item;
+        out[at] = store::<F>(select(nothing, 0.0f32, result), plan.kind);
+        item += CUBE_DIM as usize;
+    }
+}
+
+/// An element of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
+#[cube]
+fn load_runs(
+    parts: &[f32],
+    at: usize,
+    count: u32,
+    loaded: &mut Array<f32>,
+    #[comptime] plan: DecodePlan,
+) {
+    #[unroll(plan.unroll)]
+    for i in 0..RUNS_AT_ONCE {
+        if (i as u32) < count {
+            loaded[i] = parts[at + i * comptime!(plan.rows * plan.part())];
         }
-        item += CUBE_DIM;
     }
 }

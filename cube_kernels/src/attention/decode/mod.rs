@@ -267,7 +267,7 @@ pub fn decode(
         );
         merge_runs_kernel::launch_unchecked(
             client,
-            CubeCount::Static(blocks as u32, cache.batch as u32, 1),
+            CubeCount::Static(plan.rows as u32, blocks as u32, cache.batch as u32),
             dim,
             address,
             buffer(&parts, floats),

@@ -1,0 +1,175 @@
+//! The KL divergence of rows of logits to those of a teacher, and its gradient.
+//!
+//! Rows are cut into blocks and lanes as those of the [cross entropy](super::loss). A lane has two
+//! running maxima and sums, the teacher's and the student's, and the sum of the teacher's
+//! exponentials times the differences of the logits, which is rescaled with the teacher's sum.
+
+use rayon::prelude::*;
+
+use super::loss::{BLOCK, Lane, cross_entropy_lanes, ln, tree};
+use super::{Element, exp_of_negative};
+
+/// The KL divergence of a student to its teacher on their logits.
+///
+/// With `p = softmax(teacher / T)` and `q = softmax(student / T)` the loss of a row is
+/// `T² Σ p (ln p - ln q)`, and its gradient in the student's logits `T (q - p)`. The factor `T²`
+/// keeps the size of gradients where the temperature changes (Hinton et al., arXiv 1503.02531). A
+/// class whose probability the teacher rounds to 0 adds nothing. A row whose target is
+/// [`ignore`](Self::ignore) has a loss and a gradient of 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct KlDivergence {
+    /// The target of rows that are left out.
+    pub ignore: i32,
+    /// The temperature `T`.
+    pub temperature: f32,
+}
+
+impl Default for KlDivergence {
+    /// Targets of -100 are ignored; a temperature of 1.
+    fn default() -> Self {
+        Self {
+            ignore: -100,
+            temperature: 1.0,
+        }
+    }
+}
+
+impl KlDivergence {
+    /// Whether the temperature is one.
+    ///
+    /// # Errors
+    /// Unless it is finite and positive.
+    pub fn check(&self) -> Result<(), crate::Nvfp4Error> {
+        let t = self.temperature;
+        if t.is_finite() && t > 0.0 {
+            return Ok(());
+        }
+        let allowed = "a finite number above 0";
+        Err(crate::Nvfp4Error::value(
+            "temperature",
+            format!("{t}"),
+            allowed,
+        ))
+    }
+}
+
+/// The losses of the rows of `student`, not scaled; with a `scale` the student's logits become their
+/// gradient, times it.
+///
+/// # Panics
+/// When a matrix does not hold an element for each pair of a target and a class, or there are rows
+/// without a class.
+pub fn kl_divergence_rows<T: Element>(
+    student: &mut [T],
+    teacher: &[T],
+    targets: &[i32],
+    params: &KlDivergence,
+    scale: Option<f32>,
+) -> Vec<f32> {
+    assert_eq!(
+        student.len(),
+        teacher.len(),
+        "`student` and `teacher` must have as many elements"
+    );
+    if targets.is_empty() {
+        return Vec::new();
+    }
+    let vocab = student.len() / targets.len();
+    assert!(
+        vocab > 0 && vocab * targets.len() == student.len(),
+        "`student` must hold rows * vocab elements"
+    );
+    student
+        .par_chunks_mut(vocab)
+        .zip(teacher.par_chunks(vocab))
+        .zip(targets)
+        .map(|((row, teacher), target)| {
+            if *target != params.ignore {
+                return row_of(row, teacher, params.temperature, scale);
+            }
+            if scale.is_some() {
+                row.fill(T::from_f32(0.0));
+            }
+            0.0
+        })
+        .collect()
+}
+
+fn row_of<T: Element>(
+    student: &mut [T],
+    teacher: &[T],
+    temperature: f32,
+    scale: Option<f32>,
+) -> f32 {
+    let inverse = 1.0 / temperature;
+    let (q, p) = fold_rows(student, teacher, inverse);
+    let lse = |lane: Lane| lane.max + ln(lane.sum);
+    let inverse_p = 1.0 / p.sum;
+    let loss = (temperature * temperature) * p.total.mul_add(inverse_p, lse(q) - lse(p));
+    if let Some(scale) = scale {
+        let size = temperature * scale;
+        let (of_q, of_p) = (size * (1.0 / q.sum), size * inverse_p);
+        for (own, other) in student.iter_mut().zip(teacher) {
+            let e_q = exp_of_negative(own.to_f32() * inverse - q.max);
+            let e_p = exp_of_negative(other.to_f32() * inverse - p.max);
+            *own = T::from_f32(e_q.mul_add(of_q, -(e_p * of_p)));
+        }
+    }
+    loss
+}
+
+/// Student and teacher of a row; the teacher's total is the sum of its exponentials times the
+/// differences.
+fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, Lane) {
+    let count = cross_entropy_lanes(student.len());
+    let start = Lane {
+        max: f32::MIN,
+        sum: 0.0,
+        total: 0.0,
+    };
+    let mut lanes = vec![(start, start); count];
+    let blocks = student.chunks(BLOCK).zip(teacher.chunks(BLOCK));
+    for (b, (own, other)) in blocks.enumerate() {
+        let (q, p) = &mut lanes[b % count];
+        let block = |x: &[T]| {
+            let mut values = [f32::NEG_INFINITY; BLOCK];
+            for (value, x) in values.iter_mut().zip(x) {
+                *value = x.to_f32() * inverse;
+            }
+            values
+        };
+        let (own, other) = (block(own), block(other));
+        let max = own.iter().fold(q.max, |max, value| max.max(*value));
+        let sum = tree(&mut own.map(|value| exp_of_negative(value - max)));
+        q.sum = q.sum.mul_add(exp_of_negative(q.max - max), sum);
+        q.max = max;
+        let max = other.iter().fold(p.max, |max, value| max.max(*value));
+        let kept = exp_of_negative(p.max - max);
+        let mut terms = other.map(|value| exp_of_negative(value - max));
+        let mut products = terms;
+        for (product, (own, other)) in products.iter_mut().zip(own.iter().zip(&other)) {
+            if *product != 0.0 {
+                *product *= other - own;
+            }
+        }
+        p.sum = p.sum.mul_add(kept, tree(&mut terms));
+        p.total = p.total.mul_add(kept, tree(&mut products));
+        p.max = max;
+    }
+    let combined = |lane: fn(&(Lane, Lane)) -> Lane| {
+        let lanes: Vec<Lane> = lanes.iter().map(lane).collect();
+        let max = lanes.iter().fold(f32::MIN, |max, lane| max.max(lane.max));
+        let scaled = |of: fn(&Lane) -> f32| {
+            let scaled = lanes
+                .iter()
+                .map(|lane| of(lane) * exp_of_negative(lane.max - max));
+            tree(&mut scaled.collect::<Vec<f32>>())
+        };
+        Lane {
+            max,
+            sum: scaled(|lane| lane.sum),
+            total: scaled(|lane| lane.total),
+        }
+    };
+    (combined(|lanes| lanes.0), combined(|lanes| lanes.1))
+}
