@@ -1,6 +1,6 @@
 """Writes the text of The Rust Programming Language, as rustup installs it in HTML.
 
-book.py FOLDER_OF_HTML TEXT_TO_EVALUATE TEXT_TO_CALIBRATE_ON
+book.py FOLDER_OF_HTML TEXT_TO_EVALUATE TEXT_TO_CALIBRATE_ON TEXT_TO_TRAIN_ON
 """
 import os
 import re
@@ -36,7 +36,7 @@ class Text(HTMLParser):
             self.parts.append(data if self.code else re.sub(r"\s+", " ", data))
 
 
-folder, evaluate, calibrate = sys.argv[1:]
+folder, evaluate, calibrate, train = sys.argv[1:]
 chapters = sorted(name for name in os.listdir(folder) if re.match(r"ch\d\d-\d\d.*\.html$", name))
 texts = []
 for chapter in chapters:
@@ -51,3 +51,6 @@ for path, first, count in [(evaluate, 0, 24_000), (calibrate, 600_000, 40_000)]:
         sys.exit(f"{folder} has {len(book)} characters, but {first + count} are needed")
     with open(path, "w", encoding="utf-8") as file:
         file.write(book[first : first + count])
+# All that is not evaluated.
+with open(train, "w", encoding="utf-8") as file:
+    file.write(book[24_000:])
