@@ -93,8 +93,15 @@ fn ranks_train_as_one_process_does() {
     succeeds(train(&one, &format!("{RUN} {RECIPE}")));
     let expected = valid_losses(&one, "f32");
     for (ranks, out) in [(2, two), (4, four)] {
-        succeeds(launch(ranks, &out, RECIPE));
+        let said = succeeds(launch(ranks, &out, RECIPE));
         let found = valid_losses(&out, "f32");
+        let summary = json(&out.join("summary.json"));
+        let percent = summary["exposed_communication_percent"].as_f64().unwrap();
+        assert!(percent > 0.0 && percent < 100.0, "{percent}");
+        assert_eq!(summary["results"][0]["exposed_communication_steps"], 12);
+        let line =
+            format!("did not hide: {percent:.1} % of the time of a step (f32, measured in 12");
+        assert!(said.contains(&line), "{said}");
         // Before the first step nothing differs: the ranks take turns with the validation text.
         assert_eq!(found[0], expected[0]);
         assert_near(&found, &expected, 2e-5);

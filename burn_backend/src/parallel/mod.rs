@@ -16,6 +16,7 @@ mod buckets;
 mod distributed;
 mod gradients;
 mod group;
+mod meter;
 mod overlapped;
 mod quantized;
 mod sharded;
@@ -25,6 +26,7 @@ pub use gradients::{
     ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
 };
 pub use group::ProcessGroup;
+pub use meter::{CommunicationMeter, ExposedCommunication};
 pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };

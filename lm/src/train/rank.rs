@@ -195,6 +195,11 @@ impl<M: LanguageModel> Rank<M> {
         self.graph.is_some()
     }
 
+    /// Whether the next step of a graph is ordinary, and the last one that is.
+    pub fn is_before_capture(&self) -> bool {
+        (self.graph.as_ref()).is_some_and(|graph| graph.steps.is_before_capture())
+    }
+
     /// Steps are ordinary again.
     pub fn end_graph(&mut self) {
         self.graph = None;
