@@ -199,19 +199,23 @@ fn copy_folder(from: &Path, to: &Path) {
 #[test]
 fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     let sizes = SMALL.replace("--hidden 48", "--hidden 64");
-    let flags = ["", "--fsdp", "--zero1", "--tp 2", "--ep 2 --experts 4"];
-    for flag in flags {
+    let flags = [
+        (2, ""),
+        (2, "--fsdp"),
+        (2, "--zero1"),
+        (2, "--tp 2"),
+        (2, "--ep 2 --experts 4"),
+        (4, "--tp 2 --fsdp"),
+        (4, "--ep 2 --experts 4 --zero1"),
+    ];
+    for (ranks, flag) in flags {
         let more = format!("--no-compare {flag}");
         let [whole, stopped] =
             ["whole", "stopped"].map(|name| folder(&format!("ranks-bytes{flag}-{name}")));
-        succeeds(launch_sized(2, &sizes, &whole, &more));
-        succeeds(launch_sized(
-            2,
-            &sizes,
-            &stopped,
-            &format!("{more} --stop-at 5"),
-        ));
-        succeeds(resume(2, &stopped));
+        succeeds(launch_sized(ranks, &sizes, &whole, &more));
+        let more = format!("{more} --stop-at 5");
+        succeeds(launch_sized(ranks, &sizes, &stopped, &more));
+        succeeds(resume(ranks, &stopped));
         assert_same_files(&whole, &stopped, "nvfp4");
     }
 }
@@ -276,7 +280,6 @@ fn what_ranks_cannot_do_is_said() {
     refused(2, "--dp 4", &["dp is 4", "2 ranks"]);
     refused(2, "--fsdp --optimizer muon", &["fsdp", "adamw"]);
     refused(3, "--tp 2", &["tp is 2", "3 ranks"]);
-    refused(2, "--tp 2 --fsdp", &["tp is 2", "fsdp is true"]);
     refused(2, "--tp 2", &["tp is 2", "hidden is 48", "multiple of 32"]);
     refused(2, "--ep 2", &["ep is 2", "no experts"]);
     fails(

@@ -7,7 +7,10 @@
 //!   [`average_expert_gradients`] and [`average_replicated_in_backward`] are the same for models with
 //!   experts on several ranks.
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
-//!   optimizer which ones.
+//!   optimizer which ones. [`fully_shard_experts`] and [`reduce_expert_gradients`] are the same for
+//!   models with experts on several ranks, and [`SplitParameters`] says what tensor or expert
+//!   parallelism has split before.
+//! - [`CommunicationMeter`] measures what communication compute does not hide.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
 
 pub mod functions;
@@ -23,7 +26,8 @@ mod sharded;
 
 pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
-    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
+    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
+    reduce_gradients,
 };
 pub use group::ProcessGroup;
 pub use meter::{CommunicationMeter, ExposedCommunication};
@@ -31,5 +35,5 @@ pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };
 pub use quantized::try_quantize_all_gather;
-pub use sharded::{Sharded, Shards, fully_shard, gather};
+pub use sharded::{Sharded, Shards, SplitParameters, fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};

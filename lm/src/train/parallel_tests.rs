@@ -1,5 +1,7 @@
 //! Runs of several ranks, as threads over loopback, against a run of one rank.
 
+mod sharded;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -165,6 +167,7 @@ trait OnRank {
     fn save_again(&mut self);
     fn losses(&self) -> Vec<f64>;
     fn measured(&self) -> ExposedCommunication;
+    fn elements(&self) -> [usize; 2];
 }
 
 impl<M: LanguageModel> OnRank for Run<'_, M> {
@@ -187,6 +190,14 @@ impl<M: LanguageModel> OnRank for Run<'_, M> {
 
     fn measured(&self) -> ExposedCommunication {
         self.communication()
+    }
+
+    /// Of the parameters of the rank, and of the first moments.
+    fn elements(&self) -> [usize; 2] {
+        let state = content(&self.rank.optimizer.to_bytes().unwrap());
+        let first = state.iter().filter(|tensor| tensor.0.ends_with(".first"));
+        let moments = first.map(|tensor| tensor.3.len()).sum();
+        [self.rank.model().num_params(), moments]
     }
 }
 
