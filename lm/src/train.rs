@@ -443,9 +443,17 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let step = self.step;
         let telemetry = Telemetry::start(self.rank.model());
         self.train_step(lr, Watched::Yes)?;
-        let samples = telemetry.finish();
+        let mut samples = telemetry.finish();
         if !self.is_first() {
             return Ok(());
+        }
+        if let Some(partition) = self.rank.partition() {
+            let paths = partition.layer_paths(self.rank.model());
+            for sample in &mut samples {
+                if let Some(path) = paths.get(&sample.layer) {
+                    sample.layer.clone_from(path);
+                }
+            }
         }
         let path = self.folder.join(TELEMETRY);
         let mut text = String::new();

@@ -44,22 +44,27 @@ impl Partition {
         pack(tensors.collect::<Result<_>>()?, metadata)
     }
 
+    /// The paths of the layers of `model` in the model of one rank, by their own, where those differ.
+    pub fn layer_paths<M: Module>(&self, model: &M) -> BTreeMap<String, String> {
+        // A layer is known by its weight.
+        let own = parameter_names(model);
+        let layers = own.iter().filter_map(|(id, own)| {
+            let whole = self.names.get(id)?;
+            Some((
+                own.strip_suffix(WEIGHT)?.into(),
+                whole.strip_suffix(WEIGHT)?.into(),
+            ))
+        });
+        layers.collect()
+    }
+
     /// `state`, of the layers of `model`, with the paths that they have in the model of one rank.
     pub fn renamed_state<M: Module>(&self, state: Nvfp4State, model: &M) -> Nvfp4State {
         if self.names.is_empty() {
             return state;
         }
-        // A layer is known by its weight.
-        let own = parameter_names(model);
-        let layers = own.iter().filter_map(|(id, own)| {
-            let whole = self.names.get(id)?;
-            Some((own.strip_suffix(WEIGHT)?, whole.strip_suffix(WEIGHT)?))
-        });
-        let paths: BTreeMap<&str, &str> = layers.collect();
-        let renamed = |path: String| match paths.get(&path[..]) {
-            Some(whole) => (*whole).into(),
-            None => path,
-        };
+        let paths = self.layer_paths(model);
+        let renamed = |path: String| paths.get(&path).cloned().unwrap_or(path);
         let (layers, modes) = (state.layers.into_iter(), state.modes.into_iter());
         Nvfp4State {
             layers: layers.map(|(path, rng)| (renamed(path), rng)).collect(),

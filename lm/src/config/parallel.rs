@@ -65,12 +65,6 @@ impl RunConfig {
              --ep, or leave out tp",
             self.model.experts.unwrap_or_default()
         );
-        ensure!(
-            self.telemetry_every == 0,
-            "tp is {tp} and telemetry-every is {}, but operands of which each rank has a part are \
-             not sampled: leave out one of them",
-            self.telemetry_every
-        );
         let heads = self.model.heads;
         ensure!(
             heads.is_multiple_of(tp),

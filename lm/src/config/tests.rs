@@ -133,13 +133,10 @@ fn graphs_are_refused_where_they_cannot_be() {
 #[test]
 fn what_ranks_cannot_split_is_said() {
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&[&str], Spoil); 14] = [
+    let cases: [(&[&str], Spoil); 13] = [
         (&["tp is 0"], |c| c.tp = 0),
         (&["ep is 0"], |c| c.ep = 0),
         (&["tp is 2", "Muon"], |c| c.optimizer = OptimizerName::Muon),
-        (&["tp is 2", "telemetry-every is 5"], |c| {
-            c.telemetry_every = 5;
-        }),
         (&["tp is 2", "experts is 4", "--ep"], |c| {
             c.model.experts = Some(4);
         }),

@@ -466,3 +466,45 @@ fn communication_that_is_not_hidden_is_measured() {
     });
     assert_eq!(alone.percent(), None);
 }
+
+/// Telemetry of a tensor group: of the layers and operands of one rank, by their names there. Where
+/// tokens are gathered they are all tokens, with the statistics of one rank. It changes no bit.
+#[test]
+fn telemetry_of_a_tensor_group_is_of_the_operands_of_one_rank() {
+    let corpus = corpus();
+    let sampled = |config: RunConfig, ranks: usize| {
+        let folder = Folder::new();
+        let config = RunConfig {
+            telemetry_every: 2,
+            ..nvfp4(config)
+        };
+        losses(&config, &corpus, &folder, ranks);
+        let text = fs::read_to_string(folder.0.join(TELEMETRY)).unwrap();
+        let lines = text.lines().map(String::from).collect::<Vec<_>>();
+        (lines, folder.checkpoint())
+    };
+    let (one, _) = sampled(config(3), 1);
+    let (two, checkpoint) = sampled(tensor_parallel(3, 2), 2);
+    // Step, layer and operand.
+    let names = |lines: &[String]| -> Vec<String> {
+        let names = lines.iter().map(|line| {
+            let fields: Vec<&str> = line.split(',').take(3).collect();
+            fields.join(",")
+        });
+        names.collect()
+    };
+    assert_eq!(names(&two), names(&one));
+    let of_input = |lines: &[String]| -> Vec<String> {
+        let lines = lines.iter().filter(|line| {
+            let is_first = line.starts_with("0,blocks.0.attention.qkv,");
+            is_first && (line.contains(",fprop.x,") || line.contains(",wgrad.x,"))
+        });
+        lines.cloned().collect()
+    };
+    assert_eq!(of_input(&two), of_input(&one));
+    assert_eq!(of_input(&two).len(), 2, "{:?}", names(&two));
+    let folder = Folder::new();
+    losses(&nvfp4(tensor_parallel(3, 2)), &corpus, &folder, 2);
+    let without = folder.checkpoint();
+    assert_eq!(content(&checkpoint.model), content(&without.model));
+}

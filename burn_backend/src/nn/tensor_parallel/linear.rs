@@ -423,8 +423,6 @@ impl Shard {
             false => linear.part(is_tracked)?,
         };
         let context = &mut part.spec.1;
-        // Telemetry compares operands with their sources, which are only parts here.
-        context.probe = None;
         if is_split {
             context.sharding = Some(LinearSharding {
                 group: self.parallel.group.clone(),
