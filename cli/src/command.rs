@@ -33,8 +33,8 @@ enum Task {
     Launch(launch::LaunchRanks),
     /// Launch many short runs of several ranks, kill ranks of some, and compare what all leave
     ///
-    /// For example `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. The exit code is 3
-    /// where a launch did not end in time, 4 where one failed, 5 where one ended with other bytes
+    /// For example `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. The exit code is
+    /// 3 where a launch did not end in time, 4 where one failed, 5 where one ended with other bytes
     /// than the first, and 0 otherwise.
     Soak(soak::Soak),
     /// Train with several recipes and seeds, and report the losses; resumes an unfinished study

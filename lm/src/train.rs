@@ -255,10 +255,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// How much of the steps that [`train`](Self::train) has taken communication was that compute did
-    /// not hide, of all ranks. Through the memory of the host all steps are measured, else one in
-    /// [`MEASURED_EVERY`], and with a graph the last ordinary step before its capture. Steps that
-    /// telemetry samples are not.
+    /// How much of the steps that [`train`](Self::train) has taken was communication that compute
+    /// did not hide, the mean of all ranks. Through the memory of the host all steps are measured,
+    /// else one in [`MEASURED_EVERY`], and with a graph the last ordinary step before its capture.
+    /// Steps that telemetry samples are not.
     pub fn communication(&self) -> ExposedCommunication {
         self.communication
     }

@@ -10,7 +10,7 @@ use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
 use super::buckets::Buckets;
-use super::sharded::Shards;
+use super::shards::{ExpertGroups, Shards};
 use crate::ops::collective::CollectiveOps;
 
 /// Elements of a bucket: one collective of so many is as fast as the connection.
@@ -97,50 +97,6 @@ impl ModuleVisitor for Join<'_> {
     }
 }
 
-/// The ranks that the gradients of a model with experts on several ranks are reduced over.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertGroups<'a> {
-    /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
-    pub batch: &'a ProcessGroup,
-    /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
-    pub experts: &'a [ParamId],
-    /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
-    pub data: &'a ProcessGroup,
-}
-
-impl<'a> ExpertGroups<'a> {
-    /// Those of a model without such experts, on the ranks of `group`.
-    pub fn none(group: &'a ProcessGroup) -> Self {
-        Self {
-            batch: group,
-            experts: &[],
-            data: group,
-        }
-    }
-
-    /// The ranks with the parameter `id`.
-    pub fn of(&self, id: ParamId) -> &'a ProcessGroup {
-        match self.experts.contains(&id) {
-            true => self.data,
-            false => self.batch,
-        }
-    }
-
-    /// The parameters `ids`, which are sharded, with the ranks that they are sharded over: experts,
-    /// and all others.
-    pub(crate) fn shards(&self, ids: BTreeSet<u64>) -> Vec<Shards> {
-        let is_expert = |id: &u64| self.experts.contains(&ParamId::from(*id));
-        let (experts, others): (BTreeSet<_>, BTreeSet<_>) = ids.into_iter().partition(is_expert);
-        let sets = [(self.batch, others), (self.data, experts)];
-        let sets = sets.into_iter().filter(|(_, ids)| !ids.is_empty());
-        sets.map(|(group, ids)| Shards {
-            group: group.clone(),
-            ids,
-        })
-        .collect()
-    }
-}
-
 /// Replaces the gradients of `model` by those of the mean of the losses of all ranks of
 /// [`batch`](ExpertGroups::batch), all of which call it with gradients of the same parameters.
 ///
@@ -182,7 +138,7 @@ pub fn reduce_expert_gradients<M: Module>(
         return;
     }
     if same == 1.0 {
-        let ids = groups.experts.iter().copied().collect();
+        let ids = groups.experts.to_vec();
         model.visit(&mut Divide {
             gradients,
             ids,

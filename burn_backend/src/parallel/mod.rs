@@ -23,10 +23,11 @@ mod meter;
 mod overlapped;
 mod quantized;
 mod sharded;
+mod shards;
 
 pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
-    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
+    average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
     reduce_gradients,
 };
 pub use group::ProcessGroup;
@@ -35,5 +36,6 @@ pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };
 pub use quantized::try_quantize_all_gather;
-pub use sharded::{Sharded, Shards, SplitParameters, fully_shard, fully_shard_experts, gather};
+pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};
+pub use shards::{ExpertGroups, Shards, SplitParameters};

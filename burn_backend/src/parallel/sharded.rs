@@ -7,8 +7,9 @@ use burn_core::module::{
 };
 use burn_core::tensor::Tensor;
 
+use super::ProcessGroup;
 use super::functions::gather_mean_beside;
-use super::{ExpertGroups, ProcessGroup};
+use super::shards::{ExpertGroups, Shards};
 use crate::ops::LinearSpec;
 use crate::ops::sharding::GatheredWeight;
 use crate::parameterless::{Parameterless, parameterless_module};
@@ -154,16 +155,6 @@ pub fn gather<M: Module>(module: M) -> M {
     module.materialize()
 }
 
-/// Parameters of which ranks have a part each, and the ranks that together have a whole one. The norm
-/// of all gradients, to which optimizers clip, adds up all parts, and each whole gradient once.
-#[derive(Clone, Debug)]
-pub struct Shards {
-    /// The ranks.
-    pub group: ProcessGroup,
-    /// The parameters.
-    pub ids: BTreeSet<u64>,
-}
-
 impl Shards {
     /// Those of `module`, made by [`fully_shard`] with `group`.
     pub fn of<M: Module>(module: &M, group: &ProcessGroup) -> Self {
@@ -173,8 +164,8 @@ impl Shards {
         }
     }
 
-    /// Those of `module`, made by [`fully_shard_experts`] with `groups`: of experts, and of all other
-    /// parameters.
+    /// Those of `module`, made by [`fully_shard_experts`] with `groups`: of experts, and of all
+    /// other parameters.
     pub fn of_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
         groups.shards(sharded_ids(module))
     }
@@ -193,45 +184,6 @@ impl Shards {
     pub fn shardable_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
         groups.shards(shardable_ids(module, groups))
     }
-
-    /// The sets of parameters of which ranks have parts, where some were [split](SplitParameters)
-    /// before others, or the same, were `sharded`. No parameter is in two of them.
-    pub fn with_split(sharded: Vec<Self>, split: Option<&SplitParameters>) -> Vec<Self> {
-        let Some(SplitParameters { shards: split, all }) = split else {
-            return sharded;
-        };
-        let set = |group: &ProcessGroup, ids| Self {
-            group: group.clone(),
-            ids,
-        };
-        let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
-        let of_sharded: BTreeSet<u64> = ids.collect();
-        let both = of_sharded.intersection(&split.ids).copied().collect();
-        let once = split.ids.difference(&of_sharded).copied().collect();
-        let mut sets = vec![set(all, both), set(&split.group, once)];
-        let others = sharded.into_iter().map(|shards| Self {
-            ids: shards.ids.difference(&split.ids).copied().collect(),
-            ..shards
-        });
-        sets.extend(others);
-        sets.retain(|shards| !shards.ids.is_empty());
-        sets
-    }
-
-    /// Whether the parameter `id` is sharded.
-    pub fn contains(&self, id: ParamId) -> bool {
-        self.ids.contains(&id.val())
-    }
-}
-
-/// Parameters of which ranks have parts before anything is sharded: matrices in tensor parallelism,
-/// stacks of experts in expert parallelism. Ranks with the same parts may shard those.
-#[derive(Clone, Debug)]
-pub struct SplitParameters {
-    /// The parameters, and the ranks with the other parts.
-    pub shards: Shards,
-    /// All ranks, which have the parts of a parameter that is sharded, too.
-    pub all: ProcessGroup,
 }
 
 fn shardable_ids<M: Module>(module: &M, groups: ExpertGroups<'_>) -> BTreeSet<u64> {
@@ -278,37 +230,5 @@ impl ModuleVisitor for FindSharded {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.last = Some(param.id);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    /// A parameter is in one set, with all ranks that have parts of it.
-    #[test]
-    fn sets_of_parameters_do_not_overlap() {
-        let group = |size| ProcessGroup::loopback(size, Duration::ZERO).remove(0);
-        let shards = |size, ids: &[u64]| Shards {
-            group: group(size),
-            ids: ids.iter().copied().collect(),
-        };
-        let found = |sharded: Vec<Shards>, split: Option<&SplitParameters>| -> Vec<_> {
-            let sets = Shards::with_split(sharded, split).into_iter();
-            let sets = sets.map(|set| (set.group.size(), Vec::from_iter(set.ids)));
-            sets.collect()
-        };
-        let split = SplitParameters {
-            shards: shards(2, &[1, 2, 3]),
-            all: group(8),
-        };
-        let sharded = || vec![shards(4, &[2, 3, 4]), shards(3, &[5])];
-        let expected = [(8, vec![2, 3]), (2, vec![1]), (4, vec![4]), (3, vec![5])];
-        assert_eq!(found(sharded(), Some(&split)), expected);
-        let expected = [(4, vec![2, 3, 4]), (3, vec![5])];
-        assert_eq!(found(sharded(), None), expected);
-        assert_eq!(found(Vec::new(), Some(&split)), [(2, vec![1, 2, 3])]);
     }
 }

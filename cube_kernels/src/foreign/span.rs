@@ -105,8 +105,8 @@ impl StreamSpan {
 }
 
 /// Has `mark` look at the stream of the calling thread, behind what the thread has launched:
-/// [`StreamSpan::begin`] or [`StreamSpan::end`]. Nothing happens while a graph is captured, in which
-/// a point has no time.
+/// [`StreamSpan::begin`] or [`StreamSpan::end`]. Nothing happens while a graph is captured, in
+/// which a point has no time.
 pub fn mark(
     client: &Client,
     mark: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,

@@ -9,10 +9,10 @@
 //! - `manifest.json`: length and check sum of the other four.
 //!
 //! Where ranks have parts of the parameters or of the optimizer's state, each writes its own,
-//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of: ranks that share
-//! a part, of a matrix or of the experts, may have parts of it again. Such a
-//! checkpoint is read as any other, on another number of ranks too, and has the parameters and the
-//! paths of the model of one rank.
+//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of: ranks that
+//! share a part, of a matrix or of the experts, may have parts of it again. Such a checkpoint is
+//! read as any other, on another number of ranks too, and has the parameters and the paths of the
+//! model of one rank.
 //!
 //! It is written under another name, synced to the disk, and renamed. Only then are older ones
 //! removed, so that the checkpoint with the highest step is complete.
@@ -161,8 +161,8 @@ impl Layout {
         ranks_of(self.levels(of_model)).unwrap_or_default()
     }
 
-    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state. Others write
-    /// the same.
+    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state. Others
+    /// write the same.
     fn names(&self, rank: usize) -> [Option<String>; 2] {
         let model = match self.levels(true).is_empty() {
             false => format!("model-{rank}.bpk"),

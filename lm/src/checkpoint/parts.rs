@@ -44,7 +44,8 @@ impl Partition {
         pack(tensors.collect::<Result<_>>()?, metadata)
     }
 
-    /// The paths of the layers of `model` in the model of one rank, by their own, where those differ.
+    /// The paths of the layers of `model` in the model of one rank, by their own, where those
+    /// differ.
     pub fn layer_paths<M: Module>(&self, model: &M) -> BTreeMap<String, String> {
         // A layer is known by its weight.
         let own = parameter_names(model);
@@ -100,8 +101,8 @@ impl ModuleVisitor for Names {
     }
 }
 
-/// How some tensors are cut into the parts of ranks, of which ranks may cut theirs again: rank `r` has
-/// part `r / stride % ranks`.
+/// How some tensors are cut into the parts of ranks, of which ranks may cut theirs again: rank `r`
+/// has part `r / stride % ranks`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Level {
     /// Number of parts.
@@ -118,8 +119,8 @@ pub(crate) struct Level {
     pub parameters: BTreeMap<u64, ShardedParameter>,
 }
 
-/// How many ranks have all parts of `levels`: the first ones. None where `levels` are none that ranks
-/// could have.
+/// How many ranks have all parts of `levels`: the first ones. None where `levels` are none that
+/// ranks could have.
 pub(crate) fn ranks_of<'a>(levels: impl IntoIterator<Item = &'a Level>) -> Option<usize> {
     levels.into_iter().try_fold(1, |most: usize, level| {
         let ranks = level.ranks.checked_mul(level.stride)?;
@@ -285,8 +286,8 @@ pub(crate) fn slice(whole: Bytes, partition: &Partition) -> Result<Bytes> {
     pack(tensors.collect::<Result<_>>()?, metadata)
 }
 
-/// The container of whole tensors of which `parts` are those of the ranks of `levels`, in their order.
-/// Tensors that are not cut are those of the first.
+/// The container of whole tensors of which `parts` are those of the ranks of `levels`, in their
+/// order. Tensors that are not cut are those of the first.
 ///
 /// # Errors
 /// When the containers do not fit each other.
