@@ -7,7 +7,7 @@ mod report;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::hash::Hasher;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
@@ -176,11 +176,10 @@ impl Soak {
 
     /// One of `choices`, of kill number `attempt`.
     fn draw(&self, what: &str, attempt: usize, choices: u64) -> u64 {
-        let mut hasher = FnvHasher::default();
-        hasher.write(what.as_bytes());
-        hasher.write_u64(self.seed);
-        hasher.write_u64(attempt as u64);
-        (hasher.finish() >> 20) % choices
+        // Mixes well, where FNV does not; the same in each run of one binary.
+        let mut hasher = DefaultHasher::new();
+        (what, self.seed, attempt).hash(&mut hasher);
+        hasher.finish() % choices
     }
 }
 
@@ -436,6 +435,33 @@ fn remove(folder: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Seeds choose other ranks at other steps, all of them in the end.
+    #[test]
+    fn kills_are_drawn_by_the_seed() {
+        let draws = |seed| {
+            let soak = Soak {
+                gpus: 4,
+                runs: 1,
+                kills: 40,
+                steps: 50,
+                limit: 600,
+                seed,
+                out: PathBuf::new(),
+                command: Vec::new(),
+            };
+            let draws =
+                (0..40).map(|attempt| ["rank", "step"].map(|what| soak.draw(what, attempt, 4)));
+            draws.collect::<Vec<_>>()
+        };
+        assert_eq!(draws(1), draws(1));
+        assert_ne!(draws(1), draws(2));
+        for what in 0..2 {
+            let ranks: Vec<u64> = draws(1).iter().map(|draw| draw[what]).collect();
+            assert!((0..4).all(|rank| ranks.contains(&rank)), "{ranks:?}");
+            assert_ne!(ranks[..4], ranks[4..8]);
+        }
+    }
 
     #[test]
     fn what_differs_or_is_missing_is_named() {
