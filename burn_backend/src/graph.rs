@@ -95,6 +95,11 @@ impl GraphSteps {
         self.graph.is_some()
     }
 
+    /// Whether the next step is ordinary, and the one after it is captured.
+    pub fn is_before_capture(&self) -> bool {
+        !self.is_captured() && self.ordinary + 1 == WARM_UP
+    }
+
     /// Takes a step: by `step`, or by a replay of what `step` did when it was captured. `step` may
     /// read nothing back and must not copy to the device.
     ///

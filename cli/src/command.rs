@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, launch,
-    oracle, pretrain, quantize, ranks, study, tokenize, train,
+    oracle, pretrain, quantize, ranks, soak, study, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -31,6 +31,12 @@ enum Task {
     /// cluster torchrun (--no-python), Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR,
     /// MASTER_PORT and NVFP4_TOKEN.
     Launch(launch::LaunchRanks),
+    /// Launch many short runs of several ranks, kill ranks of some, and compare what all leave
+    ///
+    /// For example `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. The exit code is
+    /// 3 where a launch did not end in time, 4 where one failed, 5 where one ended with other bytes
+    /// than the first, and 0 otherwise.
+    Soak(soak::Soak),
     /// Train with several recipes and seeds, and report the losses; resumes an unfinished study
     Study(study::Study),
     /// Measure training steps with each recipe: bytes a second, memory, and time by kernel
@@ -75,6 +81,7 @@ impl Command {
         match self.task {
             Task::Train(train) => train.run(),
             Task::Launch(launch) => launch.run(),
+            Task::Soak(soak) => ranks::refuse("soak").and_then(|()| soak.run()),
             Task::Study(study) => ranks::refuse("study").and_then(|()| study.run()),
             Task::Cost(cost) => ranks::refuse("cost").and_then(|()| cost.run()),
             Task::DecodeCost(cost) => cost.run().map(|()| ExitCode::SUCCESS),

@@ -23,6 +23,7 @@ mod progress;
 mod quantize;
 mod ranks;
 mod shell;
+mod soak;
 mod study;
 mod table;
 mod tokenize;

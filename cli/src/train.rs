@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
+use nvfp4::parallel::ExposedCommunication;
 use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
 use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
@@ -73,6 +74,9 @@ struct Summary {
     /// Median over the rows of metrics.csv.
     tokens_per_s: Option<f64>,
     baseline_tokens_per_s: Option<f64>,
+    /// Of the steps of several ranks, with `recipe`, the share in which compute waited for
+    /// collectives; none if it was not measured.
+    exposed_communication_percent: Option<f64>,
     /// Of rank 0.
     device: String,
     /// The hardware's own name.
@@ -89,6 +93,9 @@ struct RecipeResult {
     gap_percent: Option<f64>,
     seconds: f64,
     tokens_per_s: Option<f64>,
+    exposed_communication_percent: Option<f64>,
+    /// Steps that this was measured in.
+    exposed_communication_steps: u64,
 }
 
 /// How much higher a loss is than the baseline's, in percent of it.
@@ -108,6 +115,7 @@ struct Trained {
     recipe: RecipeName,
     rows: Vec<Row>,
     seconds: f64,
+    communication: ExposedCommunication,
 }
 
 impl Trained {
@@ -365,6 +373,7 @@ impl Training<'_> {
                 recipe: recipe.clone(),
                 rows: run.rows().to_vec(),
                 seconds: run.seconds(),
+                communication: run.communication(),
             });
         }
         Ok(results)
@@ -460,6 +469,8 @@ fn report(
                     gap_percent: baseline_valid_loss.map(|baseline| gap(loss, baseline)),
                     seconds: result.seconds,
                     tokens_per_s: result.tokens_per_s(),
+                    exposed_communication_percent: result.communication.percent(),
+                    exposed_communication_steps: result.communication.steps,
                 })
             })
             .collect::<Result<_>>()?,
@@ -472,6 +483,7 @@ fn report(
         baseline_seconds: baseline.map(|result| result.seconds),
         tokens_per_s: main.tokens_per_s(),
         baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
+        exposed_communication_percent: main.communication.percent(),
         device: config.device.clone(),
         hardware,
         train_bytes: corpus.fingerprint().train_bytes,
@@ -501,6 +513,11 @@ fn report(
             println!("gap of {} to {baseline}: {gap:+.2} %", result.recipe);
         }
     }
+    if config.dp.is_some() {
+        for result in results {
+            println!("{}", communication(config, result));
+        }
+    }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
     println!(
         "generate text with: {} generate {} --prompt 'pub fn ' --temperature 0.8",
@@ -508,4 +525,21 @@ fn report(
         quoted(&folder.to_string_lossy())
     );
     Ok(())
+}
+
+/// What was measured of the communication of several ranks.
+fn communication(config: &RunConfig, result: &Trained) -> String {
+    let (measured, recipe) = (&result.communication, &result.recipe);
+    let steps = match (config.graph, measured.steps) {
+        (true, _) => "the last step before the graph".into(),
+        (false, 1) => "1 step".into(),
+        (false, steps) => format!("{steps} steps"),
+    };
+    match measured.percent() {
+        Some(percent) => format!(
+            "communication that compute did not hide: {percent:.1} % of the time of a step \
+             ({recipe}, measured in {steps})"
+        ),
+        None => format!("communication that compute did not hide: not measured ({recipe})"),
+    }
 }

@@ -6,6 +6,8 @@
 //! writes, keeps memory of other streams alive, and tells a graph that is being captured which
 //! memory it uses.
 
+mod span;
+
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +30,8 @@ use cudarc::driver::sys::{
     cuEventDestroy_v2, cuEventRecord, cuStreamCreate, cuStreamDestroy_v2, cuStreamGetCtx,
     cuStreamWaitEvent,
 };
+
+pub use span::{StreamSpan, mark};
 
 /// The service behind a CUDA client, which alone names its type.
 pub(crate) type CudaServer = <CudaRuntime as Runtime>::Server;
@@ -59,6 +63,8 @@ pub struct ForeignPlace {
     pub stream: *mut c_void,
     /// Device addresses of the memory: what is read, what is written, scratch, in their orders.
     pub addresses: Vec<u64>,
+    /// Whether a graph is being captured on the stream.
+    pub is_captured: bool,
 }
 
 /// Whether `client` is of a CUDA device, on which [`submit`] works.
@@ -135,7 +141,13 @@ impl SideStream {
             device: place.device,
             stream: self.stream.cast(),
             addresses: place.addresses.clone(),
+            is_captured: place.is_captured,
         })
+    }
+
+    /// Whether work was queued since the last join.
+    pub fn is_forked(&self) -> bool {
+        self.forked.load(Ordering::Relaxed)
     }
 
     /// Has the stream of `place` wait for what was queued on this one since the last join, if
@@ -205,7 +217,8 @@ fn queue(
         .map_err(|error| error.to_string())?;
     let stream = streams.current().sys;
     make_current(stream)?;
-    if !streams.current().capturing.is_recording() {
+    let is_captured = streams.current().capturing.is_recording();
+    if !is_captured {
         let mut waited = vec![stream];
         for binding in memory.all() {
             let origin = streams.get(&binding.stream).sys;
@@ -232,6 +245,7 @@ fn queue(
         device,
         stream: stream.cast::<c_void>(),
         addresses,
+        is_captured,
     })
 }
 

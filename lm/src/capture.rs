@@ -25,6 +25,10 @@ mod absent {
             match self.0 {}
         }
 
+        pub(crate) fn is_before_capture(&self) -> bool {
+            match self.0 {}
+        }
+
         pub(crate) fn step(&mut self, _: impl FnOnce()) -> Result<()> {
             match self.0 {}
         }

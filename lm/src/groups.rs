@@ -113,6 +113,12 @@ impl ParallelGroups {
         &self.data
     }
 
+    /// Whether tensors travel from device to device.
+    pub fn is_connected(&self) -> bool {
+        let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
+        groups.iter().any(|group| group.is_connected())
+    }
+
     /// Fail unless what the ranks exchange can be in a graph.
     ///
     /// # Errors

@@ -53,8 +53,12 @@ impl MemoryNeed {
         let tokens = config.batch / config.ranks_together() * model.context;
         let parameters = config.parameters_of_rank() as u64;
         let ranks = config.dp.unwrap_or(1) as u64;
+        let (of_ep, of_tp) = (config.ep as u64, config.tp as u64);
+        let experts = model.expert_parameters() as u64 / of_tp / of_ep;
+        // Ranks with the same experts shard them, and all ranks what is left.
+        let sharded = (parameters - experts) / ranks + experts / (ranks / of_ep).max(1);
         let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
-            .map(|is_sharded| parameters / if is_sharded { ranks } else { 1 });
+            .map(|is_sharded| if is_sharded { sharded } else { parameters });
         Self {
             weights: of_model * parameter as u64,
             frozen: 0,
@@ -509,6 +513,10 @@ mod tests {
         config.ep = 2;
         let own = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(all.weights - own.weights, 4 * experts / 2);
+        // Sharded, each of four ranks has a quarter of both.
+        (config.dp, config.fsdp) = (Some(4), true);
+        let shard = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(4 * shard.weights, all.weights);
     }
 
     #[test]

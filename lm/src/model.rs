@@ -115,8 +115,6 @@ pub struct ModelPartition {
     pub shards: Shards,
     /// The parts of those that are not sharded along their first axis, as one segment.
     pub parameters: BTreeMap<u64, ShardedParameter>,
-    /// This rank among those with the same parts.
-    pub replica: usize,
 }
 
 /// Fail unless `device` computes in `dtype`.
@@ -269,7 +267,6 @@ impl LanguageModel for Transformer {
                 ids: experts.iter().map(|id| id.val()).collect(),
             },
             parameters: BTreeMap::new(),
-            replica: groups.data().rank(),
         })
     }
 

@@ -13,7 +13,7 @@ use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::optim::{
     AdamW, AdamWConfig, Muon, MuonConfig, MuonState, NewtonSchulz, ParameterMoments, ZeroAdamW,
 };
-use burn_nvfp4::parallel::{ProcessGroup, Shards};
+use burn_nvfp4::parallel::{ExpertGroups, Shards, SplitParameters};
 use burn_pack::{Reader, Writer};
 
 use crate::config::{OptimizerName, RunConfig};
@@ -116,12 +116,16 @@ impl Optimizer {
         }
     }
 
-    /// An optimizer with the same settings that has taken no step, whose state is sharded over
-    /// `group`.
+    /// An optimizer with the same settings that has taken no step, whose state is sharded over the
+    /// ranks of `groups`, of a model of which parameters are `split` before.
     ///
     /// # Errors
     /// When it is not AdamW.
-    pub(crate) fn sharded(&self, group: &ProcessGroup) -> Result<Self> {
+    pub(crate) fn sharded(
+        &self,
+        groups: ExpertGroups<'_>,
+        split: Option<SplitParameters>,
+    ) -> Result<Self> {
         match self.fresh() {
             Self::AdamW(adamw) => {
                 let config = AdamWConfig {
@@ -129,8 +133,9 @@ impl Optimizer {
                     amax: false,
                     ..adamw.config().clone()
                 };
-                let zero = ZeroAdamW::try_new(config, group)?;
-                Ok(Self::Zero(Box::new(zero)))
+                let zero = ZeroAdamW::try_new(config, groups.batch)?;
+                let zero = zero.with_experts(groups.experts, groups.data);
+                Ok(Self::Zero(Box::new(zero.with_split(split))))
             }
             _ => bail!("optimizer is muon, but state is sharded of adamw alone"),
         }
@@ -140,9 +145,9 @@ impl Optimizer {
     ///
     /// # Errors
     /// When it is not AdamW.
-    pub(crate) fn set_shards(&mut self, shards: Shards) -> Result<()> {
+    pub(crate) fn set_shards(&mut self, shards: Vec<Shards>) -> Result<()> {
         match self {
-            Self::AdamW(adamw) => adamw.set_shards(Some(shards)),
+            Self::AdamW(adamw) => adamw.set_shards(shards),
             _ => bail!("optimizer is not adamw, but it must be for sharded parameters"),
         }
         Ok(())

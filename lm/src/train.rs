@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::module::Module;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Tensor};
+use burn_nvfp4::parallel::{CommunicationMeter, ExposedCommunication};
 use burn_nvfp4::telemetry::{CSV_HEADER, Telemetry};
 use burn_nvfp4::{Nvfp4State, set_mode};
 
@@ -32,6 +33,11 @@ use rank::{Rank, Watched};
 
 /// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
+
+/// Where it costs something, one step in so many has its communication measured.
+pub const MEASURED_EVERY: u64 = 50;
+/// The first of them: kernels are compiled and tuned by then.
+const MEASURED_FIRST: u64 = 10;
 
 /// Receives the events of a run.
 pub trait Observer {
@@ -77,6 +83,9 @@ pub struct Run<'a, M> {
     started: Instant,
     /// Step of the last checkpoint.
     saved: Option<u64>,
+    meter: CommunicationMeter,
+    /// What it has measured, on all ranks.
+    communication: ExposedCommunication,
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
@@ -167,6 +176,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         }
         let names = parameter_names(&model);
         let model = M::part_of(model, config, &groups)?;
+        let meter = CommunicationMeter::new(groups.world(), &device, groups.is_connected());
         let mut run = Self {
             config,
             recipe,
@@ -183,6 +193,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
+            meter,
+            communication: ExposedCommunication::default(),
         };
         if let Some((state, timing)) = resumed {
             run.resume(state, timing)
@@ -243,6 +255,14 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
+    /// How much of the steps that [`train`](Self::train) has taken was communication that compute
+    /// did not hide, the mean of all ranks. Through the memory of the host all steps are measured,
+    /// else one in [`MEASURED_EVERY`], and with a graph the last ordinary step before its capture.
+    /// Steps that telemetry samples are not.
+    pub fn communication(&self) -> ExposedCommunication {
+        self.communication
+    }
+
     /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
     /// stops it. Writes a checkpoint at the end in any case.
     ///
@@ -301,7 +321,12 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 self.sampled_step(lr)?;
                 clock.resume();
             } else {
+                let measures = self.measures();
+                if measures {
+                    self.meter.begin();
+                }
                 self.train_step(lr, Watched::No)?;
+                self.meter.end();
                 clock.steps += 1;
             }
             observer.step(self.step);
@@ -332,7 +357,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             interrupted = observer.interrupted();
             if self.groups.world().size() > 1 {
                 // All ranks stop after the same step.
-                interrupted = ranks::any(self.groups.world(), interrupted)?;
+                let world = self.groups.world();
+                interrupted = (self.meter).between(|| ranks::any(world, interrupted))?;
             }
             if saves && !interrupted {
                 self.read_losses()?;
@@ -345,10 +371,39 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             self.read_losses()?;
             self.save(observer)?;
         }
+        self.communication = self.all_communication()?;
         Ok(if self.step == steps {
             Outcome::Finished
         } else {
             Outcome::Stopped
+        })
+    }
+
+    /// Whether the communication of the next step is measured; the same on all ranks.
+    fn measures(&self) -> bool {
+        if self.groups.world().size() == 1 {
+            return false;
+        }
+        match self.config.graph {
+            true => self.rank.is_before_capture(),
+            false => self.meter.is_free() || self.step % MEASURED_EVERY == MEASURED_FIRST,
+        }
+    }
+
+    /// What all ranks have measured, which all call this.
+    fn all_communication(&mut self) -> Result<ExposedCommunication> {
+        let own = self.meter.measured();
+        let world = self.groups.world();
+        if world.size() == 1 {
+            return Ok(own);
+        }
+        // A rank whose device could not say has measured fewer steps.
+        let numbers = [own.steps as f32, own.waited as f32, own.total as f32];
+        let means = ranks::means(world, numbers.to_vec())?;
+        Ok(ExposedCommunication {
+            steps: means[0] as u64,
+            waited: f64::from(means[1]),
+            total: f64::from(means[2]),
         })
     }
 
@@ -388,9 +443,17 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let step = self.step;
         let telemetry = Telemetry::start(self.rank.model());
         self.train_step(lr, Watched::Yes)?;
-        let samples = telemetry.finish();
+        let mut samples = telemetry.finish();
         if !self.is_first() {
             return Ok(());
+        }
+        if let Some(partition) = self.rank.partition() {
+            let paths = partition.layer_paths(self.rank.model());
+            for sample in &mut samples {
+                if let Some(path) = paths.get(&sample.layer) {
+                    sample.layer.clone_from(path);
+                }
+            }
         }
         let path = self.folder.join(TELEMETRY);
         let mut text = String::new();

@@ -3,6 +3,8 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::meter::Meter;
+
 /// What a rank does at a moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Snapshot {
@@ -28,20 +30,32 @@ struct State {
 
 /// What this rank does, shared between the groups that it belongs to and its watchdog.
 #[derive(Debug, Clone)]
-pub(crate) struct Activity(Arc<Mutex<State>>);
+pub(crate) struct Activity {
+    state: Arc<Mutex<State>>,
+    meter: Meter,
+}
 
 impl Activity {
     pub fn new() -> Self {
-        Self(Arc::new(Mutex::new(State {
-            sequence: 0,
-            label: "starting".into(),
-            call: None,
-            since: Instant::now(),
-        })))
+        Self {
+            state: Arc::new(Mutex::new(State {
+                sequence: 0,
+                label: "starting".into(),
+                call: None,
+                since: Instant::now(),
+            })),
+            meter: Meter::default(),
+        }
+    }
+
+    /// What measures the collectives.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
     }
 
     fn with<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
-        change(&mut self.0.lock().unwrap_or_else(|held| held.into_inner()))
+        let state = self.state.lock();
+        change(&mut state.unwrap_or_else(|held| held.into_inner()))
     }
 
     /// Says what the rank does until its next collective and after it.
@@ -52,14 +66,33 @@ impl Activity {
         });
     }
 
-    /// The rank is in `call` until the result is dropped.
+    /// The rank is in `call`, over the memory of the host, until the result is dropped.
     pub fn enter(&self, call: String) -> Inside {
+        Inside {
+            since: Some(self.begin(call)),
+            activity: self.clone(),
+        }
+    }
+
+    /// The rank queues `call` on a device until the result is dropped: that is no time in which it
+    /// waits for other ranks.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub fn queue(&self, call: String) -> Inside {
+        self.begin(call);
+        Inside {
+            since: None,
+            activity: self.clone(),
+        }
+    }
+
+    fn begin(&self, call: String) -> Instant {
+        let now = Instant::now();
         self.with(|state| {
             state.sequence += 1;
             state.call = Some(call);
-            state.since = Instant::now();
+            state.since = now;
         });
-        Inside(self.clone())
+        now
     }
 
     pub fn snapshot(&self) -> Snapshot {
@@ -76,13 +109,21 @@ impl Activity {
 }
 
 /// Ends with the collective.
-pub(crate) struct Inside(Activity);
+pub(crate) struct Inside {
+    activity: Activity,
+    /// When it began, if its time counts.
+    since: Option<Instant>,
+}
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        self.0.with(|state| {
+        let now = Instant::now();
+        if let Some(since) = self.since {
+            self.activity.meter.add_host_time(now - since);
+        }
+        self.activity.with(|state| {
             state.call = None;
-            state.since = Instant::now();
+            state.since = now;
         });
     }
 }

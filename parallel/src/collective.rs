@@ -12,6 +12,7 @@ use crate::buffer::{Buffer, BufferMut, DType};
 use crate::call::{Call, Operation};
 use crate::error::{Failure, ParallelError, Result};
 use crate::inbox::{Absent, Transport};
+use crate::meter::Meter;
 use crate::reduction::Reduction;
 
 /// The most bytes of one message. Callers that exchange more split it, as buckets of gradients do.
@@ -173,6 +174,11 @@ impl HostGroup {
     /// What the watchdog says that this rank does between collectives.
     pub fn label(&self, doing: &str) {
         self.activity.label(doing);
+    }
+
+    /// What measures the collectives of this rank, in this group and all others.
+    pub fn meter(&self) -> &Meter {
+        self.activity.meter()
     }
 
     pub(crate) fn activity(&self) -> &Activity {

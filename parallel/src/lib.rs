@@ -8,6 +8,7 @@
 //! - [`watchdog`] is the other end of that, in each process.
 //! - [`collective`] has the operations: [`Collective`] is implemented over host memory by
 //!   [`HostGroup`], between threads ([`loopback`]) or between processes over TCP ([`tcp`]).
+//! - [`meter`] measures how long a rank waits in them.
 //! - `nccl` (feature `cuda`) has the same operations on the memory of NVIDIA GPUs.
 //! - [`world`] joins all of it: what a process calls once.
 //! - [`launch`] starts the processes on one machine.
@@ -38,6 +39,7 @@ pub mod error;
 pub mod launch;
 pub mod layout;
 pub mod loopback;
+pub mod meter;
 #[cfg(feature = "cuda")]
 pub mod nccl;
 pub mod store;
@@ -57,5 +59,6 @@ pub use collective::{Collective, HostGroup};
 pub use environment::Environment;
 pub use error::{Failure, ParallelError, Result};
 pub use layout::{Axis, Layout};
+pub use meter::{DeviceSpan, Meter};
 pub use reduction::Reduction;
 pub use world::World;

@@ -14,12 +14,17 @@ use crate::inbox::{Absent, Inbox, Transport};
 struct Loopback {
     rank: usize,
     inboxes: Arc<[Inbox]>,
+    /// What each message takes.
+    delay: Duration,
 }
 
 impl Transport for Loopback {
     fn send(&self, to: usize, group: u64, message: Vec<u8>) -> std::result::Result<(), Absent> {
         if let Some(failure) = self.inbox().failure() {
             return Err(Absent::Aborted(failure));
+        }
+        if !self.delay.is_zero() {
+            thread::sleep(self.delay);
         }
         self.inboxes[to].push(self.rank, group, message);
         Ok(())
@@ -48,11 +53,23 @@ impl Drop for Loopback {
 /// # Panics
 /// When `size` is zero.
 pub fn groups(size: usize, timeout: Duration) -> Vec<HostGroup> {
+    slow_groups(size, timeout, Duration::ZERO)
+}
+
+/// [`groups`] between which each message takes `delay`: to see what a slow connection does.
+///
+/// # Panics
+/// When `size` is zero.
+pub fn slow_groups(size: usize, timeout: Duration, delay: Duration) -> Vec<HostGroup> {
     assert!(size > 0, "size is 0, but a group has a rank");
     let inboxes: Arc<[Inbox]> = (0..size).map(|_| Inbox::default()).collect();
     let group = |rank| {
         let inboxes = inboxes.clone();
-        let transport = Arc::new(Loopback { rank, inboxes });
+        let transport = Arc::new(Loopback {
+            rank,
+            inboxes,
+            delay,
+        });
         HostGroup::world(transport, (rank, size), timeout, Activity::new())
     };
     (0..size).map(group).collect()

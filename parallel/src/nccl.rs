@@ -283,7 +283,7 @@ impl Communicator {
         output: u64,
         stream: Stream,
     ) -> Result<()> {
-        let _inside = self.activity.enter(call.to_string());
+        let _inside = self.activity.queue(call.to_string());
         let (dtype, handle) = (type_of(call.dtype), self.handle);
         let (from, to) = (input as *const c_void, output as *mut c_void);
         let library = self.interface;
@@ -374,7 +374,7 @@ impl Communicator {
             dtype,
             count: 0,
         };
-        let _inside = self.activity.enter(call.to_string());
+        let _inside = self.activity.queue(call.to_string());
         for (argument, list) in [("send", counts.send), ("receive", counts.receive)] {
             if list.len() != self.size {
                 return Err(self.refuse(&call, argument, format!("{} counts", list.len())));

@@ -2,8 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output};
 
 use crate::support::*;
 
@@ -93,8 +92,15 @@ fn ranks_train_as_one_process_does() {
     succeeds(train(&one, &format!("{RUN} {RECIPE}")));
     let expected = valid_losses(&one, "f32");
     for (ranks, out) in [(2, two), (4, four)] {
-        succeeds(launch(ranks, &out, RECIPE));
+        let said = succeeds(launch(ranks, &out, RECIPE));
         let found = valid_losses(&out, "f32");
+        let summary = json(&out.join("summary.json"));
+        let percent = summary["exposed_communication_percent"].as_f64().unwrap();
+        assert!(percent > 0.0 && percent < 100.0, "{percent}");
+        assert_eq!(summary["results"][0]["exposed_communication_steps"], 12);
+        let line =
+            format!("did not hide: {percent:.1} % of the time of a step (f32, measured in 12");
+        assert!(said.contains(&line), "{said}");
         // Before the first step nothing differs: the ranks take turns with the validation text.
         assert_eq!(found[0], expected[0]);
         assert_near(&found, &expected, 2e-5);
@@ -193,68 +199,74 @@ fn copy_folder(from: &Path, to: &Path) {
 #[test]
 fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     let sizes = SMALL.replace("--hidden 48", "--hidden 64");
-    let flags = ["", "--fsdp", "--zero1", "--tp 2", "--ep 2 --experts 4"];
-    for flag in flags {
+    let flags = [
+        (2, ""),
+        (2, "--fsdp"),
+        (2, "--zero1"),
+        (2, "--tp 2"),
+        (2, "--ep 2 --experts 4"),
+        (4, "--tp 2 --fsdp"),
+        (4, "--ep 2 --experts 4 --zero1"),
+    ];
+    for (ranks, flag) in flags {
         let more = format!("--no-compare {flag}");
         let [whole, stopped] =
             ["whole", "stopped"].map(|name| folder(&format!("ranks-bytes{flag}-{name}")));
-        succeeds(launch_sized(2, &sizes, &whole, &more));
-        succeeds(launch_sized(
-            2,
-            &sizes,
-            &stopped,
-            &format!("{more} --stop-at 5"),
-        ));
-        succeeds(resume(2, &stopped));
+        succeeds(launch_sized(ranks, &sizes, &whole, &more));
+        let more = format!("{more} --stop-at 5");
+        succeeds(launch_sized(ranks, &sizes, &stopped, &more));
+        succeeds(resume(ranks, &stopped));
         assert_same_files(&whole, &stopped, "nvfp4");
     }
 }
 
-/// A rank that is killed ends the run within seconds, and the run goes on from its checkpoint.
+/// Runs of ranks leave the same bytes each time. A rank that is killed ends the run within seconds,
+/// and the run goes on from its checkpoint to the bytes of one that nobody killed.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_killed_rank_ends_the_run_which_resumes() {
-    let [whole, killed] = ["ranks-kill-whole", "ranks-kill"].map(folder);
-    let more = "--no-compare --fsdp --steps 60 --checkpoint-every 5";
-    let run = |out: &Path| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
-        command.args("launch --gpus 2 -- train".split_whitespace());
-        command.args(SMALL.split_whitespace());
-        command.args(more.split_whitespace());
-        command.args(["--warmup", "2", "--eval-every", "60"]);
-        command.args(["--data", text(), "--out", out.to_str().unwrap()]);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        command
+fn a_soak_kills_ranks_of_runs_which_resume() {
+    let out = folder("ranks-soak").join("new");
+    let soak = |more: &str, command: &str| {
+        let options = format!("soak --steps 30 --seed 1 --limit 120 {more} --out");
+        let command = format!("-- {command} {SMALL} --warmup 2");
+        let mut rest = vec![out.to_str().unwrap()];
+        rest.extend(command.split_whitespace());
+        rest.extend(["--data", text()]);
+        nvfp4(&options, &rest)
     };
-    succeeds(run(&whole).output().unwrap());
-    let launcher = run(&killed).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(120);
-    let has_checkpoint = || {
-        let folder = fs::read_dir(killed.join("nvfp4"));
-        let mut names = folder.into_iter().flatten().flatten();
-        names.any(|entry| {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            name.starts_with("checkpoint-") && !name.ends_with("unfinished")
-        })
-    };
-    while !has_checkpoint() {
-        assert!(Instant::now() < deadline, "no checkpoint");
-        std::thread::sleep(Duration::from_millis(5));
+    let few = "--runs 2 --kills 2";
+    fails(soak("--runs 0", "train"), &["runs is 0", "at least 1"]);
+    fails(soak(few, "study"), &["study", "train"]);
+    fails(soak(few, "train --steps 4"), &["--steps", "leave it out"]);
+    fails(soak(few, "train --tp 3"), &["first run", "tp is 3"]);
+    assert!(!out.join("soak.json").exists());
+
+    let said = succeeds(soak(few, "train --fsdp"));
+    assert!(said.contains("undisturbed"), "{said}");
+    let report = json(&out.join("soak.json"));
+    assert_eq!(report["command"][1], "--fsdp");
+    let runs = report["runs"].as_array().unwrap();
+    let kills = report["kills"].as_array().unwrap();
+    assert_eq!((runs.len(), kills.len()), (2, 2));
+    assert!(runs.iter().all(|run| run["outcome"] == "same"));
+    for kill in kills {
+        assert_eq!(kill["resumed"]["outcome"], "same");
+        assert_eq!(
+            (&kill["late"], &kill["code"]),
+            (&false.into(), &(128 + 9).into())
+        );
+        assert!(kill["end_seconds"].as_f64().unwrap() < 30.0);
+        let problem = kill["problem"].as_str().unwrap();
+        let name = format!("rank {} failed (signal: 9", kill["rank"]);
+        assert!(problem.contains(&name), "{problem}");
     }
-    let pid = launcher.id();
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-    let last = children.split_whitespace().last().unwrap();
-    let kill = Command::new("kill").args(["-9", last]).status().unwrap();
-    assert!(kill.success());
-    let began = Instant::now();
-    let output = launcher.wait_with_output().unwrap();
-    let took = began.elapsed();
-    assert!(took < Duration::from_secs(30), "{took:?}");
-    assert_eq!(output.status.code(), Some(128 + 9));
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(error.contains("rank 1 failed (signal: 9"), "{error}");
-    succeeds(resume(2, &killed));
-    assert_same_files(&whole, &killed, "nvfp4");
+    // Nothing is left of runs without a fault.
+    let left = fs::read_dir(&out)
+        .unwrap()
+        .map(|file| file.unwrap().file_name());
+    let left: Vec<_> = left.filter(|name| name != "run-0.log").collect();
+    assert_eq!(left, ["soak.json"]);
+    fails(soak(few, "train --fsdp"), &["already holds a soak"]);
 }
 
 #[test]
@@ -268,7 +280,6 @@ fn what_ranks_cannot_do_is_said() {
     refused(2, "--dp 4", &["dp is 4", "2 ranks"]);
     refused(2, "--fsdp --optimizer muon", &["fsdp", "adamw"]);
     refused(3, "--tp 2", &["tp is 2", "3 ranks"]);
-    refused(2, "--tp 2 --fsdp", &["tp is 2", "fsdp is true"]);
     refused(2, "--tp 2", &["tp is 2", "hidden is 48", "multiple of 32"]);
     refused(2, "--ep 2", &["ep is 2", "no experts"]);
     fails(

@@ -239,7 +239,20 @@ impl Nvfp4Linear {
 
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
-        let weight = self.operand_weight(self.gathered_weight(true));
+        self.part_with(self.gathered_weight(true), is_tracked)
+    }
+
+    /// [`part`](Self::part) with a weight that is gathered in its own type, where it is sharded.
+    pub(super) fn part_of_values(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        self.part_with(None, is_tracked)
+    }
+
+    fn part_with(
+        &self,
+        gathered: Option<GatheredWeight>,
+        is_tracked: bool,
+    ) -> Result<LinearPart<2, 1>, Nvfp4Error> {
+        let weight = self.operand_weight(gathered);
         let identity = identity_of([&self.weight], &[&weight.rows]);
         let spec = self.begin(&weight, identity, is_tracked)?;
         let bias = self.bias.as_ref().map(|bias| bias.val());

@@ -116,7 +116,7 @@ pub struct AdamW {
     moments: BTreeMap<u64, ParameterMoments>,
     schedule: Schedule,
     maxima: Maxima,
-    shards: Option<Shards>,
+    shards: Vec<Shards>,
 }
 
 /// The largest magnitudes that steps find.
@@ -180,14 +180,16 @@ impl AdamW {
             moments: BTreeMap::new(),
             schedule: Schedule::default(),
             maxima: Maxima::default(),
-            shards: None,
+            shards: Vec::new(),
         }
     }
 
     /// From here on the parameters in `shards` are parts: the norm of all gradients, to which the
-    /// optimizer clips, is that of the parts of all ranks, which take their steps together.
-    pub fn set_shards(&mut self, shards: Option<Shards>) {
-        self.shards = shards;
+    /// optimizer clips, is that of the parts of all ranks, which take their steps together. Where
+    /// parts are of several groups of ranks, each parameter is in one set, and all ranks give as
+    /// many sets, in one order; see [`Shards::with_split`].
+    pub fn set_shards(&mut self, shards: impl IntoIterator<Item = Shards>) {
+        self.shards = shards.into_iter().collect();
     }
 
     /// The settings.
@@ -348,7 +350,7 @@ impl AdamW {
         let factor = self.config.grad_clip.map(|norm| {
             let taken = taken.iter().flatten();
             let gradients = taken.filter_map(|taken| Some((taken.id, taken.gradient.clone()?)));
-            clip_factor(norm, gradients, self.shards.as_ref())
+            clip_factor(norm, gradients, &self.shards)
         });
         let options = AdamWOptions {
             params: self.config.params(),

@@ -42,7 +42,7 @@ pub fn clip_grad_norm<M: Module>(
     if found.is_empty() {
         return Ok((gradients, None));
     }
-    let made = Tensor::<1>::from_dispatch(clip_factor(max_norm, found, None));
+    let made = Tensor::<1>::from_dispatch(clip_factor(max_norm, found, &[]));
     let norm = made.clone().narrow(0, 0, 1);
     let mut scale = Scale {
         gradients,
@@ -57,18 +57,20 @@ pub fn clip_grad_norm<M: Module>(
 pub(super) fn clip_factor(
     max_norm: f64,
     gradients: impl IntoIterator<Item = (ParamId, DispatchTensor)>,
-    shards: Option<&Shards>,
+    shards: &[Shards],
 ) -> FloatTensor<Dispatch> {
-    let sharded = |id| shards.filter(|shards| shards.contains(id));
-    let (parts, whole): (Vec<_>, Vec<_>) = gradients
-        .into_iter()
-        .partition(|(id, _)| sharded(*id).is_some());
+    let mut whole = Vec::new();
+    let mut parts = vec![Vec::new(); shards.len()];
+    for (id, gradient) in gradients {
+        let set = shards.iter().position(|shards| shards.contains(id));
+        let own = set.map_or(&mut whole, |set| &mut parts[set]);
+        own.push((id, gradient));
+    }
     let mut sums = square_sums(&whole);
-    let parts = square_sums(&parts).into_iter();
-    sums.extend(parts.map(|part| match shards {
-        Some(shards) => shards.group.all_gather(part, 0),
-        None => part,
-    }));
+    for (shards, parts) in shards.iter().zip(&parts) {
+        let parts = square_sums(parts).into_iter();
+        sums.extend(parts.map(|part| shards.group.all_gather(part, 0)));
+    }
     let sums = match <[_; 1]>::try_from(sums) {
         Ok([sums]) => sums,
         Err(sums) => Tensor::cat(sums, 0),

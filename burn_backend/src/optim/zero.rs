@@ -1,6 +1,8 @@
 //! AdamW with sharded state.
 
-use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use std::collections::BTreeSet;
+
+use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
@@ -9,7 +11,10 @@ use nvfp4_parallel::Reduction;
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use crate::functions::or_panic;
-use crate::parallel::{ProcessGroup, Shards, average_gradients, is_shardable, part};
+use crate::parallel::{
+    ExpertGroups, ProcessGroup, Shards, SplitParameters, average_expert_gradients, is_shardable,
+    part,
+};
 
 /// AdamW for a model that all ranks have whole, each with a part of the batch (ZeRO-1): each rank
 /// keeps the moments, and the `f32` copies, of its part of each parameter along the first axis, and
@@ -23,6 +28,10 @@ use crate::parallel::{ProcessGroup, Shards, average_gradients, is_shardable, par
 pub struct ZeroAdamW {
     adamw: AdamW,
     group: ProcessGroup,
+    /// Parameters of experts, and the ranks with the same ones.
+    experts: Vec<ParamId>,
+    data: ProcessGroup,
+    split: Option<SplitParameters>,
 }
 
 impl ZeroAdamW {
@@ -34,7 +43,27 @@ impl ZeroAdamW {
         Ok(Self {
             adamw: config.try_init()?,
             group: group.clone(),
+            experts: Vec::new(),
+            data: group.clone(),
+            split: None,
         })
+    }
+
+    /// The same for a model with other `experts` on some of the ranks: their state is sharded over
+    /// `data`, the ranks with the same ones, and their gradients are reduced as
+    /// [`average_expert_gradients`] says.
+    pub fn with_experts(self, experts: &[ParamId], data: &ProcessGroup) -> Self {
+        Self {
+            experts: experts.into(),
+            data: data.clone(),
+            ..self
+        }
+    }
+
+    /// The same for a model of which parameters are `split` before: the norm of all gradients is
+    /// that of the parts of all ranks.
+    pub fn with_split(self, split: Option<SplitParameters>) -> Self {
+        Self { split, ..self }
     }
 
     /// The ranks.
@@ -66,29 +95,32 @@ impl ZeroAdamW {
         model: M,
         mut gradients: GradientsParams,
     ) -> Result<M, Nvfp4Error> {
-        let group = self.group.clone();
+        let groups = ExpertGroups {
+            batch: &self.group,
+            experts: &self.experts,
+            data: &self.data,
+        };
         let mut scatter = Scatter {
-            group: &group,
+            groups,
             gradients: &mut gradients,
             parts: GradientsParams::new(),
-            shards: Shards {
-                group: group.clone(),
-                ids: Default::default(),
-            },
+            ids: BTreeSet::new(),
         };
         model.visit(&mut scatter);
-        let Scatter { parts, shards, .. } = scatter;
+        let Scatter { parts, ids, .. } = scatter;
         // What is left belongs to the parameters that stay whole.
-        average_gradients(&model, &mut gradients, &group);
+        average_expert_gradients(&model, &mut gradients, groups);
         let mut all = Join {
             from: parts,
             to: gradients,
         };
         model.visit(&mut all);
-        let parts = model.map(&mut TakeParts { shards: &shards });
-        self.adamw.set_shards(Some(shards.clone()));
+        let sharded = Sharded { groups, ids: &ids };
+        let parts = model.map(&mut TakeParts(sharded));
+        let sets = Shards::with_split(groups.shards(ids.clone()), self.split.as_ref());
+        self.adamw.set_shards(sets);
         let parts = self.adamw.try_step(lr, parts, all.to)?;
-        Ok(parts.map(&mut GatherParts { shards: &shards }))
+        Ok(parts.map(&mut GatherParts(sharded)))
     }
 
     /// [`try_step`](Self::try_step) that panics with its error.
@@ -102,21 +134,27 @@ impl ZeroAdamW {
 
 /// Takes gradients of parameters that are sharded, and leaves the others.
 struct Scatter<'a> {
-    group: &'a ProcessGroup,
+    groups: ExpertGroups<'a>,
     gradients: &'a mut GradientsParams,
     /// This rank's parts of their means.
     parts: GradientsParams,
-    shards: Shards,
+    ids: BTreeSet<u64>,
 }
 
 impl ModuleVisitor for Scatter<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if !is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+        let group = self.groups.of(param.id);
+        if !is_shardable(&param.lazy_shape().dims::<D>(), group) {
             return;
         }
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-            self.shards.ids.insert(param.id.val());
-            let mean = self.group.reduce_scatter(gradient, Reduction::Avg);
+            self.ids.insert(param.id.val());
+            let mean = group.reduce_scatter(gradient, Reduction::Avg);
+            // Of an expert it is of the tokens of all ranks that the experts are on already.
+            let mean = match self.groups.batch.size() / group.size() {
+                1 => mean,
+                ranks => mean.div_scalar(ranks as f64),
+            };
             self.parts.register(param.id, mean);
         }
     }
@@ -136,37 +174,45 @@ impl ModuleVisitor for Join {
     }
 }
 
-/// This rank's parts of the parameters.
-struct TakeParts<'a> {
-    shards: &'a Shards,
+/// Which parameters are sharded, and over which ranks.
+#[derive(Clone, Copy)]
+struct Sharded<'a> {
+    groups: ExpertGroups<'a>,
+    ids: &'a BTreeSet<u64>,
 }
 
-impl ModuleMapper for TakeParts<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !self.shards.contains(param.id) {
+impl Sharded<'_> {
+    /// `param`, if it is sharded with the value that `map` makes of its own and of the ranks.
+    fn map<const D: usize>(
+        &self,
+        param: Param<Tensor<D>>,
+        map: impl FnOnce(Tensor<D>, &ProcessGroup) -> Tensor<D>,
+    ) -> Param<Tensor<D>> {
+        if !self.ids.contains(&param.id.val()) {
             return param;
         }
-        param.map(|whole| {
-            let requires = whole.is_require_grad();
-            part(whole, &self.shards.group).set_require_grad(requires)
+        let group = self.groups.of(param.id);
+        param.map(|own| {
+            let requires = own.is_require_grad();
+            map(own, group).set_require_grad(requires)
         })
     }
 }
 
-/// The whole parameters again.
-struct GatherParts<'a> {
-    shards: &'a Shards,
+/// This rank's parts of the parameters.
+struct TakeParts<'a>(Sharded<'a>);
+
+impl ModuleMapper for TakeParts<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.0.map(param, part)
+    }
 }
+
+/// The whole parameters again.
+struct GatherParts<'a>(Sharded<'a>);
 
 impl ModuleMapper for GatherParts<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !self.shards.contains(param.id) {
-            return param;
-        }
-        param.map(|part| {
-            let requires = part.is_require_grad();
-            let whole = self.shards.group.all_gather(part, 0);
-            whole.set_require_grad(requires)
-        })
+        self.0.map(param, |part, group| group.all_gather(part, 0))
     }
 }

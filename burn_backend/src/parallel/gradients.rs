@@ -1,5 +1,7 @@
 //! Gradients of ranks that have a part of the batch each.
 
+use std::collections::BTreeSet;
+
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
@@ -8,7 +10,7 @@ use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
 use super::buckets::Buckets;
-use super::sharded::Shards;
+use super::shards::{ExpertGroups, Shards};
 use crate::ops::collective::CollectiveOps;
 
 /// Elements of a bucket: one collective of so many is as fast as the connection.
@@ -95,17 +97,6 @@ impl ModuleVisitor for Join<'_> {
     }
 }
 
-/// The ranks that the gradients of a model with experts on several ranks are reduced over.
-#[derive(Clone, Copy, Debug)]
-pub struct ExpertGroups<'a> {
-    /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
-    pub batch: &'a ProcessGroup,
-    /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
-    pub experts: &'a [ParamId],
-    /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
-    pub data: &'a ProcessGroup,
-}
-
 /// Replaces the gradients of `model` by those of the mean of the losses of all ranks of
 /// [`batch`](ExpertGroups::batch), all of which call it with gradients of the same parameters.
 ///
@@ -122,43 +113,69 @@ pub fn average_expert_gradients<M: Module>(
     gradients: &mut GradientsParams,
     groups: ExpertGroups<'_>,
 ) {
+    reduce_expert_gradients(model, gradients, groups, &BTreeSet::new());
+}
+
+/// [`average_expert_gradients`] of a model of [`fully_shard_experts`](super::fully_shard_experts),
+/// whose parameters `sharded` are parts.
+///
+/// # Panics
+/// When a group fails.
+pub fn reduce_expert_gradients<M: Module>(
+    model: &M,
+    gradients: &mut GradientsParams,
+    groups: ExpertGroups<'_>,
+    sharded: &BTreeSet<u64>,
+) {
+    let is_whole = |id: ParamId| !sharded.contains(&id.val());
     let is_expert = |id: ParamId| groups.experts.contains(&id);
-    average(model, gradients, groups.batch, |id| !is_expert(id));
+    average(model, gradients, groups.batch, |id| {
+        is_whole(id) && !is_expert(id)
+    });
     join(model, gradients, groups.batch);
-    let ranks = groups.batch.size() as f64;
-    if ranks == 1.0 {
+    let [ranks, same] = [groups.batch, groups.data].map(|group| group.size() as f64);
+    if ranks == 1.0 || groups.experts.is_empty() {
         return;
     }
-    if groups.data.size() == 1 {
-        let experts = groups.experts;
+    if same == 1.0 {
+        let ids = groups.experts.to_vec();
         model.visit(&mut Divide {
             gradients,
-            experts,
-            ranks,
+            ids,
+            by: ranks,
         });
         return;
     }
-    Buckets::new(BUCKET, is_expert).exchange(model, gradients, |flat| {
+    let is_whole_expert = |id| is_expert(id) && is_whole(id);
+    Buckets::new(BUCKET, is_whole_expert).exchange(model, gradients, |flat| {
         let sums = flat
             .into_iter()
             .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
         sums.map(|sum| sum.div_scalar(ranks)).collect()
     });
+    let parts = groups.experts.iter().filter(|id| !is_whole(**id));
+    let ids: Vec<ParamId> = parts.copied().collect();
+    if !ids.is_empty() {
+        // Their means over the ranks that shard them.
+        join(model, gradients, groups.data);
+        let by = ranks / same;
+        model.visit(&mut Divide { gradients, ids, by });
+    }
 }
 
-/// Divides the gradients of experts, where no other rank has the same.
+/// Divides gradients of experts.
 struct Divide<'a> {
     gradients: &'a mut GradientsParams,
-    experts: &'a [ParamId],
-    ranks: f64,
+    ids: Vec<ParamId>,
+    by: f64,
 }
 
 impl ModuleVisitor for Divide<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.experts.contains(&param.id)
+        if self.ids.contains(&param.id)
             && let Some(gradient) = self.gradients.remove::<D>(param.id)
         {
-            let mean = gradient.div_scalar(self.ranks);
+            let mean = gradient.div_scalar(self.by);
             self.gradients.register(param.id, mean);
         }
     }

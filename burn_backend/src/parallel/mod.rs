@@ -7,7 +7,10 @@
 //!   [`average_expert_gradients`] and [`average_replicated_in_backward`] are the same for models with
 //!   experts on several ranks.
 //! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
-//!   optimizer which ones.
+//!   optimizer which ones. [`fully_shard_experts`] and [`reduce_expert_gradients`] are the same for
+//!   models with experts on several ranks, and [`SplitParameters`] says what tensor or expert
+//!   parallelism has split before.
+//! - [`CommunicationMeter`] measures what communication compute does not hide.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
 
 pub mod functions;
@@ -16,18 +19,23 @@ mod buckets;
 mod distributed;
 mod gradients;
 mod group;
+mod meter;
 mod overlapped;
 mod quantized;
 mod sharded;
+mod shards;
 
 pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
-    ExpertGroups, average_expert_gradients, average_gradients, broadcast, reduce_gradients,
+    average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
+    reduce_gradients,
 };
 pub use group::ProcessGroup;
+pub use meter::{CommunicationMeter, ExposedCommunication};
 pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };
 pub use quantized::try_quantize_all_gather;
-pub use sharded::{Sharded, Shards, fully_shard, gather};
+pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};
+pub use shards::{ExpertGroups, Shards, SplitParameters};

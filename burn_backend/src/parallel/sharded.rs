@@ -9,6 +9,7 @@ use burn_core::tensor::Tensor;
 
 use super::ProcessGroup;
 use super::functions::gather_mean_beside;
+use super::shards::{ExpertGroups, Shards};
 use crate::ops::LinearSpec;
 use crate::ops::sharding::GatheredWeight;
 use crate::parameterless::{Parameterless, parameterless_module};
@@ -93,15 +94,25 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 ///
 /// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
-    if group.size() == 1 {
+    fully_shard_experts(module, ExpertGroups::none(group))
+}
+
+/// [`fully_shard`] of a model with experts on several ranks: shards the parameters of experts over
+/// the ranks with the same ones, [`data`](ExpertGroups::data), and all others over
+/// [`batch`](ExpertGroups::batch).
+/// [`reduce_expert_gradients`](super::reduce_expert_gradients) has to follow each backward.
+///
+/// A stack of experts is sharded by whole experts: as many on each rank.
+pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M {
+    if groups.batch.size() == 1 {
         return module;
     }
-    module.apply_reparameterization(Shard { group })
+    module.apply_reparameterization(Shard { groups })
 }
 
 /// Takes the part of a rank.
 struct Shard<'a> {
-    group: &'a ProcessGroup,
+    groups: ExpertGroups<'a>,
 }
 
 impl Reparameterizer for Shard<'_> {
@@ -112,10 +123,10 @@ impl Reparameterizer for Shard<'_> {
         _path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Sharded>) {
-        if !is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+        let group = self.groups.of(param.id).clone();
+        if !is_shardable(&param.lazy_shape().dims::<D>(), &group) {
             return (param, None);
         }
-        let group = self.group.clone();
         let id = param.id.val();
         let param = param.map(|whole| like(&whole, part(whole.clone(), &group)));
         (param, Some(Sharded { group, id }))
@@ -124,7 +135,7 @@ impl Reparameterizer for Shard<'_> {
 
 /// Whether a parameter of this shape is sharded over `group`.
 pub(crate) fn is_shardable(dims: &[usize], group: &ProcessGroup) -> bool {
-    dims[0] > 0 && dims[0].is_multiple_of(group.size())
+    group.size() > 1 && dims[0] > 0 && dims[0].is_multiple_of(group.size())
 }
 
 /// Part `rank` of `whole`, in memory of its own: a view would keep the whole.
@@ -144,58 +155,63 @@ pub fn gather<M: Module>(module: M) -> M {
     module.materialize()
 }
 
-/// Which parameters of a module are sharded, and over which ranks. The norm of all gradients, to
-/// which optimizers clip, adds up all parts, and each whole gradient once.
-#[derive(Clone, Debug)]
-pub struct Shards {
-    /// The ranks.
-    pub group: ProcessGroup,
-    /// The sharded parameters.
-    pub ids: BTreeSet<u64>,
-}
-
 impl Shards {
     /// Those of `module`, made by [`fully_shard`] with `group`.
     pub fn of<M: Module>(module: &M, group: &ProcessGroup) -> Self {
-        let mut find = FindSharded::default();
-        module.visit(&mut find);
         Self {
             group: group.clone(),
-            ids: find.ids,
+            ids: sharded_ids(module),
         }
+    }
+
+    /// Those of `module`, made by [`fully_shard_experts`] with `groups`: of experts, and of all
+    /// other parameters.
+    pub fn of_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
+        groups.shards(sharded_ids(module))
     }
 
     /// Those of `module`, whose parameters are whole, that [`fully_shard`] or
     /// [`ZeroAdamW`](crate::optim::ZeroAdamW) would shard.
     pub fn shardable<M: Module>(module: &M, group: &ProcessGroup) -> Self {
-        let mut find = FindShardable {
-            group,
-            ids: BTreeSet::new(),
-        };
-        module.visit(&mut find);
         Self {
             group: group.clone(),
-            ids: find.ids,
+            ids: shardable_ids(module, ExpertGroups::none(group)),
         }
     }
 
-    /// Whether the parameter `id` is sharded.
-    pub fn contains(&self, id: ParamId) -> bool {
-        self.ids.contains(&id.val())
+    /// Those of `module` that [`fully_shard_experts`] would shard: of experts, and of all other
+    /// parameters.
+    pub fn shardable_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
+        groups.shards(shardable_ids(module, groups))
     }
 }
 
+fn shardable_ids<M: Module>(module: &M, groups: ExpertGroups<'_>) -> BTreeSet<u64> {
+    let mut find = FindShardable {
+        groups,
+        ids: BTreeSet::new(),
+    };
+    module.visit(&mut find);
+    find.ids
+}
+
 struct FindShardable<'a> {
-    group: &'a ProcessGroup,
+    groups: ExpertGroups<'a>,
     ids: BTreeSet<u64>,
 }
 
 impl ModuleVisitor for FindShardable<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if is_shardable(&param.lazy_shape().dims::<D>(), self.group) {
+        if is_shardable(&param.lazy_shape().dims::<D>(), self.groups.of(param.id)) {
             self.ids.insert(param.id.val());
         }
     }
+}
+
+fn sharded_ids<M: Module>(module: &M) -> BTreeSet<u64> {
+    let mut find = FindSharded::default();
+    module.visit(&mut find);
+    find.ids
 }
 
 /// Burn visits the reparameterization behind the parameter that has it.

@@ -83,6 +83,9 @@ impl TelemetrySampler {
 /// Samples every NVFP4 operand of a model's linear layers, explicit, decorated or of experts, from
 /// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them.
 /// Operands in other formats are not sampled.
+///
+/// Of layers of [`tensor_parallel`](crate::nn::tensor_parallel) a rank samples its parts, and all
+/// tokens where these are gathered: all ranks of the group sample the same forward and backward.
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,

@@ -9,14 +9,15 @@
 //! - `manifest.json`: length and check sum of the other four.
 //!
 //! Where ranks have parts of the parameters or of the optimizer's state, each writes its own,
-//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of. Such a
-//! checkpoint is read as any other, on another number of ranks too, and has the parameters and the
-//! paths of the model of one rank.
+//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of: ranks that
+//! share a part, of a matrix or of the experts, may have parts of it again. Such a checkpoint is
+//! read as any other, on another number of ranks too, and has the parameters and the paths of the
+//! model of one rank.
 //!
 //! It is written under another name, synced to the disk, and renamed. Only then are older ones
 //! removed, so that the checkpoint with the highest step is complete.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -24,7 +25,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
-use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
 use burn_nvfp4::parallel::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +32,7 @@ use crate::config::{RecipeName, RunConfig};
 use crate::data::Fingerprint;
 use crate::random::hash;
 use crate::ranks::{agree, gathered_bytes};
-use parts::{Cuts, Partition};
+use parts::{Level, Partition, ranks_of};
 
 pub(crate) mod parts;
 
@@ -145,35 +145,34 @@ impl Entry {
 /// What the files of several ranks are parts of.
 #[derive(Debug, Serialize, Deserialize)]
 struct Layout {
-    /// Number of ranks.
-    ranks: usize,
-    /// Whether they have parts of the model, too, and not only of the optimizer's state.
-    model: bool,
-    /// Ids of the parameters that are parts.
-    sharded: BTreeSet<u64>,
-    /// The parts of those that are not cut along their first axis, as one segment.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    parameters: BTreeMap<u64, ShardedParameter>,
+    /// How parameters are cut into parts, the parts again, and so on.
+    levels: Vec<Level>,
 }
 
 impl Layout {
-    fn cuts(&self) -> Cuts {
-        Cuts {
-            ranks: self.ranks,
-            sharded: self.sharded.clone(),
-            parameters: self.parameters.clone(),
-        }
+    /// The levels that cut the optimizer's state, or those that cut the model, too.
+    fn levels(&self, of_model: bool) -> Vec<&Level> {
+        let levels = self.levels.iter();
+        levels.filter(|level| level.model || !of_model).collect()
     }
 
-    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state.
+    /// Number of ranks that write, of parts of the optimizer's state or of the model.
+    fn ranks(&self, of_model: bool) -> usize {
+        ranks_of(self.levels(of_model)).unwrap_or_default()
+    }
+
+    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state. Others
+    /// write the same.
     fn names(&self, rank: usize) -> [Option<String>; 2] {
-        let model = match (self.model, rank) {
-            (true, _) => Some(format!("model-{rank}.bpk")),
+        let model = match self.levels(true).is_empty() {
+            false => format!("model-{rank}.bpk"),
             // The whole model, which all ranks have.
-            (false, 0) => Some(MODEL.into()),
-            (false, _) => None,
+            true => MODEL.into(),
         };
-        [model, Some(format!("optimizer-{rank}.bpk"))]
+        [
+            (rank < self.ranks(true)).then_some(model),
+            (rank < self.ranks(false)).then(|| format!("optimizer-{rank}.bpk")),
+        ]
     }
 }
 
@@ -211,17 +210,8 @@ impl<S: RunState> Saved<S> {
         world: &ProcessGroup,
         partition: &Partition,
     ) -> Result<PathBuf> {
-        let group = &partition.of.shards.group;
-        let Cuts {
-            ranks,
-            sharded,
-            parameters,
-        } = partition.cuts();
         let layout = Layout {
-            ranks,
-            model: partition.model,
-            sharded,
-            parameters,
+            levels: partition.levels.clone(),
         };
         let begun = match world.rank() {
             0 => Unfinished::begin(folder, self.state.step()),
@@ -229,12 +219,7 @@ impl<S: RunState> Saved<S> {
         };
         let unfinished = agree(world, begun)?;
         let contents = [&self.model, &self.optimizer];
-        let names = match partition.of.replica {
-            0 => layout.names(group.rank()),
-            // Another rank writes the same.
-            _ => [None, None],
-        };
-        let files = names.into_iter().zip(contents);
+        let files = layout.names(world.rank()).into_iter().zip(contents);
         let write = |(name, content): (Option<String>, &Bytes)| match name {
             Some(name) => unfinished.write(&name, content).map(drop),
             None => Ok(()),
@@ -248,7 +233,7 @@ impl<S: RunState> Saved<S> {
             own[8..].copy_from_slice(&hash(content).to_le_bytes());
         }
         let mut manifest = BTreeMap::new();
-        for (rank, numbers) in gathered_bytes(group, numbers)?.iter().enumerate() {
+        for (rank, numbers) in gathered_bytes(world, numbers)?.iter().enumerate() {
             let number = |at: usize| {
                 let bytes = numbers[at..at + 8].try_into();
                 u64::from_le_bytes(bytes.expect("eight bytes"))
@@ -334,22 +319,15 @@ impl<S: RunState> Saved<S> {
             true => {
                 let layout: Layout =
                     serde_json::from_slice(&verified(LAYOUT)?).context("layout.json")?;
-                ensure!(layout.ranks > 0, "layout.json is of no ranks");
-                let cuts = layout.cuts();
-                let whole = |kind: usize| {
-                    let names = (0..layout.ranks).filter_map(|rank| {
+                let whole = |of_model: bool| {
+                    let parts = (0..layout.ranks(of_model)).map(|rank| {
                         let [model, optimizer] = layout.names(rank);
-                        [model, optimizer].into_iter().nth(kind).flatten()
+                        let name = if of_model { model } else { optimizer };
+                        verified(&name.context("a rank below the number of those that write")?)
                     });
-                    let parts = names.map(|name| verified(&name));
-                    parts::join(parts.collect::<Result<_>>()?, &cuts)
+                    parts::join(parts.collect::<Result<_>>()?, &layout.levels(of_model))
                 };
-                let model = if layout.model {
-                    whole(0)?
-                } else {
-                    verified(MODEL)?
-                };
-                (model, whole(1)?)
+                (whole(true)?, whole(false)?)
             }
         };
         Ok(Self {

@@ -1,5 +1,6 @@
 //! Containers of tensors of which each rank has a part.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -7,49 +8,24 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Bytes, Shape, Tensor as BurnTensor};
 use burn_nvfp4::Nvfp4State;
 use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
-use burn_nvfp4::parallel::Shards;
 use burn_pack::{Reader, Tensor, Writer};
-
-use crate::model::ModelPartition;
+use serde::{Deserialize, Serialize};
 
 /// The end of the path of a layer's weight.
 const WEIGHT: &str = ".weight";
 
-/// What of a checkpoint is a part, and which of the ranks writes it.
+/// What a rank has of the files of a checkpoint.
 #[derive(Debug, Clone)]
 pub(crate) struct Partition {
-    /// The parameters, and the ranks with the other parts.
-    pub of: ModelPartition,
-    /// Whether ranks have parts of the model, too, and not only of the optimizer's state.
-    pub model: bool,
+    /// How the parameters are cut, and the parts again; no more than two of them cut the same one.
+    pub levels: Vec<Level>,
+    /// This rank.
+    pub rank: usize,
     /// Names of the parameters in the model of one rank, by id, where they may differ.
     pub names: BTreeMap<u64, String>,
 }
 
 impl Partition {
-    /// Of parameters that are parts along their first axis; no other rank has the same parts.
-    pub fn of_shards(shards: Shards, model: bool) -> Self {
-        let of = ModelPartition {
-            shards,
-            parameters: BTreeMap::new(),
-            replica: 0,
-        };
-        Self {
-            of,
-            model,
-            names: BTreeMap::new(),
-        }
-    }
-
-    /// How the parameters are cut.
-    pub fn cuts(&self) -> Cuts {
-        Cuts {
-            ranks: self.of.shards.group.size(),
-            sharded: self.of.shards.ids.clone(),
-            parameters: self.of.parameters.clone(),
-        }
-    }
-
     /// `container`, of parameters, with the names that they have in the model of one rank.
     ///
     /// # Errors
@@ -68,22 +44,28 @@ impl Partition {
         pack(tensors.collect::<Result<_>>()?, metadata)
     }
 
+    /// The paths of the layers of `model` in the model of one rank, by their own, where those
+    /// differ.
+    pub fn layer_paths<M: Module>(&self, model: &M) -> BTreeMap<String, String> {
+        // A layer is known by its weight.
+        let own = parameter_names(model);
+        let layers = own.iter().filter_map(|(id, own)| {
+            let whole = self.names.get(id)?;
+            Some((
+                own.strip_suffix(WEIGHT)?.into(),
+                whole.strip_suffix(WEIGHT)?.into(),
+            ))
+        });
+        layers.collect()
+    }
+
     /// `state`, of the layers of `model`, with the paths that they have in the model of one rank.
     pub fn renamed_state<M: Module>(&self, state: Nvfp4State, model: &M) -> Nvfp4State {
         if self.names.is_empty() {
             return state;
         }
-        // A layer is known by its weight.
-        let own = parameter_names(model);
-        let layers = own.iter().filter_map(|(id, own)| {
-            let whole = self.names.get(id)?;
-            Some((own.strip_suffix(WEIGHT)?, whole.strip_suffix(WEIGHT)?))
-        });
-        let paths: BTreeMap<&str, &str> = layers.collect();
-        let renamed = |path: String| match paths.get(&path[..]) {
-            Some(whole) => (*whole).into(),
-            None => path,
-        };
+        let paths = self.layer_paths(model);
+        let renamed = |path: String| paths.get(&path).cloned().unwrap_or(path);
         let (layers, modes) = (state.layers.into_iter(), state.modes.into_iter());
         Nvfp4State {
             layers: layers.map(|(path, rng)| (renamed(path), rng)).collect(),
@@ -119,15 +101,31 @@ impl ModuleVisitor for Names {
     }
 }
 
-/// How tensors are cut into the parts of ranks.
-#[derive(Debug, Clone)]
-pub(crate) struct Cuts {
-    /// Number of ranks.
+/// How some tensors are cut into the parts of ranks, of which ranks may cut theirs again: rank `r`
+/// has part `r / stride % ranks`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Level {
+    /// Number of parts.
     pub ranks: usize,
-    /// Parameters whose tensors are parts.
+    /// So many neighbours have the same part.
+    pub stride: usize,
+    /// Whether ranks have parts of the model, too, and not only of the optimizer's state.
+    pub model: bool,
+    /// Ids of the parameters whose tensors are parts.
     pub sharded: BTreeSet<u64>,
-    /// The parts of those that are not cut along the first axis of each of their tensors.
+    /// The parts of those that are not cut along the first axis of each of their tensors, as one
+    /// segment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parameters: BTreeMap<u64, ShardedParameter>,
+}
+
+/// How many ranks have all parts of `levels`: the first ones. None where `levels` are none that
+/// ranks could have.
+pub(crate) fn ranks_of<'a>(levels: impl IntoIterator<Item = &'a Level>) -> Option<usize> {
+    levels.into_iter().try_fold(1, |most: usize, level| {
+        let ranks = level.ranks.checked_mul(level.stride)?;
+        (ranks > 0).then_some(most.max(ranks))
+    })
 }
 
 /// A tensor that is cut.
@@ -143,7 +141,17 @@ struct Cut {
     runs: Vec<usize>,
 }
 
-impl Cuts {
+impl Level {
+    /// The part of `rank`.
+    fn part(&self, rank: usize) -> usize {
+        rank / self.stride % self.ranks
+    }
+
+    /// Whether the parameter `id` is cut.
+    fn cuts(&self, id: Option<u64>) -> bool {
+        id.is_some_and(|id| self.sharded.contains(&id))
+    }
+
     /// The cut of the tensor `name` of the parameter `id`, if that is cut; its shape is that of a part
     /// where `is_part`, else of the whole. A tensor may be flat.
     fn of(
@@ -153,7 +161,7 @@ impl Cuts {
         dims: &[usize],
         is_part: bool,
     ) -> Result<Option<Cut>> {
-        let Some(id) = id.filter(|id| self.sharded.contains(id)) else {
+        let Some(id) = id.filter(|id| self.cuts(Some(*id))) else {
             return Ok(None);
         };
         let ranks = self.ranks;
@@ -239,7 +247,7 @@ impl Cut {
     }
 
     /// The whole of the parts of all ranks.
-    fn join(&self, parts: &[Bytes]) -> Vec<u8> {
+    fn join(&self, parts: &[Cow<'_, [u8]>]) -> Vec<u8> {
         let ranks = parts.len();
         let element = self.element(parts[0].len(), &self.part);
         let mut whole = Vec::with_capacity(parts[0].len() * ranks);
@@ -262,33 +270,33 @@ impl Cut {
 /// # Errors
 /// When it is no such container, or a tensor has no equal parts.
 pub(crate) fn slice(whole: Bytes, partition: &Partition) -> Result<Bytes> {
-    let (group, cuts) = (&partition.of.shards.group, partition.cuts());
     let reader = Reader::from_bytes(whole)?;
     let metadata = reader.metadata().clone();
     let tensors = reader.into_tensors()?.into_iter().map(|tensor| {
-        let (name, dtype, shape, id, bytes) = tensor.into_parts()?;
-        Ok(match cuts.of(&name, id, &shape.to_vec(), false)? {
-            None => Tensor::new(name, dtype, shape, id, bytes),
-            Some(cut) => {
-                let own = cut.slice(&bytes, group.rank(), group.size());
-                let own = Bytes::from_bytes_vec(own);
-                Tensor::new(name, dtype, Shape::from(cut.part), id, own)
+        let (name, dtype, mut shape, id, mut bytes) = tensor.into_parts()?;
+        for level in &partition.levels {
+            if let Some(cut) = level.of(&name, id, &shape.to_vec(), false)? {
+                let own = cut.slice(&bytes, level.part(partition.rank), level.ranks);
+                bytes = Bytes::from_bytes_vec(own);
+                shape = Shape::from(cut.part);
             }
-        })
+        }
+        Ok(Tensor::new(name, dtype, shape, id, bytes))
     });
     pack(tensors.collect::<Result<_>>()?, metadata)
 }
 
-/// The container of whole tensors of which `parts` are those of all ranks, in their order. Tensors
-/// that are not cut are those of the first.
+/// The container of whole tensors of which `parts` are those of the ranks of `levels`, in their
+/// order. Tensors that are not cut are those of the first.
 ///
 /// # Errors
 /// When the containers do not fit each other.
-pub(crate) fn join(parts: Vec<Bytes>, cuts: &Cuts) -> Result<Bytes> {
+pub(crate) fn join(parts: Vec<Bytes>, levels: &[&Level]) -> Result<Bytes> {
+    let ranks = ranks_of(levels.iter().copied());
+    let ranks = ranks.context("the levels of layout.json are none that ranks could have")?;
     ensure!(
-        parts.len() == cuts.ranks && !parts.is_empty(),
-        "a checkpoint of {} ranks has {} parts",
-        cuts.ranks,
+        parts.len() == ranks,
+        "a checkpoint of {ranks} ranks has {} parts",
         parts.len()
     );
     let mut metadata = BTreeMap::new();
@@ -301,42 +309,83 @@ pub(crate) fn join(parts: Vec<Bytes>, cuts: &Cuts) -> Result<Bytes> {
         let own = reader.into_tensors()?.into_iter().map(Tensor::into_parts);
         tensors.push(own.collect::<Result<Vec<_>, _>>()?);
     }
-    let mut others = tensors.split_off(1);
-    let first = tensors.remove(0);
-    for part in &others {
+    let count = tensors[0].len();
+    for part in &mut tensors {
         ensure!(
-            part.len() == first.len(),
-            "a part has {} tensors, but the first one has {}",
-            part.len(),
-            first.len()
+            part.len() == count,
+            "a part has {} tensors, but the first one has {count}",
+            part.len()
         );
+        part.reverse();
     }
     // One after another, so that no tensor is held twice.
-    others.iter_mut().for_each(|part| part.reverse());
-    let mut whole = Vec::with_capacity(first.len());
-    for (name, dtype, shape, id, bytes) in first {
-        let mut all = vec![bytes];
-        for part in &mut others {
-            let (other, type_of_other, dims, id_of_other, bytes) =
-                part.pop().context("as many as the first one has")?;
-            if (&other, type_of_other, id_of_other) != (&name, dtype, id) {
+    let mut whole = Vec::with_capacity(count);
+    for _ in 0..count {
+        let own = tensors.iter_mut().map(|part| part.pop());
+        let own = own.collect::<Option<Vec<_>>>();
+        let own = own.context("as many as the first one has")?;
+        let (name, dtype, _, id, _) = &own[0];
+        for (other, type_of_other, _, id_of_other, _) in &own {
+            if (other, type_of_other, id_of_other) != (name, dtype, id) {
                 bail!("a part has tensor {other} where the first one has {name}");
             }
-            ensure!(
-                dims == shape || !id.is_some_and(|id| cuts.sharded.contains(&id)),
-                "{name} is of shape {dims} in one part and of {shape} in another"
-            );
-            all.push(bytes);
         }
-        whole.push(match cuts.of(&name, id, &shape.to_vec(), true)? {
-            None => Tensor::new(name, dtype, shape, id, all.swap_remove(0)),
-            Some(cut) => {
-                let bytes = Bytes::from_bytes_vec(cut.join(&all));
-                Tensor::new(name, dtype, Shape::from(cut.shape), id, bytes)
-            }
+        let parts = own.iter().map(|(_, _, shape, _, bytes)| Part {
+            dims: shape.to_vec(),
+            bytes: Cow::Borrowed(&bytes[..]),
         });
+        let parts: Vec<Part<'_>> = parts.collect();
+        let cuts = levels.iter().copied();
+        let cuts: Vec<&Level> = cuts.filter(|level| level.cuts(*id)).collect();
+        let Part { dims, bytes } = joined((name, *id), &parts, &cuts, 0)?;
+        let bytes = Bytes::from_bytes_vec(bytes.into_owned());
+        whole.push(Tensor::new(
+            name.clone(),
+            *dtype,
+            Shape::from(dims),
+            *id,
+            bytes,
+        ));
     }
     pack(whole, metadata)
+}
+
+/// A part of a tensor, or all of it.
+#[derive(Clone)]
+struct Part<'a> {
+    dims: Vec<usize>,
+    bytes: Cow<'a, [u8]>,
+}
+
+/// The tensor `name` of the parameter `id` of which ranks from `rank` on, of those of `parts`, have
+/// what `levels` say, the outermost first.
+fn joined<'a>(
+    (name, id): (&str, Option<u64>),
+    parts: &[Part<'a>],
+    levels: &[&Level],
+    rank: usize,
+) -> Result<Part<'a>> {
+    let Some((level, inner)) = levels.split_first() else {
+        let part = parts.get(rank).cloned();
+        return part.with_context(|| format!("{name} is of more ranks than there are"));
+    };
+    let own = |part: usize| joined((name, id), parts, inner, rank + part * level.stride);
+    let own = (0..level.ranks).map(own).collect::<Result<Vec<_>>>()?;
+    let dims = own[0].dims.clone();
+    for part in &own {
+        ensure!(
+            part.dims == dims,
+            "{name} is of shape {dims:?} in one part and of {:?} in another",
+            part.dims
+        );
+    }
+    let cut = level.of(name, id, &dims, true)?;
+    let cut = cut.context("only levels that cut the parameter are given")?;
+    let bytes: Vec<_> = own.into_iter().map(|part| part.bytes).collect();
+    Ok(Part {
+        bytes: Cow::Owned(cut.join(&bytes)),
+        dims: cut.shape,
+    })
 }
 
 fn pack(tensors: Vec<Tensor>, metadata: BTreeMap<String, String>) -> Result<Bytes> {

@@ -40,13 +40,6 @@ impl RunConfig {
 
     /// What is not combined with parts of the model on each of `ranks` ranks.
     fn check_partition(&self, flag: &str, ranks: usize) -> Result<()> {
-        for (other, on) in [("fsdp", self.fsdp), ("zero1", self.zero1)] {
-            ensure!(
-                !on,
-                "{flag} is {ranks} and {other} is true, but they are not combined yet: leave out \
-                 one of them"
-            );
-        }
         ensure!(
             self.optimizer == OptimizerName::AdamW,
             "{flag} is {ranks} and optimizer is {:?}, but it must be adamw: Muon orthogonalises \
@@ -71,12 +64,6 @@ impl RunConfig {
             "tp is {tp} and experts is {}, but experts are not split over a tensor group yet: use \
              --ep, or leave out tp",
             self.model.experts.unwrap_or_default()
-        );
-        ensure!(
-            self.telemetry_every == 0,
-            "tp is {tp} and telemetry-every is {}, but operands of which each rank has a part are \
-             not sampled: leave out one of them",
-            self.telemetry_every
         );
         let heads = self.model.heads;
         ensure!(

@@ -148,12 +148,12 @@ pub struct RunConfig {
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub ep: usize,
-    /// Shard parameters, gradients and optimizer state over the ranks, instead of keeping all of
-    /// them on each (FSDP)
+    /// Shard parameters, gradients and optimizer state over the data-parallel ranks, instead of
+    /// keeping all of them on each (FSDP)
     #[arg(long)]
     #[serde(default)]
     pub fsdp: bool,
-    /// Shard the optimizer state alone over the ranks (ZeRO-1)
+    /// Shard the optimizer state alone over the data-parallel ranks (ZeRO-1)
     #[arg(long, conflicts_with = "fsdp")]
     #[serde(default)]
     pub zero1: bool,

@@ -108,7 +108,6 @@ impl LanguageModel for ParallelTransformer {
                 ids: parameters.keys().copied().collect(),
             },
             parameters,
-            replica: groups.batch().rank(),
         })
     }
 

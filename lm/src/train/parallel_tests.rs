@@ -1,5 +1,8 @@
 //! Runs of several ranks, as threads over loopback, against a run of one rank.
 
+mod sharded;
+
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -7,6 +10,7 @@ use std::time::Duration;
 use burn::tensor::Tolerance;
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_pack::Reader;
+use nvfp4_parallel::loopback;
 
 use super::*;
 use crate::config::{Activation, Preset};
@@ -115,8 +119,19 @@ fn on_ranks<T: Send>(
     ranks: usize,
     body: impl Fn(&mut dyn OnRank) -> T + Sync,
 ) -> T {
-    let body = &body;
     let worlds = ProcessGroup::loopback(ranks, Duration::from_secs(120));
+    in_worlds(config, corpus, folder, worlds, body).swap_remove(0)
+}
+
+/// What the rank of each of `worlds` does with its run.
+fn in_worlds<T: Send>(
+    config: &RunConfig,
+    corpus: &Corpus,
+    folder: &Folder,
+    worlds: Vec<ProcessGroup>,
+    body: impl Fn(&mut dyn OnRank) -> T + Sync,
+) -> Vec<T> {
+    let body = &body;
     thread::scope(|scope| {
         let threads = worlds.into_iter().map(|world| {
             scope.spawn(move || match config.tp {
@@ -131,8 +146,7 @@ fn on_ranks<T: Send>(
             let result = thread.join();
             result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        let mut results: Vec<T> = results.collect();
-        results.swap_remove(0)
+        results.collect()
     })
 }
 
@@ -152,6 +166,8 @@ trait OnRank {
     fn train_to(&mut self, stop_at: Option<u64>);
     fn save_again(&mut self);
     fn losses(&self) -> Vec<f64>;
+    fn measured(&self) -> ExposedCommunication;
+    fn elements(&self) -> [usize; 2];
 }
 
 impl<M: LanguageModel> OnRank for Run<'_, M> {
@@ -170,6 +186,18 @@ impl<M: LanguageModel> OnRank for Run<'_, M> {
         losses
             .chain(rows.filter_map(|row| row.valid_loss))
             .collect()
+    }
+
+    fn measured(&self) -> ExposedCommunication {
+        self.communication()
+    }
+
+    /// Of the parameters of the rank, and of the first moments.
+    fn elements(&self) -> [usize; 2] {
+        let state = content(&self.rank.optimizer.to_bytes().unwrap());
+        let first = state.iter().filter(|tensor| tensor.0.ends_with(".first"));
+        let moments = first.map(|tensor| tensor.3.len()).sum();
+        [self.rank.model().num_params(), moments]
     }
 }
 
@@ -402,4 +430,81 @@ fn in_nvfp4_tensor_parallel_ranks_train_as_one_to_rounding() {
     eprintln!("first step {first:e}, all {error:e}, of two runs of one rank {usual:e}");
     assert!(first < 1e-5, "{first:e}");
     assert!(error < 4.0 * usual, "{error:e} of {usual:e}");
+}
+
+/// The share of a step in which ranks wait for each other is measured, the same figure on all
+/// ranks, and grows with the time that messages take.
+#[test]
+fn communication_that_is_not_hidden_is_measured() {
+    let corpus = corpus();
+    let measured = |config: &RunConfig, delay: u64| {
+        let delay = Duration::from_millis(delay);
+        let groups = loopback::slow_groups(2, Duration::from_secs(120), delay);
+        let worlds = groups.into_iter().map(|group| Arc::new(group).into());
+        let train = |run: &mut dyn OnRank| {
+            run.train_to(None);
+            run.measured()
+        };
+        let all = in_worlds(config, &corpus, &Folder::new(), worlds.collect(), train);
+        assert_eq!(all[0], all[1]);
+        all[0]
+    };
+    for config in [config(3), tensor_parallel(3, 2)] {
+        let [fast, slow] = [0, 20].map(|delay| measured(&config, delay));
+        for found in [fast, slow] {
+            assert_eq!(found.steps, 3);
+            let percent = found.percent().unwrap();
+            assert!(percent > 0.0 && percent < 100.0, "{found:?}");
+        }
+        // At least the two messages of an all-reduce, and one of the agreement behind the step.
+        assert!(slow.waited > 3.0 * 0.06, "{slow:?}");
+        assert!(slow.percent() > fast.percent(), "{fast:?} {slow:?}");
+    }
+    let alone = on_ranks(&config(3), &corpus, &Folder::new(), 1, |run| {
+        run.train_to(None);
+        run.measured()
+    });
+    assert_eq!(alone.percent(), None);
+}
+
+/// Telemetry of a tensor group: of the layers and operands of one rank, by their names there. Where
+/// tokens are gathered they are all tokens, with the statistics of one rank. It changes no bit.
+#[test]
+fn telemetry_of_a_tensor_group_is_of_the_operands_of_one_rank() {
+    let corpus = corpus();
+    let sampled = |config: RunConfig, ranks: usize| {
+        let folder = Folder::new();
+        let config = RunConfig {
+            telemetry_every: 2,
+            ..nvfp4(config)
+        };
+        losses(&config, &corpus, &folder, ranks);
+        let text = fs::read_to_string(folder.0.join(TELEMETRY)).unwrap();
+        let lines = text.lines().map(String::from).collect::<Vec<_>>();
+        (lines, folder.checkpoint())
+    };
+    let (one, _) = sampled(config(3), 1);
+    let (two, checkpoint) = sampled(tensor_parallel(3, 2), 2);
+    // Step, layer and operand.
+    let names = |lines: &[String]| -> Vec<String> {
+        let names = lines.iter().map(|line| {
+            let fields: Vec<&str> = line.split(',').take(3).collect();
+            fields.join(",")
+        });
+        names.collect()
+    };
+    assert_eq!(names(&two), names(&one));
+    let of_input = |lines: &[String]| -> Vec<String> {
+        let lines = lines.iter().filter(|line| {
+            let is_first = line.starts_with("0,blocks.0.attention.qkv,");
+            is_first && (line.contains(",fprop.x,") || line.contains(",wgrad.x,"))
+        });
+        lines.cloned().collect()
+    };
+    assert_eq!(of_input(&two), of_input(&one));
+    assert_eq!(of_input(&two).len(), 2, "{:?}", names(&two));
+    let folder = Folder::new();
+    losses(&nvfp4(tensor_parallel(3, 2)), &corpus, &folder, 2);
+    let without = folder.checkpoint();
+    assert_eq!(content(&checkpoint.model), content(&without.model));
 }

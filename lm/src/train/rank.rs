@@ -4,25 +4,24 @@
 //! over the ranks, and each rank updates its weights by the mean, so that the weights stay equal.
 //! Where a rank has parts of parameters, it averages and updates these.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::parallel::{
-    ExpertGroups, ProcessGroup, SMALLEST_ALONE, Shards, average_expert_gradients,
-    average_gradients, average_in_backward, average_replicated_in_backward, fully_shard,
-    reduce_gradients,
+    ExpertGroups, ProcessGroup, SMALLEST_ALONE, Shards, SplitParameters, average_expert_gradients,
+    average_replicated_in_backward, fully_shard_experts, reduce_expert_gradients,
 };
 
 use super::digest::check_equal;
 use crate::capture::{GraphSteps, copy_into};
-use crate::checkpoint::parts::{self, Partition};
+use crate::checkpoint::parts::{self, Level, Partition};
 use crate::config::RunConfig;
 use crate::data::Batch;
 use crate::groups::ParallelGroups;
-use crate::model::LanguageModel;
+use crate::model::{LanguageModel, ModelPartition};
 use crate::optim::Optimizer;
 
 /// A model that is trained on one device.
@@ -45,20 +44,62 @@ pub(crate) struct Rank<M> {
 /// Where the means of gradients over the ranks come from.
 #[derive(Debug, Clone)]
 enum Averaging {
-    /// There is one rank.
+    /// There is one rank with this part of the parameters.
     None,
-    /// The optimizer averages them, over ranks that all have the same parameters (ZeRO-1).
-    Optimizer(ProcessGroup),
-    /// Ranks that all have the same parameters.
-    Ranks(ProcessGroup),
-    /// Ranks with other experts.
-    Experts {
-        batch: ProcessGroup,
-        experts: Vec<ParamId>,
-        data: ProcessGroup,
-    },
-    /// Ranks with parts of each parameter (FSDP).
-    Sharded(Shards),
+    /// The optimizer averages them (ZeRO-1).
+    Optimizer(Replicas),
+    /// Ranks that all have the same parameters, but for experts.
+    Ranks(Replicas),
+    /// Ranks with parts of these parameters (FSDP).
+    Sharded(Replicas, BTreeSet<u64>),
+}
+
+/// The ranks with other parts of the batch, and the same parameters.
+#[derive(Debug, Clone)]
+struct Replicas {
+    batch: ProcessGroup,
+    /// Parameters that only the ranks of `data` have.
+    experts: Vec<ParamId>,
+    data: ProcessGroup,
+}
+
+impl Replicas {
+    /// Those of `groups` with a model of which parameters are `split`.
+    fn new(groups: &ParallelGroups, split: Option<&ModelPartition>) -> Self {
+        let experts = split.filter(|_| groups.expert().size() > 1);
+        let ids = experts.iter().flat_map(|split| &split.shards.ids);
+        Self {
+            batch: groups.batch().clone(),
+            experts: ids.map(|id| ParamId::from(*id)).collect(),
+            data: groups.data().clone(),
+        }
+    }
+
+    fn groups(&self) -> ExpertGroups<'_> {
+        ExpertGroups {
+            batch: &self.batch,
+            experts: &self.experts,
+            data: &self.data,
+        }
+    }
+
+    /// How `shards`, over ranks of these, cut what the ranks of `groups` have.
+    fn level(&self, groups: &ParallelGroups, shards: &Shards, model: bool) -> Level {
+        let is_of_experts =
+            (shards.ids.first()).is_some_and(|id| self.experts.contains(&ParamId::from(*id)));
+        let mixture = if is_of_experts {
+            groups.expert().size()
+        } else {
+            1
+        };
+        Level {
+            ranks: shards.group.size(),
+            stride: groups.tensor().size() * mixture,
+            model,
+            sharded: shards.ids.clone(),
+            parameters: BTreeMap::new(),
+        }
+    }
 }
 
 /// Whether telemetry or a profiler looks on at a step: a replay of a graph shows nothing of what it
@@ -94,79 +135,79 @@ impl<M: LanguageModel> Rank<M> {
         config: &RunConfig,
         names: BTreeMap<u64, String>,
     ) -> Result<()> {
-        let batch = groups.batch();
-        if config.fsdp && batch.size() > 1 {
-            let state = self.optimizer.to_bytes()?;
-            let model = fully_shard(self.model.take().expect(KEPT), batch);
-            let shards = Shards::of(&model, batch);
-            self.model = Some(model);
-            self.shard_optimizer(state, Partition::of_shards(shards.clone(), true))?;
-            self.averaging = Averaging::Sharded(shards);
-        } else if config.zero1 && batch.size() > 1 {
-            let shards = Shards::shardable(self.model(), batch);
-            let partition = Partition::of_shards(shards, false);
-            let mut optimizer = self.optimizer.sharded(batch)?;
-            let state = self.optimizer.to_bytes()?;
-            optimizer.load(parts::slice(state, &partition)?, &self.device)?;
-            self.optimizer = optimizer;
-            self.partition = Some(partition);
-            self.averaging = Averaging::Optimizer(batch.clone());
-        } else {
-            if let Some(of) = self.model().partition(groups) {
-                let state = self.optimizer.to_bytes()?;
-                let model = true;
-                self.shard_optimizer(state, Partition { of, model, names })?;
-            }
-            self.average(groups, config.decorate.is_some());
+        let split = self.model().partition(groups);
+        let replicas = Replicas::new(groups, split.as_ref());
+        let is_sharded = (config.fsdp || config.zero1) && groups.batch().size() > 1;
+        if split.is_none() && !is_sharded {
+            self.average(replicas, config.decorate.is_some());
+            return Ok(());
         }
-        Ok(())
-    }
-
-    /// The optimizer keeps this rank's parts of its `state`.
-    fn shard_optimizer(&mut self, state: Bytes, partition: Partition) -> Result<()> {
-        let mut optimizer = self.optimizer.fresh();
-        optimizer.load(parts::slice(state, &partition)?, &self.device)?;
-        optimizer.set_shards(partition.of.shards.clone())?;
-        self.optimizer = optimizer;
+        let state = self.optimizer.to_bytes()?;
+        let mut sharded = Vec::new();
+        if is_sharded && config.fsdp {
+            let model = self.model.take().expect(KEPT);
+            let model = fully_shard_experts(model, replicas.groups());
+            sharded = Shards::of_experts(&model, replicas.groups());
+            self.model = Some(model);
+        } else if is_sharded {
+            sharded = Shards::shardable_experts(self.model(), replicas.groups());
+        }
+        let partition = Partition {
+            levels: (split.iter().map(split_level))
+                .chain(
+                    sharded
+                        .iter()
+                        .map(|shards| replicas.level(groups, shards, config.fsdp)),
+                )
+                .collect(),
+            rank: groups.world().rank(),
+            // Sharding alone leaves them as they are.
+            names: if split.is_some() {
+                names
+            } else {
+                BTreeMap::new()
+            },
+        };
+        let split = split.map(|split| SplitParameters {
+            shards: split.shards,
+            all: groups.world().clone(),
+        });
+        let state = parts::slice(state, &partition)?;
         self.partition = Some(partition);
-        Ok(())
+        let ids = sharded
+            .iter()
+            .flat_map(|shards| &shards.ids)
+            .copied()
+            .collect();
+        if is_sharded && config.zero1 {
+            self.optimizer = self.optimizer.sharded(replicas.groups(), split)?;
+            self.averaging = Averaging::Optimizer(replicas);
+        } else {
+            self.optimizer = self.optimizer.fresh();
+            let sets = Shards::with_split(sharded, split.as_ref());
+            self.optimizer.set_shards(sets)?;
+            match is_sharded {
+                true => self.averaging = Averaging::Sharded(replicas, ids),
+                false => self.average(replicas, config.decorate.is_some()),
+            }
+        }
+        self.optimizer.load(state, &self.device)
     }
 
     /// Has gradients averaged over the ranks with other parts of the batch. Layers that are
     /// decorated find their weights by the tensors of the parameters, which averaging in the
     /// backward would replace: theirs are averaged behind it.
-    fn average(&mut self, groups: &ParallelGroups, is_decorated: bool) {
-        let batch = groups.batch();
-        if batch.size() == 1 {
+    fn average(&mut self, replicas: Replicas, is_decorated: bool) {
+        if replicas.batch.size() == 1 {
             return;
         }
-        let model = self.model.take().expect(KEPT);
-        let (model, averaging) = match &self.partition {
-            Some(partition) if groups.expert().size() > 1 => {
-                let ids = partition.of.shards.ids.iter();
-                let experts: Vec<ParamId> = ids.map(|id| ParamId::from(*id)).collect();
-                let data = groups.data();
-                let of = ExpertGroups {
-                    batch,
-                    experts: &experts,
-                    data,
-                };
-                let model = average_replicated_in_backward(model, of, SMALLEST_ALONE);
-                let averaging = Averaging::Experts {
-                    batch: batch.clone(),
-                    data: data.clone(),
-                    experts,
-                };
-                (model, averaging)
-            }
-            _ if is_decorated => (model, Averaging::Ranks(batch.clone())),
-            _ => {
-                let model = average_in_backward(model, batch, SMALLEST_ALONE);
-                (model, Averaging::Ranks(batch.clone()))
-            }
-        };
-        self.model = Some(model);
-        self.averaging = averaging;
+        if !is_decorated {
+            let model = self.model.take().expect(KEPT);
+            let groups = replicas.groups();
+            let model = average_replicated_in_backward(model, groups, SMALLEST_ALONE);
+            self.model = Some(model);
+        }
+        self.averaging = Averaging::Ranks(replicas);
     }
 
     /// What other ranks have the other parts of.
@@ -193,6 +234,11 @@ impl<M: LanguageModel> Rank<M> {
     /// Whether steps are those of a graph.
     pub fn has_graph(&self) -> bool {
         self.graph.is_some()
+    }
+
+    /// Whether the next step of a graph is ordinary, and the last one that is.
+    pub fn is_before_capture(&self) -> bool {
+        (self.graph.as_ref()).is_some_and(|graph| graph.steps.is_before_capture())
     }
 
     /// Steps are ordinary again.
@@ -268,20 +314,12 @@ impl<M: LanguageModel> Rank<M> {
         let mut gradients = GradientsParams::from_grads(loss.backward(), model);
         match &self.averaging {
             Averaging::None | Averaging::Optimizer(_) => {}
-            Averaging::Ranks(group) => average_gradients(model, &mut gradients, group),
-            Averaging::Experts {
-                batch,
-                experts,
-                data,
-            } => {
-                let groups = ExpertGroups {
-                    batch,
-                    experts,
-                    data,
-                };
-                average_expert_gradients(model, &mut gradients, groups);
+            Averaging::Ranks(replicas) => {
+                average_expert_gradients(model, &mut gradients, replicas.groups());
             }
-            Averaging::Sharded(shards) => reduce_gradients(model, &mut gradients, shards),
+            Averaging::Sharded(replicas, ids) => {
+                reduce_expert_gradients(model, &mut gradients, replicas.groups(), ids);
+            }
         }
         (kept, gradients)
     }
@@ -302,20 +340,24 @@ impl<M: LanguageModel> Rank<M> {
     /// Names step, rank and parameter.
     pub fn check_equal(&self, record: &Bytes, step: u64) -> Result<()> {
         match &self.averaging {
-            Averaging::None | Averaging::Sharded(_) => Ok(()),
-            Averaging::Optimizer(group) | Averaging::Ranks(group) => {
-                check_equal(record, group, step, |_| true)
-            }
-            Averaging::Experts {
-                batch,
-                experts,
-                data,
-            } => {
-                let is_expert = |id| experts.contains(&ParamId::from(id));
-                check_equal(record, batch, step, |id| !is_expert(id))?;
-                check_equal(record, data, step, is_expert)
+            Averaging::None | Averaging::Sharded(..) => Ok(()),
+            Averaging::Optimizer(replicas) | Averaging::Ranks(replicas) => {
+                let is_expert = |id| replicas.experts.contains(&ParamId::from(id));
+                check_equal(record, &replicas.batch, step, |id| !is_expert(id))?;
+                check_equal(record, &replicas.data, step, is_expert)
             }
         }
+    }
+}
+
+/// How `split` cuts the parameters of the model of one rank. Neighbours have other parts.
+fn split_level(split: &ModelPartition) -> Level {
+    Level {
+        ranks: split.shards.group.size(),
+        stride: 1,
+        model: true,
+        sharded: split.shards.ids.clone(),
+        parameters: split.parameters.clone(),
     }
 }
 

@@ -11,6 +11,7 @@ use super::super::{Nvfp4SwiGlu, rows};
 use super::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
+use crate::parallel::whole_dims;
 
 /// [`Nvfp4SwiGlu`] with a part of the hidden features on each rank: the same features of gate and
 /// up, side by side.
@@ -60,7 +61,7 @@ impl TensorParallelSwiGlu {
     /// As [`ColumnParallelLinear::try_forward`], and when the two layers do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.gate_up.check(&x)?;
-        let [d_model, both] = self.gate_up.linear.weight.dims();
+        let [d_model, both] = whole_dims(&self.gate_up.linear.weight);
         let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
         self.down.linear.check_part(names, &x.device(), shape)?;
         self.down

@@ -12,7 +12,7 @@ use super::embedding::{OwnNumbers, own_numbers};
 use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::{LinearContext, LinearSpec};
-use crate::parallel::{ProcessGroup, functions};
+use crate::parallel::{ProcessGroup, functions, whole_dims};
 use crate::validate;
 
 /// [`LmHead`] with a part of the vocabulary on each rank: a weight `[d_model, vocab / ranks]`.
@@ -75,7 +75,7 @@ impl VocabParallelHead {
     pub fn try_logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
         validate::operand("x", &x)?;
         validate::parameter(&x.device(), "weight", &self.weight)?;
-        let ([rows, width], [d_model, _]) = (x.dims(), self.weight.dims());
+        let ([rows, width], [d_model, _]) = (x.dims(), whole_dims(&self.weight));
         let why = || "the d_model of the head".into();
         validate::shape("x", [rows, width], [rows, d_model], why)?;
         let group = &self.parallel.group;
@@ -103,7 +103,7 @@ impl VocabParallelHead {
         let why = || "a target for each token".into();
         validate::shape("targets", targets.dims(), [tokens], why)?;
         validate::same_device(("x", &x.device()), ("targets", &targets.device()))?;
-        let [_, cols] = self.weight.dims();
+        let [_, cols] = whole_dims(&self.weight);
         let numbers = own_numbers(targets.clone(), cols, &self.parallel)?;
         let logits = cast(self.try_logits(x)?, FloatDType::F32);
         Ok(self.loss_of(logits, targets, numbers, group))

@@ -11,7 +11,7 @@ use super::super::{Nvfp4Linear, rows};
 use super::{ShardAmax, ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::sharding::{LinearSharding, ShardedDim};
-use crate::parallel::{ProcessGroup, functions};
+use crate::parallel::{ProcessGroup, functions, whole_dims};
 
 /// A linear layer that has a part of the output features on each rank: a weight
 /// `[d_input, d_output / ranks]`.
@@ -216,7 +216,7 @@ impl RowParallelLinear {
         let x = match self.input_is_parallel {
             true => x,
             false => {
-                let (found, [part, _]) = (x.dims()[D - 1], self.linear.weight.dims());
+                let (found, [part, _]) = (x.dims()[D - 1], whole_dims(&self.linear.weight));
                 let expected = part * group.size();
                 if found != expected {
                     let found = format!("a last axis of {found}");
@@ -416,11 +416,14 @@ impl Shard {
     }
 
     fn part(&self, linear: &Nvfp4Linear, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
-        let mut part = linear.part(is_tracked)?;
+        let is_split = self.parallel.group.size() > 1;
+        let mut part = match is_split {
+            // A part that is sharded once more is gathered as it is: its operands are made of it.
+            true => linear.part_of_values(is_tracked)?,
+            false => linear.part(is_tracked)?,
+        };
         let context = &mut part.spec.1;
-        // Telemetry compares operands with their sources, which are only parts here.
-        context.probe = None;
-        if self.parallel.group.size() > 1 {
+        if is_split {
             context.sharding = Some(LinearSharding {
                 group: self.parallel.group.clone(),
                 dim: self.dim,

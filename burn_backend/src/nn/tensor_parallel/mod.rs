@@ -37,7 +37,7 @@ use burn_core::module::Param;
 use burn_core::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::parallel::ProcessGroup;
+use crate::parallel::{ProcessGroup, whole_dims};
 
 pub use attention::TensorParallelAttention;
 pub use block::TensorParallelBlock;
@@ -139,7 +139,7 @@ impl ShardedParameter {
         segments: &[usize],
         ranks: usize,
     ) -> Self {
-        let mut shape = param.lazy_shape().to_vec();
+        let mut shape = whole_dims(param).to_vec();
         shape[axis] *= ranks;
         Self {
             shape,
@@ -150,7 +150,7 @@ impl ShardedParameter {
 
     /// Of `param`, which is one segment along `axis`.
     fn of_one<const D: usize>(param: &Param<Tensor<D>>, axis: usize, ranks: usize) -> Self {
-        let len = param.lazy_shape()[axis];
+        let len = whole_dims(param)[axis];
         Self::of(param, axis, &[len], ranks)
     }
 }

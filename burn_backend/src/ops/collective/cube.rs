@@ -40,9 +40,10 @@ fn joined(_x: burn_cubecl::tensor::CubeTensor, group: Link) -> burn_cubecl::tens
 mod nccl {
     use burn_core::tensor::{DType, Shape};
     use burn_cubecl::{kernel::into_contiguous, tensor::CubeTensor};
-    use nvfp4_kernels::foreign::{self, ForeignMemory, ForeignPlace};
+    use nvfp4_kernels::foreign::{self, ForeignMemory, ForeignPlace, StreamSpan};
     use nvfp4_parallel::nccl::{Communicator, Counts};
-    use nvfp4_parallel::{self as parallel, Call, Collective, Operation, Reduction};
+    use nvfp4_parallel::{self as parallel, Call, Collective, DeviceSpan, Meter};
+    use nvfp4_parallel::{Operation, Reduction};
 
     use super::super::super::cube::tensors::new_tensor;
     use super::super::exchange::{Exchange, Step, reduced_type};
@@ -78,6 +79,8 @@ mod nccl {
         let what = format!("NCCL, {exchange:?}");
         let forks = exchange.forks;
         let stream = out.stream;
+        let meter = exchange.group.host.meter().clone();
+        let records = meter.is_recording();
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
             match (forks, work) {
                 (true, Work::Equal(call)) if !link.overlaps => {
@@ -86,7 +89,9 @@ mod nccl {
                     Ok(())
                 }
                 (true, work) => work.queue(&mut link.communicator(), &link.side.fork(place)?),
-                (false, work) => work.queue(&mut link.communicator(), place),
+                (false, work) => timed(&meter, records, place, || {
+                    work.queue(&mut link.communicator(), place)
+                }),
             }
         });
         new_tensor(&x, out, Shape::from(shape), x.dtype)
@@ -102,17 +107,52 @@ mod nccl {
         };
         let what = format!("NCCL, joining {group:?}");
         let stream = x.handle.stream;
+        let meter = group.host.meter().clone();
+        let records = meter.is_recording();
         foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
             let deferred = std::mem::take(&mut *link.deferred());
-            if !deferred.is_empty() {
-                let mut communicator = link.communicator();
-                // SAFETY: as of `Work::queue`; whoever joins has kept the memory.
-                let queued = unsafe { communicator.queue_all(&deferred, place.stream) };
-                queued.map_err(|error| error.to_string())?;
+            if deferred.is_empty() && !link.side.is_forked() {
+                return Ok(());
             }
-            link.side.join(place)
+            timed(&meter, records, place, || {
+                if !deferred.is_empty() {
+                    let mut communicator = link.communicator();
+                    // SAFETY: as of `Work::queue`; whoever joins has kept the memory.
+                    let queued = unsafe { communicator.queue_all(&deferred, place.stream) };
+                    queued.map_err(|error| error.to_string())?;
+                }
+                link.side.join(place)
+            })
         });
         x
+    }
+
+    /// `work`, which has the stream of `place` do something that is not compute: a collective, or
+    /// the wait for those of the second stream. If `records`, `meter` gets the time.
+    fn timed(
+        meter: &Meter,
+        records: bool,
+        place: &ForeignPlace,
+        work: impl FnOnce() -> Result<(), String>,
+    ) -> Result<(), String> {
+        if !records || place.is_captured {
+            return work();
+        }
+        let span = StreamSpan::default();
+        span.begin(place)?;
+        work()?;
+        span.end(place)?;
+        meter.push(Waited(span));
+        Ok(())
+    }
+
+    /// A span in which the compute stream waited.
+    struct Waited(StreamSpan);
+
+    impl DeviceSpan for Waited {
+        fn seconds(&self) -> Result<f64, String> {
+            self.0.seconds()
+        }
     }
 
     /// A call of the library.

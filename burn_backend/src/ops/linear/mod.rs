@@ -54,6 +54,18 @@ pub(crate) struct SavedForBackward<B: Backend> {
     groups: RowGroups<B>,
 }
 
+/// What telemetry compares an operand of `role` with, of the values `x` that this rank has.
+fn probed<B: Nvfp4KernelOps>(
+    x: FloatTensor<B>,
+    role: Role,
+    sharding: Option<&LinearSharding>,
+) -> FloatTensor<B> {
+    match sharding {
+        Some(sharding) => sharding.sources::<B>(x, role),
+        None => x,
+    }
+}
+
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
@@ -72,7 +84,8 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             };
             cast::<B>(grad, dtype)
         });
-        let probed = probe.map(|probe| (probe, values()));
+        let probed =
+            probe.map(|probe| (probe, probed::<B>(values(), Role::OutputGradient, sharding)));
         let tokens = dy.shape().0;
         let (row, col) = self.quantize_dy(dy);
         if let Some((probe, dy)) = probed {
@@ -306,7 +319,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             false => x,
         };
         let values = || x.clone().into_values();
-        let probed = context.probe.as_ref().map(|probe| (probe, values()));
+        let sharding = context.sharding.as_ref();
+        let probe = context.probe.as_ref();
+        let probed = probe.map(|probe| (probe, probed::<B>(values(), Role::Input, sharding)));
         if let Some((probe, _)) = &probed {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);

@@ -174,6 +174,19 @@ impl LinearSharding {
         (forward, saved)
     }
 
+    /// The values that the operand of `role` on this rank is quantized from, of those of the rank:
+    /// `x`, or where tokens are gathered the tokens of all ranks.
+    pub(super) fn sources<B: Nvfp4KernelOps>(
+        &self,
+        x: FloatTensor<B>,
+        role: Role,
+    ) -> FloatTensor<B> {
+        match self.part(role, x.shape()[0]) {
+            Part::Tokens(_) => self.gathered_rows::<B>(x),
+            _ => x,
+        }
+    }
+
     /// The operand along `usage` by `spec` of the dequantized values of `forward`, the operand of
     /// the forward, whose tokens are gathered.
     pub(super) fn requantize<B: Nvfp4KernelOps>(

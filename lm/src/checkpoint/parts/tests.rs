@@ -1,7 +1,4 @@
-use std::time::Duration;
-
 use burn::tensor::DType;
-use burn_nvfp4::parallel::ProcessGroup;
 
 use super::*;
 
@@ -44,36 +41,47 @@ fn whole() -> Bytes {
     writer.into_bytes().unwrap()
 }
 
-fn partition(group: ProcessGroup, parameters: BTreeMap<u64, ShardedParameter>) -> Partition {
-    let ids = BTreeSet::from([1]);
-    let mut partition = Partition::of_shards(Shards { group, ids }, true);
-    partition.of.parameters = parameters;
-    partition
+fn level(ranks: usize, parameters: BTreeMap<u64, ShardedParameter>) -> Level {
+    Level {
+        ranks,
+        stride: 1,
+        model: true,
+        sharded: BTreeSet::from([1]),
+        parameters,
+    }
 }
 
-fn parts(size: usize, parameters: &BTreeMap<u64, ShardedParameter>) -> (Vec<Bytes>, Cuts) {
-    let groups = ProcessGroup::loopback(size, Duration::ZERO).into_iter();
-    let partitions: Vec<_> = groups
-        .map(|group| partition(group, parameters.clone()))
-        .collect();
-    let cuts = partitions[0].cuts();
-    let parts = partitions
-        .iter()
-        .map(|partition| slice(whole(), partition).unwrap());
-    (parts.collect(), cuts)
+/// What `rank` has of `whole`.
+fn part(whole: Bytes, rank: usize, levels: &[Level]) -> Result<Bytes> {
+    let partition = Partition {
+        levels: levels.to_vec(),
+        rank,
+        names: BTreeMap::new(),
+    };
+    slice(whole, &partition)
+}
+
+fn parts(whole: impl Fn() -> Bytes, ranks: usize, levels: &[Level]) -> Vec<Bytes> {
+    let own = |rank| part(whole(), rank, levels).unwrap();
+    (0..ranks).map(own).collect()
+}
+
+fn joined(parts: Vec<Bytes>, levels: &[Level]) -> Result<Bytes> {
+    join(parts, &levels.iter().collect::<Vec<_>>())
 }
 
 #[test]
 fn parts_make_the_whole() {
     for size in [1, 2, 4] {
-        let (parts, cuts) = parts(size, &BTreeMap::new());
+        let levels = [level(size, BTreeMap::new())];
+        let parts = parts(whole, size, &levels);
         let last = content(&parts[size - 1]);
         assert_eq!(last[0].1, [4 / size, 3]);
         let row = 10.0f32 + (3 * (4 - 4 / size)) as f32;
         assert_eq!(last[0].3[..4], row.to_le_bytes());
         assert_eq!(last[1], content(&whole())[1]);
         assert_eq!(last[2].1, [12 / size]);
-        let joined = join(parts, &cuts).unwrap();
+        let joined = joined(parts, &levels).unwrap();
         assert_eq!(content(&joined), content(&whole()));
         let reader = Reader::from_bytes(joined).unwrap();
         assert_eq!(reader.metadata().get("time").unwrap(), "7");
@@ -96,30 +104,72 @@ fn columns_are_cut_by_segments() {
         axis: 1,
         segments: vec![2, 2],
     };
-    let parameters = BTreeMap::from([(1, sharded)]);
-    let groups = ProcessGroup::loopback(2, Duration::ZERO).into_iter();
-    let partitions: Vec<_> = groups
-        .map(|group| partition(group, parameters.clone()))
-        .collect();
-    let made: Vec<Bytes> = partitions
-        .iter()
-        .map(|partition| slice(whole(), partition).unwrap())
-        .collect();
+    let levels = [level(2, BTreeMap::from([(1, sharded)]))];
+    let made = parts(whole, 2, &levels);
     let [own, other] = [0, 1].map(|rank| content(&made[rank]));
     assert_eq!((&own[0].1, &own[1].1), (&vec![2, 2], &vec![4]));
     assert_eq!(values(&own[0]), [0.0, 2.0, 4.0, 6.0]);
     assert_eq!(values(&other[0]), [1.0, 3.0, 5.0, 7.0]);
     assert_eq!(values(&other[1]), [11.0, 13.0, 15.0, 17.0]);
-    let joined = join(made, &partitions[0].cuts()).unwrap();
+    let joined = joined(made, &levels).unwrap();
     assert_eq!(content(&joined), content(&whole()));
+}
+
+/// Columns of two ranks, and rows of these columns of two ranks each, whose neighbours have other
+/// columns; another parameter has rows of all four. Moments are flat.
+#[test]
+fn parts_are_cut_again() {
+    let whole = || {
+        let tensors = vec![
+            tensor("a.weight", &[4, 4], Some(1), 0.0),
+            tensor("b.weight", &[4], Some(2), 50.0),
+            tensor("c.weight", &[3], Some(3), 60.0),
+            tensor("z.first", &[16], Some(1), 100.0),
+        ];
+        Writer::new(tensors).into_bytes().unwrap()
+    };
+    let columns = ShardedParameter {
+        shape: vec![4, 4],
+        axis: 1,
+        segments: vec![4],
+    };
+    let again = Level {
+        stride: 2,
+        model: false,
+        ..level(2, BTreeMap::new())
+    };
+    let rows = Level {
+        sharded: BTreeSet::from([2]),
+        ..level(4, BTreeMap::new())
+    };
+    let levels = [level(2, BTreeMap::from([(1, columns)])), again, rows];
+    assert_eq!(ranks_of(&levels), Some(4));
+    let made = parts(whole, 4, &levels);
+    // Rank 3 has the second columns, and of these the second rows.
+    let last = content(&made[3]);
+    assert_eq!((&last[0].1, &last[3].1), (&vec![2, 2], &vec![4]));
+    assert_eq!(values(&last[0]), [10.0, 11.0, 14.0, 15.0]);
+    assert_eq!(values(&last[1]), [53.0]);
+    assert_eq!(values(&last[2]), [60.0, 61.0, 62.0]);
+    assert_eq!(values(&last[3]), [110.0, 111.0, 114.0, 115.0]);
+    // Rank 1 has the second columns, too.
+    assert_eq!(values(&content(&made[1])[0]), [2.0, 3.0, 6.0, 7.0]);
+    let back = joined(made, &levels).unwrap();
+    assert_eq!(content(&back), content(&whole()));
+    // Without what cuts the optimizer's state alone, the first two ranks have all.
+    let of_model = [levels[0].clone()];
+    assert_eq!(ranks_of(&of_model), Some(2));
+    let back = joined(parts(whole, 2, &of_model), &of_model).unwrap();
+    assert_eq!(content(&back), content(&whole()));
 }
 
 #[test]
 fn what_does_not_fit_is_named() {
-    let group = ProcessGroup::loopback(3, Duration::ZERO).remove(0);
-    let error = slice(whole(), &partition(group, BTreeMap::new()))
-        .unwrap_err()
-        .to_string();
+    let refused = |ranks: usize, parameters: BTreeMap<u64, ShardedParameter>| {
+        let error = part(whole(), 0, &[level(ranks, parameters)]).unwrap_err();
+        error.to_string()
+    };
+    let error = refused(3, BTreeMap::new());
     assert!(
         error.contains("a.weight") && error.contains("3 ranks"),
         "{error}"
@@ -129,10 +179,7 @@ fn what_does_not_fit_is_named() {
         axis: 1,
         segments: vec![6],
     };
-    let group = ProcessGroup::loopback(2, Duration::ZERO).remove(0);
-    let error = slice(whole(), &partition(group, BTreeMap::from([(1, other)])))
-        .unwrap_err()
-        .to_string();
+    let error = refused(2, BTreeMap::from([(1, other)]));
     assert!(
         error.contains("a.weight") && error.contains("[4, 6]"),
         "{error}"
@@ -143,30 +190,41 @@ fn what_does_not_fit_is_named() {
         axis: 0,
         segments: vec![4, 2],
     };
-    let group = ProcessGroup::loopback(2, Duration::ZERO).remove(0);
-    let error = slice(whole(), &partition(group, BTreeMap::from([(1, longer)])))
-        .unwrap_err()
-        .to_string();
+    let error = refused(2, BTreeMap::from([(1, longer)]));
     assert!(error.contains("segments [4, 2] of axis 0"), "{error}");
 
-    let (mut parts, cuts) = parts(2, &BTreeMap::new());
+    let levels = [level(2, BTreeMap::new())];
+    let mut parts = parts(whole, 2, &levels);
     let other = vec![
         tensor("a.weight", &[2, 3], Some(1), 0.0),
         tensor("c.weight", &[3], Some(2), 0.0),
         tensor("z.first", &[6], Some(1), 0.0),
     ];
     parts[1] = Writer::new(other).into_bytes().unwrap();
-    let error = join(parts, &cuts).unwrap_err().to_string();
+    let error = joined(parts, &levels).unwrap_err().to_string();
     assert!(
         error.contains("c.weight") && error.contains("b.weight"),
         "{error}"
     );
     let short = vec![tensor("a.weight", &[2, 3], Some(1), 0.0)];
     let short = Writer::new(short).into_bytes().unwrap();
-    let error = join(vec![whole(), short], &cuts).unwrap_err().to_string();
+    let error = joined(vec![whole(), short], &levels)
+        .unwrap_err()
+        .to_string();
     assert!(
         error.contains("1 tensors") && error.contains('3'),
         "{error}"
     );
-    assert!(join(Vec::new(), &cuts).is_err());
+    assert!(joined(Vec::new(), &levels).is_err());
+    // Parts of more ranks than there are files of.
+    let twice = [level(2, BTreeMap::new()), level(2, BTreeMap::new())];
+    let two = vec![whole(), whole()];
+    let error = joined(two, &twice).unwrap_err().to_string();
+    assert!(error.contains("more ranks than there are"), "{error}");
+    let none = Level {
+        stride: 0,
+        ..level(2, BTreeMap::new())
+    };
+    assert_eq!(ranks_of([&none]), None);
+    assert!(joined(vec![whole()], &[none]).is_err());
 }

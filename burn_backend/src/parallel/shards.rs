@@ -1,0 +1,134 @@
+//! Which parameters ranks have parts of, and which ranks have the same ones.
+
+use std::collections::BTreeSet;
+
+use burn_core::module::ParamId;
+
+use super::ProcessGroup;
+
+/// Parameters of which ranks have a part each, and the ranks that together have a whole one. The
+/// norm of all gradients, to which optimizers clip, adds up all parts, and each whole gradient once.
+#[derive(Clone, Debug)]
+pub struct Shards {
+    /// The ranks.
+    pub group: ProcessGroup,
+    /// The parameters.
+    pub ids: BTreeSet<u64>,
+}
+
+impl Shards {
+    /// The sets of parameters of which ranks have parts, where some were [split](SplitParameters)
+    /// before others, or the same, were `sharded`. No parameter is in two of them.
+    pub fn with_split(sharded: Vec<Self>, split: Option<&SplitParameters>) -> Vec<Self> {
+        let Some(SplitParameters { shards: split, all }) = split else {
+            return sharded;
+        };
+        let set = |group: &ProcessGroup, ids| Self {
+            group: group.clone(),
+            ids,
+        };
+        let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
+        let of_sharded: BTreeSet<u64> = ids.collect();
+        let both = of_sharded.intersection(&split.ids).copied().collect();
+        let once = split.ids.difference(&of_sharded).copied().collect();
+        let mut sets = vec![set(all, both), set(&split.group, once)];
+        let others = sharded.into_iter().map(|shards| Self {
+            ids: shards.ids.difference(&split.ids).copied().collect(),
+            ..shards
+        });
+        sets.extend(others);
+        sets.retain(|shards| !shards.ids.is_empty());
+        sets
+    }
+
+    /// Whether the parameter `id` is sharded.
+    pub fn contains(&self, id: ParamId) -> bool {
+        self.ids.contains(&id.val())
+    }
+}
+
+/// Parameters of which ranks have parts before anything is sharded: matrices in tensor parallelism,
+/// stacks of experts in expert parallelism. Ranks with the same parts may shard those.
+#[derive(Clone, Debug)]
+pub struct SplitParameters {
+    /// The parameters, and the ranks with the other parts.
+    pub shards: Shards,
+    /// All ranks, which have the parts of a parameter that is sharded, too.
+    pub all: ProcessGroup,
+}
+
+/// The ranks that the gradients of a model with experts on several ranks are reduced over.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertGroups<'a> {
+    /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
+    pub batch: &'a ProcessGroup,
+    /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
+    pub experts: &'a [ParamId],
+    /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
+    pub data: &'a ProcessGroup,
+}
+
+impl<'a> ExpertGroups<'a> {
+    /// Those of a model without such experts, on the ranks of `group`.
+    pub fn none(group: &'a ProcessGroup) -> Self {
+        Self {
+            batch: group,
+            experts: &[],
+            data: group,
+        }
+    }
+
+    /// The ranks with the parameter `id`.
+    pub fn of(&self, id: ParamId) -> &'a ProcessGroup {
+        match self.experts.contains(&id) {
+            true => self.data,
+            false => self.batch,
+        }
+    }
+
+    /// The parameters `ids`, which are sharded, with the ranks that they are sharded over: experts,
+    /// and all others.
+    pub(crate) fn shards(&self, ids: BTreeSet<u64>) -> Vec<Shards> {
+        let is_expert = |id: &u64| self.experts.contains(&ParamId::from(*id));
+        let (experts, others): (BTreeSet<_>, BTreeSet<_>) = ids.into_iter().partition(is_expert);
+        let sets = [(self.batch, others), (self.data, experts)];
+        let sets = sets.into_iter().filter(|(_, ids)| !ids.is_empty());
+        sets.map(|(group, ids)| Shards {
+            group: group.clone(),
+            ids,
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A parameter is in one set, with all ranks that have parts of it.
+    #[test]
+    fn sets_of_parameters_do_not_overlap() {
+        let group = |size| ProcessGroup::loopback(size, Duration::ZERO).remove(0);
+        let shards = |size, ids: &[u64]| Shards {
+            group: group(size),
+            ids: ids.iter().copied().collect(),
+        };
+        let found = |sharded: Vec<Shards>, split: Option<&SplitParameters>| -> Vec<_> {
+            let sets = Shards::with_split(sharded, split).into_iter();
+            let sets = sets.map(|set| (set.group.size(), Vec::from_iter(set.ids)));
+            sets.collect()
+        };
+        let split = SplitParameters {
+            shards: shards(2, &[1, 2, 3]),
+            all: group(8),
+        };
+        let sharded = || vec![shards(4, &[2, 3, 4]), shards(3, &[5])];
+        let expected = [(8, vec![2, 3]), (2, vec![1]), (4, vec![4]), (3, vec![5])];
+        assert_eq!(found(sharded(), Some(&split)), expected);
+        let expected = [(4, vec![2, 3, 4]), (3, vec![5])];
+        assert_eq!(found(sharded(), None), expected);
+        assert_eq!(found(Vec::new(), Some(&split)), [(2, vec![1, 2, 3])]);
+    }
+}

@@ -1,0 +1,479 @@
+//! `nvfp4 soak`: launches many runs of several ranks, kills ranks of some, and compares what all of
+//! them leave.
+
+mod process;
+mod report;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use fnv::FnvHasher;
+use nvfp4_lm::checkpoint::{self, write_json};
+use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
+use process::{End, Launched};
+use report::{KilledRun, Outcome, Report, UndisturbedRun};
+
+/// In so many seconds all processes must end once a rank was killed.
+const END_LIMIT: u64 = 30;
+/// Files that differ from run to run: times, and check sums of them.
+const OF_TIME: [&str; 2] = ["timing.json", "manifest.json"];
+/// Options that the soak sets itself.
+const OWN_OPTIONS: [&str; 6] = [
+    "--out",
+    "--resume",
+    "--steps",
+    "--log-every",
+    "--eval-every",
+    "--checkpoint-every",
+];
+const NO_COMPARE: &str = "--no-compare";
+
+#[derive(Args)]
+pub(crate) struct Soak {
+    /// Start this many ranks in each launch, each with a GPU
+    #[arg(
+        long,
+        visible_alias = "ranks",
+        value_name = "RANKS",
+        default_value_t = 2
+    )]
+    gpus: usize,
+    /// Launch this many runs that nobody disturbs; the others are compared with the first one
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    runs: usize,
+    /// Kill a rank of this many further runs, at a step by --seed, and resume them
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    kills: usize,
+    /// Steps of each run
+    #[arg(long, value_name = "STEPS", default_value_t = 50)]
+    steps: u64,
+    /// A launch that takes longer than this hangs
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    limit: u64,
+    /// Choose ranks and times of the kills by this number
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    seed: u64,
+    /// Write runs, logs and soak.json to this new folder; runs without a fault are removed
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// `train` with its options, after `--`
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+impl Soak {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        self.check()?;
+        fs::create_dir_all(&self.out)
+            .with_context(|| format!("out {} cannot be made", self.out.display()))?;
+        let text = |part: &OsString| part.to_string_lossy().into_owned();
+        let report = Report {
+            command: self.command.iter().map(text).collect(),
+            gpus: self.gpus,
+            steps: self.steps,
+            seed: self.seed,
+            limit: self.limit,
+            end_limit: END_LIMIT,
+            runs: Vec::new(),
+            kills: Vec::new(),
+        };
+        let mut session = Session {
+            options: &self,
+            first: None,
+            report,
+        };
+        for number in 0..self.runs {
+            session.undisturbed(number)?;
+        }
+        // A kill that comes too late, after the run, is tried again.
+        for attempt in 0..2 * self.kills {
+            if session.report.kills.len() < self.kills {
+                session.killed(attempt)?;
+            }
+        }
+        let kills = session.report.kills.len();
+        ensure!(
+            kills == self.kills,
+            "{kills} of {} kills came before the end of their runs: give more --steps",
+            self.kills
+        );
+        session
+            .report
+            .lines()
+            .iter()
+            .for_each(|line| println!("{line}"));
+        println!("wrote {}", self.report_path().display());
+        Ok(ExitCode::from(session.report.code()))
+    }
+
+    fn report_path(&self) -> PathBuf {
+        self.out.join("soak.json")
+    }
+
+    fn check(&self) -> Result<()> {
+        ensure!(self.gpus > 0, "gpus is 0, but it must be at least 1");
+        ensure!(
+            self.runs > 0,
+            "runs is 0, but it must be at least 1: the others are compared with the first run"
+        );
+        ensure!(
+            self.steps > 1,
+            "steps is {}, but it must be at least 2",
+            self.steps
+        );
+        ensure!(
+            self.command.first().is_some_and(|name| name == "train"),
+            "the command is {:?}, but it must be train",
+            self.command.first().map(|name| name.to_string_lossy())
+        );
+        for given in &self.command {
+            let given = given.to_string_lossy();
+            let name = given.split('=').next().unwrap_or_default();
+            ensure!(
+                !OWN_OPTIONS.contains(&name),
+                "the command has {name}, which the soak sets itself: leave it out"
+            );
+        }
+        ensure!(
+            !self.report_path().exists(),
+            "out {} already holds a soak: choose another folder",
+            self.out.display()
+        );
+        Ok(())
+    }
+
+    /// Steps between two rows, by which the time of a kill is found.
+    fn log_every(&self) -> u64 {
+        (self.steps / 10).max(1)
+    }
+
+    /// The command that trains into `folder`.
+    fn train(&self, folder: &Path) -> Vec<OsString> {
+        let numbers = [
+            ("--steps", self.steps),
+            ("--log-every", self.log_every()),
+            ("--eval-every", self.steps),
+            ("--checkpoint-every", (self.steps / 5).max(1)),
+        ];
+        let mut command = self.command.clone();
+        for (name, number) in numbers {
+            command.extend([name.into(), number.to_string().into()]);
+        }
+        if !command.iter().any(|given| given == NO_COMPARE) {
+            command.push(NO_COMPARE.into());
+        }
+        command.extend(["--out".into(), folder.into()]);
+        command
+    }
+
+    /// One of `choices`, of kill number `attempt`.
+    fn draw(&self, what: &str, attempt: usize, choices: u64) -> u64 {
+        // Mixes well, where FNV does not; the same in each run of one binary.
+        let mut hasher = DefaultHasher::new();
+        (what, self.seed, attempt).hash(&mut hasher);
+        hasher.finish() % choices
+    }
+}
+
+/// What a run leaves: its files by name, and its rows.
+struct Left {
+    /// The folder of the recipe, in that of the run.
+    recipe: OsString,
+    /// Hashes of the files of the last checkpoint, and of the rows.
+    files: BTreeMap<String, u64>,
+    /// Seconds between two rows.
+    interval: f64,
+}
+
+impl Left {
+    fn of(folder: &Path) -> Result<Self> {
+        let last = checkpoint::resolve(folder)?;
+        let hash = |bytes: &[u8]| {
+            let mut hasher = FnvHasher::default();
+            hasher.write(bytes);
+            hasher.finish()
+        };
+        let mut files = BTreeMap::new();
+        for file in fs::read_dir(&last)? {
+            let file = file?;
+            let name = file.file_name().to_string_lossy().into_owned();
+            if !OF_TIME.contains(&&name[..]) {
+                files.insert(name, hash(&fs::read(file.path())?));
+            }
+        }
+        let step = last.file_name().context("a checkpoint has a name")?;
+        files.insert(step.to_string_lossy().into_owned(), 0);
+        let of_recipe = last.parent().context("a checkpoint is in a folder")?;
+        let rows = read_metrics(&of_recipe.join(METRICS))?;
+        let timeless = rows.iter().map(|row| Row {
+            tokens_per_s: None,
+            ..*row
+        });
+        let text = format!("{:?}", timeless.collect::<Vec<_>>());
+        files.insert(METRICS.into(), hash(text.as_bytes()));
+        let seconds = rows.windows(2).filter_map(|pair| {
+            let tokens = (pair[1].tokens - pair[0].tokens) as f64;
+            Some(tokens / pair[1].tokens_per_s?)
+        });
+        let interval = seconds.reduce(f64::min).unwrap_or_default();
+        let recipe = of_recipe.file_name().context("a recipe has a folder")?;
+        Ok(Self {
+            recipe: recipe.into(),
+            files,
+            interval,
+        })
+    }
+
+    /// Names of what differs.
+    fn differences(&self, other: &Self) -> Vec<String> {
+        let names = self.files.keys().chain(other.files.keys());
+        let mut names: Vec<String> = names
+            .filter(|name| self.files.get(*name) != other.files.get(*name))
+            .cloned()
+            .collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+/// A soak that is under way.
+struct Session<'a> {
+    options: &'a Soak,
+    /// What the first run has left, once it has.
+    first: Option<Left>,
+    report: Report,
+}
+
+impl Session<'_> {
+    fn limit(&self) -> Instant {
+        Instant::now() + Duration::from_secs(self.options.limit)
+    }
+
+    /// A run that nobody disturbs.
+    fn undisturbed(&mut self, number: usize) -> Result<()> {
+        let folder = self.options.out.join(format!("run-{number}"));
+        let command = self.options.train(&folder);
+        let run = self.finish(&command, &folder)?;
+        self.say(&format!("run {number}"), &run);
+        if self.first.is_none() {
+            ensure!(
+                run.outcome == Outcome::Same,
+                "the first run ended so: {:?}; its log is {}",
+                run.outcome,
+                log_of(&folder).display()
+            );
+        }
+        self.report.runs.push(run);
+        self.write()
+    }
+
+    /// Launches `command`, which trains into `folder`, to its end.
+    fn finish(&mut self, command: &[OsString], folder: &Path) -> Result<UndisturbedRun> {
+        let began = Instant::now();
+        let mut launched = Launched::start(self.options.gpus, command, &log_of(folder))?;
+        let end = launched.wait(self.limit())?;
+        let seconds = began.elapsed().as_secs_f64();
+        let outcome = match end {
+            End::Hung => Outcome::Hung,
+            End::Exited(status) if status.success() => self.compare(folder)?,
+            End::Exited(status) => Outcome::Failed(format!("{status}: {}", launched.errors())),
+        };
+        let folder = match outcome {
+            Outcome::Same => {
+                fs::remove_dir_all(folder)?;
+                fs::remove_file(log_of(folder))?;
+                None
+            }
+            _ => Some(folder.into()),
+        };
+        Ok(UndisturbedRun {
+            outcome,
+            seconds,
+            folder,
+        })
+    }
+
+    /// Whether `folder` has what the first run has left, which this may be.
+    fn compare(&mut self, folder: &Path) -> Result<Outcome> {
+        let left = Left::of(folder)?;
+        let differences = match &self.first {
+            Some(first) => first.differences(&left),
+            None => {
+                self.first = Some(left);
+                Vec::new()
+            }
+        };
+        Ok(match differences.is_empty() {
+            true => Outcome::Same,
+            false => Outcome::Differs(differences),
+        })
+    }
+
+    /// A run of which a rank is killed, and which is resumed.
+    fn killed(&mut self, attempt: usize) -> Result<()> {
+        let options = self.options;
+        let first = self
+            .first
+            .as_ref()
+            .context("a run comes before the kills")?;
+        let folder = options.out.join(format!("kill-{attempt}"));
+        let rank = options.draw("rank", attempt, options.gpus as u64) as usize;
+        let rows = options.steps.div_ceil(options.log_every());
+        let after = options.draw("step", attempt, rows) * options.log_every();
+        let share = options.draw("time", attempt, 1000) as f64 / 1000.0;
+        let pause = Duration::from_secs_f64(share * first.interval);
+        let metrics = folder.join(&first.recipe).join(METRICS);
+        let command = options.train(&folder);
+        let log = log_of(&folder);
+        let mut launched = Launched::start(options.gpus, &command, &log)?;
+        let deadline = self.limit();
+        let last_step = || {
+            let rows = read_metrics(&metrics).unwrap_or_default();
+            rows.last().map(|row| row.step)
+        };
+        while last_step().is_none_or(|step| step < after) {
+            if launched.status()?.is_some() {
+                break;
+            }
+            if Instant::now() > deadline {
+                bail!(
+                    "a run did not come to step {after} in {} seconds: {}",
+                    options.limit,
+                    log.display()
+                );
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        thread::sleep(pause);
+        let Some(pid) = launched.rank(rank)? else {
+            let End::Exited(status) = launched.wait(deadline)? else {
+                bail!("a run did not end: {}", log.display());
+            };
+            ensure!(
+                status.success(),
+                "a run failed before its rank was killed ({status}): {}",
+                log.display()
+            );
+            println!("kill {attempt}: the run had ended");
+            return remove(&folder);
+        };
+        let step = last_step().unwrap_or_default();
+        process::kill(pid);
+        let began = Instant::now();
+        let end = launched.wait(began + Duration::from_secs(END_LIMIT))?;
+        let end_seconds = began.elapsed().as_secs_f64();
+        let (late, code) = match end {
+            End::Hung => (true, None),
+            End::Exited(status) => (false, status.code()),
+        };
+        if code == Some(0) {
+            println!("kill {attempt}: the run had ended");
+            return remove(&folder);
+        }
+        let problem = launched.errors();
+        println!(
+            "kill {attempt}: rank {rank} after step {step}, all ended {} after {end_seconds:.1} s",
+            if late { "not in time" } else { "in time" }
+        );
+        let resumed = match late {
+            true => None,
+            false => {
+                let command = ["train".into(), "--resume".into(), folder.clone().into()];
+                let run = self.finish(&command, &folder)?;
+                self.say(&format!("kill {attempt}, resumed"), &run);
+                Some(run)
+            }
+        };
+        self.report.kills.push(KilledRun {
+            rank,
+            step,
+            end_seconds,
+            late,
+            code,
+            problem,
+            resumed,
+        });
+        self.write()
+    }
+
+    fn say(&self, name: &str, run: &UndisturbedRun) {
+        let outcome = match &run.outcome {
+            Outcome::Same => "the bytes of the first run".into(),
+            Outcome::Differs(files) => format!("other bytes in {}", files.join(", ")),
+            Outcome::Failed(said) => format!("failed: {said}"),
+            Outcome::Hung => "hung".into(),
+        };
+        println!("{name}: {outcome}, {:.1} s", run.seconds);
+    }
+
+    /// After each run: a soak that is stopped leaves what it has found.
+    fn write(&self) -> Result<()> {
+        write_json(&self.options.report_path(), &self.report)
+    }
+}
+
+/// The file with the output of the launches that train into `folder`.
+fn log_of(folder: &Path) -> PathBuf {
+    folder.with_extension("log")
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    fs::remove_dir_all(folder)?;
+    fs::remove_file(log_of(folder))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Seeds choose other ranks at other steps, all of them in the end.
+    #[test]
+    fn kills_are_drawn_by_the_seed() {
+        let draws = |seed| {
+            let soak = Soak {
+                gpus: 4,
+                runs: 1,
+                kills: 40,
+                steps: 50,
+                limit: 600,
+                seed,
+                out: PathBuf::new(),
+                command: Vec::new(),
+            };
+            let draws =
+                (0..40).map(|attempt| ["rank", "step"].map(|what| soak.draw(what, attempt, 4)));
+            draws.collect::<Vec<_>>()
+        };
+        assert_eq!(draws(1), draws(1));
+        assert_ne!(draws(1), draws(2));
+        for what in 0..2 {
+            let ranks: Vec<u64> = draws(1).iter().map(|draw| draw[what]).collect();
+            assert!((0..4).all(|rank| ranks.contains(&rank)), "{ranks:?}");
+            assert_ne!(ranks[..4], ranks[4..8]);
+        }
+    }
+
+    #[test]
+    fn what_differs_or_is_missing_is_named() {
+        let left = |files: &[(&str, u64)]| Left {
+            recipe: "f32".into(),
+            files: (files.iter().map(|(name, hash)| ((*name).into(), *hash))).collect(),
+            interval: 0.0,
+        };
+        let first = left(&[("model.bpk", 1), ("state.json", 2)]);
+        assert!(first.differences(&first).is_empty());
+        let other = left(&[("model.bpk", 3), ("optimizer.bpk", 2)]);
+        let expected = ["model.bpk", "optimizer.bpk", "state.json"];
+        assert_eq!(first.differences(&other), expected);
+    }
+}

@@ -1,0 +1,142 @@
+//! A launch that is watched from outside: its end, its ranks, and the death of one of them.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nvfp4_parallel::environment::RANK;
+
+/// Between two looks at the processes.
+const TICK: Duration = Duration::from_millis(2);
+
+/// How a launch ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// By itself.
+    Exited(ExitStatus),
+    /// It did not in time; all of its processes were killed.
+    Hung,
+}
+
+/// A running `nvfp4 launch`, whose output goes to a file.
+pub(super) struct Launched {
+    launcher: Child,
+    log: PathBuf,
+}
+
+impl Launched {
+    /// Starts `command`, of this program, as `ranks` ranks.
+    ///
+    /// # Errors
+    /// When the program cannot be started, or `log` not be written.
+    pub(super) fn start(ranks: usize, command: &[OsString], log: &Path) -> Result<Self> {
+        let program = std::env::current_exe().context("the path of this program")?;
+        let output =
+            File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+        let launcher = Command::new(&program)
+            .args(["launch", "--gpus", &ranks.to_string(), "--"])
+            .args(command)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .spawn()
+            .with_context(|| format!("{} cannot be started", program.display()))?;
+        let log = log.into();
+        Ok(Self { launcher, log })
+    }
+
+    /// Its status, if it has ended.
+    pub(super) fn status(&mut self) -> Result<Option<ExitStatus>> {
+        self.launcher.try_wait().context("waiting for a launch")
+    }
+
+    /// Waits for the end of the launcher, which waits for its ranks, until `deadline`.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub(super) fn wait(&mut self, deadline: Instant) -> Result<End> {
+        loop {
+            if let Some(status) = self.status()? {
+                return Ok(End::Exited(status));
+            }
+            if Instant::now() >= deadline {
+                self.kill_all();
+                return Ok(End::Hung);
+            }
+            thread::sleep(TICK);
+        }
+    }
+
+    /// The process of rank `rank`; none if it has ended.
+    ///
+    /// # Errors
+    /// When this system does not list processes.
+    pub(super) fn rank(&self, rank: usize) -> Result<Option<u32>> {
+        let found = self
+            .ranks()?
+            .into_iter()
+            .find(|(number, _)| *number == rank);
+        Ok(found.map(|(_, pid)| pid))
+    }
+
+    /// The ranks with their processes.
+    fn ranks(&self) -> Result<Vec<(usize, u32)>> {
+        let pid = self.launcher.id();
+        let Ok(children) = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")) else {
+            if !Path::new("/proc/self").exists() {
+                bail!("kills is given, but this system has no /proc, which lists the ranks");
+            }
+            // The launcher has ended.
+            return Ok(Vec::new());
+        };
+        let ranks = children.split_whitespace().filter_map(|child| {
+            let environment = fs::read(format!("/proc/{child}/environ")).ok()?;
+            let prefix = format!("{RANK}=");
+            let mut variables = environment.split(|byte| *byte == 0);
+            let own = variables.find_map(|text| text.strip_prefix(prefix.as_bytes()))?;
+            let rank = std::str::from_utf8(own).ok()?.parse().ok()?;
+            Some((rank, child.parse().ok()?))
+        });
+        Ok(ranks.collect())
+    }
+
+    /// Kills every process of the launch. The ranks lead process groups of their own.
+    fn kill_all(&mut self) {
+        let ranks = self.ranks().unwrap_or_default();
+        ranks.into_iter().for_each(|(_, pid)| kill(pid));
+        let _ = self.launcher.kill();
+        let _ = self.launcher.wait();
+    }
+
+    /// The errors that it has written: those of rank 0, and that of the launcher, which says whose
+    /// failure was the first.
+    pub(super) fn errors(&self) -> String {
+        let bytes = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        let lines = text.lines().filter_map(|line| line.strip_prefix("error: "));
+        lines.collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// A launch that is not waited for ends with the soak.
+impl Drop for Launched {
+    fn drop(&mut self) {
+        if let Ok(None) = self.launcher.try_wait() {
+            self.kill_all();
+        }
+    }
+}
+
+/// Ends a rank by SIGKILL, with what it has started.
+#[cfg(unix)]
+pub(super) fn kill(pid: u32) {
+    // SAFETY: no memory is passed. A rank leads a process group with its number.
+    unsafe { libc::killpg(pid as libc::pid_t, libc::SIGKILL) };
+}
+
+#[cfg(not(unix))]
+pub(super) fn kill(_pid: u32) {}

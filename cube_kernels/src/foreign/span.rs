@@ -1,0 +1,139 @@
+//! Spans of a stream's time, by the device's own clock.
+
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cubecl::{client::Client, device_handle::DeviceHandle};
+use cubecl_environment::stream::StreamId;
+use cubecl_server::stream::WriteScoped;
+use cudarc::driver::result::event;
+use cudarc::driver::sys::{
+    CUevent, CUevent_flags, cuEventCreate, cuEventDestroy_v2, cuEventRecord, cuEventSynchronize,
+};
+
+use super::{CudaServer, ForeignPlace, make_current};
+
+/// A point of a stream: when the device has done what was queued before.
+struct Point(CUevent);
+
+// SAFETY: an event may be used from any thread.
+unsafe impl Send for Point {}
+
+impl Point {
+    /// The point that the stream of `place` has come to.
+    fn record(place: &ForeignPlace) -> Result<Self, String> {
+        let mut event: CUevent = ptr::null_mut();
+        let flags = CUevent_flags::CU_EVENT_DEFAULT as u32;
+        // SAFETY: the result is written to a local; the stream is alive.
+        unsafe {
+            let made = cuEventCreate(&mut event, flags).result();
+            made.map_err(|error| error.to_string())?;
+            let point = Self(event);
+            let recorded = cuEventRecord(point.0, place.stream.cast()).result();
+            recorded.map_err(|error| error.to_string())?;
+            Ok(point)
+        }
+    }
+
+    /// Seconds from here to `end`, a later point, which this waits for.
+    fn seconds_to(&self, end: &Self) -> Result<f64, String> {
+        // SAFETY: both events are alive, and have been recorded with their times.
+        let milliseconds = unsafe {
+            let passed = cuEventSynchronize(end.0).result();
+            passed.and_then(|()| event::elapsed(self.0, end.0))
+        };
+        let milliseconds = milliseconds.map_err(|error| error.to_string())?;
+        Ok(f64::from(milliseconds) * 1e-3)
+    }
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the event.
+        let destroyed = unsafe { cuEventDestroy_v2(self.0) }.result();
+        if let Err(error) = destroyed {
+            tracing::warn!("an event could not be destroyed: {error}");
+        }
+    }
+}
+
+/// A span of the time of a stream, between two of its points. Clones are the same.
+#[derive(Clone, Default)]
+pub struct StreamSpan(Arc<Mutex<Points>>);
+
+#[derive(Default)]
+struct Points {
+    begin: Option<Point>,
+    end: Option<Point>,
+}
+
+impl StreamSpan {
+    fn points(&self) -> MutexGuard<'_, Points> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins at `place`, behind what was queued there.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn begin(&self, place: &ForeignPlace) -> Result<(), String> {
+        self.points().begin = Some(Point::record(place)?);
+        Ok(())
+    }
+
+    /// Ends at `place`, behind what was queued there.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn end(&self, place: &ForeignPlace) -> Result<(), String> {
+        self.points().end = Some(Point::record(place)?);
+        Ok(())
+    }
+
+    /// Its length in seconds; waits until the device has passed its end. For the device thread:
+    /// [`run`](super::run) it.
+    ///
+    /// # Errors
+    /// When it has not begun and ended, or the driver fails.
+    pub fn seconds(&self) -> Result<f64, String> {
+        let points = self.points();
+        match (&points.begin, &points.end) {
+            (Some(begin), Some(end)) => begin.seconds_to(end),
+            _ => Err("a span of a stream has not begun and ended".into()),
+        }
+    }
+}
+
+/// Has `mark` look at the stream of the calling thread, behind what the thread has launched:
+/// [`StreamSpan::begin`] or [`StreamSpan::end`]. Nothing happens while a graph is captured, in
+/// which a point has no time.
+pub fn mark(
+    client: &Client,
+    mark: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
+) {
+    let device = client.service_id().device;
+    let stream_id = StreamId::current();
+    DeviceHandle::<CudaServer>::new(device).submit(move |server| {
+        let marked = || -> Result<(), String> {
+            let mut streams = server
+                .write_streams()
+                .resolve(stream_id, std::iter::empty())
+                .map_err(|error| error.to_string())?;
+            let is_captured = streams.current().capturing.is_recording();
+            let stream = streams.current().sys;
+            make_current(stream)?;
+            match is_captured {
+                true => Ok(()),
+                false => mark(&ForeignPlace {
+                    device,
+                    stream: stream.cast(),
+                    addresses: Vec::new(),
+                    is_captured,
+                }),
+            }
+        };
+        if let Err(error) = marked() {
+            tracing::warn!("a point of a stream was not recorded: {error}");
+        }
+    });
+}
