@@ -358,7 +358,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             &x_there,
             &handle(&choices),
             &weights_there,
-            copies,
+            (copies, moe::Named::All),
         )
         .unwrap();
         let by_rows = read_matrix::<T>(client, &by_rows);
@@ -490,7 +490,7 @@ fn errors_name_the_argument() {
     assert!(error.contains("`x`") && error.contains("even"), "{error}");
     let error = name(moe::moe_unpermute(&client, &x, &small, None, (2, 2)).unwrap_err());
     assert!(error.contains("places") && error.contains("16"), "{error}");
-    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, 2).unwrap_err();
+    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, (2, moe::Named::All)).unwrap_err();
     let error = name(error);
     assert!(error.contains("`x`") && error.contains("8 x 8"), "{error}");
 }
