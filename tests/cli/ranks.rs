@@ -132,6 +132,24 @@ fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     }
 }
 
+/// Tokens travel either way, to the losses of one process; a run goes on the other way.
+#[test]
+fn experts_of_ranks_train_by_either_dispatch() {
+    let [one, out] = ["one", "two"].map(|name| folder(&format!("ranks-dispatch-{name}")));
+    let more = format!("{RECIPE} --experts 4");
+    succeeds(launch_sized(1, SMALL, &one, &more));
+    let expected = valid_losses(&one, "f32");
+    let gathered = format!("{more} --ep 2 --ep-dispatch all-gather --stop-at 6");
+    succeeds(launch_sized(2, SMALL, &out, &gathered));
+    assert_eq!(json(&out.join("config.json"))["ep_dispatch"], "all-gather");
+    for layout in ["", "--ep-dispatch all-to-all", "--ep 1"] {
+        let copy = folder(&format!("ranks-dispatch{layout}"));
+        copy_folder(&out, &copy);
+        succeeds(resume_on(2, &copy, layout));
+        assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
+    }
+}
+
 /// Ranks with parts of the matrices, or with other experts, train as one process does, and their
 /// checkpoints are read on other layouts.
 #[test]
@@ -193,7 +211,14 @@ fn copy_folder(from: &Path, to: &Path) {
 #[test]
 fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     let sizes = SMALL.replace("--hidden 48", "--hidden 64");
-    let flags = ["", "--fsdp", "--zero1", "--tp 2", "--ep 2 --experts 4"];
+    let flags = [
+        "",
+        "--fsdp",
+        "--zero1",
+        "--tp 2",
+        "--ep 2 --experts 4",
+        "--ep 2 --experts 4 --ep-dispatch all-to-all",
+    ];
     for flag in flags {
         let more = format!("--no-compare {flag}");
         let [whole, stopped] =

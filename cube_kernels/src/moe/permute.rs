@@ -14,6 +14,7 @@ use crate::{
     capabilities::{conversion_of, is_cpu},
     cube::{
         codec::Conversion,
+        exact::product,
         words::{pack, unpack},
     },
     memory::{address_type, allocate, check_memory},
@@ -317,7 +318,7 @@ pub fn moe_unpermute_kernel<N: Size>(
                 for i in 0..elements {
                     let value = element(vector, i, kind);
                     if comptime!(weighted) {
-                        sums[i] += weight * value;
+                        sums[i] += product(weight, value, conversion);
                     } else {
                         sums[i] += value;
                     }
