@@ -19,8 +19,8 @@ use super::rows;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages, QuantizedData,
-    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
+    QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
 /// NVFP4 operations on the primitives of a backend, each of which backends compute by kernels of

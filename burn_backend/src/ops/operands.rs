@@ -276,7 +276,9 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                         RowGroups::Batch(count) => {
                             B::float_swap_dims(stacked::<B>(values, *count), 1, 2)
                         }
-                        RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => values,
+                        RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => {
+                            values
+                        }
                     }
                 }
                 (Operand::Float(x, _), RowGroups::Batch(count)) => stacked::<B>(x, *count),

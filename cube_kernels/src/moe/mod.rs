@@ -38,8 +38,8 @@ pub mod kernels {
         groups::{GroupRowsLaunch, rescale_kernel},
         padding::{MovePlan, move_groups_kernel},
         permute::{
-            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
-            moe_permute_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel,
+            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch, moe_permute_kernel,
+            moe_unpermute_backward_kernel, moe_unpermute_kernel,
         },
         router::kernel::{
             RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan, RouterSumsLaunch,

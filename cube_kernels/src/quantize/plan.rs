@@ -169,7 +169,9 @@ impl QuantArgs {
         let mut numbering = Numbering::of(&position);
         let mut earlier = None;
         if let (Some(before), Some(_)) = (&copy.earlier, stream) {
-            let unit = copy.hadamard.map_or(BLOCK, |hadamard| hadamard.size().elements());
+            let unit = copy
+                .hadamard
+                .map_or(BLOCK, |hadamard| hadamard.size().elements());
             let unit = match usage {
                 crate::Usage::Rowwise => (1, x.cols / BLOCK),
                 crate::Usage::Columnwise => (unit, x.cols * unit / BLOCK),

@@ -401,7 +401,10 @@ fn rows_of_which_some_are_elsewhere() {
         (0..rows * cols).map(|i| first + i as f32).collect()
     };
     let x = values(tokens, 1.0);
-    let named: Vec<u32> = choices.iter().map(|choice| choice / copies as u32).collect();
+    let named: Vec<u32> = choices
+        .iter()
+        .map(|choice| choice / copies as u32)
+        .collect();
     let x_there = upload(&client, &x, tokens, cols);
     let found = moe::moe_permute(&client, &x_there, &handle(&named), slots).unwrap();
     let found = read_matrix::<f32>(&client, &found);
@@ -416,8 +419,14 @@ fn rows_of_which_some_are_elsewhere() {
     let weights: Vec<f32> = (0..slots).map(|i| 0.1 + i as f32).collect();
     let weights_there = upload_bytes(&client, bytemuck::cast_slice(&weights));
     let (places_there, shape) = (handle(&places), (tokens, copies));
-    let sums =
-        moe::moe_unpermute(&client, &y_there, &places_there, Some(&weights_there), shape).unwrap();
+    let sums = moe::moe_unpermute(
+        &client,
+        &y_there,
+        &places_there,
+        Some(&weights_there),
+        shape,
+    )
+    .unwrap();
     let mut expected = vec![0f32; tokens * cols];
     for (place, &choice) in choices[..4].iter().enumerate() {
         for column in 0..cols {
@@ -464,8 +473,7 @@ fn groups_alone_are_padded() {
     let offsets = [0, 3, 3, 20];
     let groups = GroupOffsets::new(upload_bytes(&client, bytemuck::cast_slice(&offsets)), 3);
     let matrix = upload(&client, &x, rows, cols);
-    let (found, padded) =
-        moe::pad_groups_only(&client, &matrix, &groups.unwrap(), 16).unwrap();
+    let (found, padded) = moe::pad_groups_only(&client, &matrix, &groups.unwrap(), 16).unwrap();
     let (expected, starts) = padding::pad_groups(&x, rows, cols, &offsets, 16);
     let starts_there = read_u32(&client, &padded.offsets, 4);
     assert_eq!(starts_there, starts);
@@ -580,7 +588,8 @@ fn errors_name_the_argument() {
     assert!(error.contains("`x`") && error.contains("even"), "{error}");
     let error = name(moe::moe_unpermute(&client, &x, &small, None, (2, 2)).unwrap_err());
     assert!(error.contains("places") && error.contains("16"), "{error}");
-    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, (2, moe::Named::All)).unwrap_err();
+    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, (2, moe::Named::All))
+        .unwrap_err();
     let error = name(error);
     assert!(error.contains("`x`") && error.contains("8 x 8"), "{error}");
 }

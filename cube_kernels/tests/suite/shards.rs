@@ -509,8 +509,7 @@ fn groups_begin_at_a_block() {
             let made = quantize::quantize_side_by_side(&client, &x, &groups, row, col);
             made.map(|(row, col)| row.or(col).unwrap())
         };
-        let made =
-            |shard: Shard, sizes: &[usize], stream| made_behind(shard, sizes, stream, None);
+        let made = |shard: Shard, sizes: &[usize], stream| made_behind(shard, sizes, stream, None);
         let all = made(whole.shards()[0], &sizes, STREAM).unwrap();
         let position = BlockPosition {
             first: blocks_before as u64,
@@ -519,8 +518,12 @@ fn groups_begin_at_a_block() {
         let found = made(own, &sizes[before..], STREAM.at(position)).unwrap();
         let (all_codes, codes) = (read(&client, &all.codes), read(&client, &found.codes));
         // What is before them in device memory: the units of 1, 16, 32, 64 and 128 rows.
-        let units = [1, 16, 32, 64, 128]
-            .map(|unit| sizes[..before].iter().map(|rows| rows.div_ceil(unit) as u32).sum());
+        let units = [1, 16, 32, 64, 128].map(|unit| {
+            sizes[..before]
+                .iter()
+                .map(|rows| rows.div_ceil(unit) as u32)
+                .sum()
+        });
         let units: [u32; 5] = units;
         let units = client.create_from_slice(bytemuck::cast_slice(&units));
         let earlier = || Some(EarlierGroups::new(units.clone()).unwrap());
@@ -562,7 +565,11 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
         start: (first_row, 0),
         shape: (whole.rows - first_row, cols),
     };
-    let units = |unit: usize| sizes[..before].iter().map(|rows| rows.div_ceil(unit) as u32);
+    let units = |unit: usize| {
+        sizes[..before]
+            .iter()
+            .map(move |rows| rows.div_ceil(unit) as u32)
+    };
     let earlier: [u32; 5] = [1, 16, 32, 64, 128].map(|unit| units(unit).sum());
     let earlier = client.create_from_slice(bytemuck::cast_slice(&earlier));
     let x = upload(&client, &whole.values(own), own.shape.0, cols);
@@ -590,7 +597,10 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
             ..STREAM.into()
         });
         // Behind the last of columnwise groups is what was there.
-        let used: usize = sizes[before..].iter().map(|rows| rows.div_ceil(GROUP)).sum();
+        let used: usize = sizes[before..]
+            .iter()
+            .map(|rows| rows.div_ceil(GROUP))
+            .sum();
         let (outer, used) = match usage {
             Usage::Rowwise => (own.shape.0, cols),
             Usage::Columnwise => (cols, used * GROUP),
@@ -598,10 +608,21 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
         let of = |bytes: &[u8], elements: usize| {
             let pitch = bytes.len() / outer;
             let used = used / elements;
-            bytes.chunks_exact(pitch).flat_map(|row| row[..used].to_vec()).collect::<Vec<_>>()
+            bytes
+                .chunks_exact(pitch)
+                .flat_map(|row| row[..used].to_vec())
+                .collect::<Vec<_>>()
         };
         assert_eq!(of(&found.0, 2), of(&expected.0, 2), "{usage:?}: codes");
-        assert_eq!(of(&found.1, BLOCK), of(&expected.1, BLOCK), "{usage:?}: scales");
-        assert_ne!(made(STREAM.into()).1, expected.1, "{usage:?}: the position counts");
+        assert_eq!(
+            of(&found.1, BLOCK),
+            of(&expected.1, BLOCK),
+            "{usage:?}: scales"
+        );
+        assert_ne!(
+            made(STREAM.into()).1,
+            expected.1,
+            "{usage:?}: the position counts"
+        );
     }
 }

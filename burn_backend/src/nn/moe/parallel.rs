@@ -46,12 +46,12 @@ pub enum ExpertDispatch {
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
 /// order for another number of rows. With [`ExpertDispatch::AllGather`] an output is the sum of what
-/// the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once: the
-/// bits are those of one rank in `f32` for tokens with experts on at most two ranks, one on one of
-/// them. Stochastic rounding draws the same bits too: blocks are
-/// numbered as one rank numbers those of all experts. For that, layers of experts draw as one rank
-/// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`): ranks with the same number in
-/// data parallelism have the same.
+/// the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once: it has
+/// the bits of one rank in `f32` with at most two experts for each token.
+///
+/// Stochastic rounding draws the same bits too: blocks are numbered as one rank numbers those of all
+/// experts. For that, layers of experts draw as one rank ([`set_rank`](crate::state::set_rank) of
+/// `gate_up` and `down`): ranks with the same number in data parallelism have the same.
 ///
 /// # Gradients
 ///
@@ -249,7 +249,7 @@ impl ExpertParallelMoe {
     /// # Shapes
     ///
     /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token;
-    ///   ranks may have different numbers of them
+    ///   ranks may have different numbers of them, but not with [`ExpertDispatch::AllGather`]
     /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
     ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
     ///   such)
@@ -258,7 +258,7 @@ impl ExpertParallelMoe {
     /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
     /// supported, or the parts do not fit each other: before anything is queued, on this rank
     /// alone, whose absence ends the others' calls. On all ranks when an expert's rank would get
-    /// 2^31 tokens or more.
+    /// 2^31 choices or more, which with [`ExpertDispatch::AllGather`] are those of all ranks.
     ///
     /// # Panics
     /// When the group fails.

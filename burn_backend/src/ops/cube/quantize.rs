@@ -25,8 +25,8 @@ use super::super::tensors::{
 };
 use super::super::{trace_op, usage_name};
 use super::tensors::{
-    Source, device_groups, earlier_groups, float_kind, launched, like_quantized, new_tensor, result, to_burn,
-    to_device,
+    Source, device_groups, earlier_groups, float_kind, launched, like_quantized, new_tensor,
+    result, to_burn, to_device,
 };
 
 /// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).

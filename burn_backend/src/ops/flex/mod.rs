@@ -112,9 +112,7 @@ impl Nvfp4KernelOps for Flex {
             }
             GemmGroups::K {
                 offsets, tokens, ..
-            } => {
-                grouped_gemm::k_grouped(&a, &b, &offsets, tokens, dtype)
-            }
+            } => grouped_gemm::k_grouped(&a, &b, &offsets, tokens, dtype),
         }
     }
 

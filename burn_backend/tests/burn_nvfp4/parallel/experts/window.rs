@@ -96,7 +96,11 @@ fn rows_of_other_devices_do_not_matter() {
     };
     for preset in presets {
         for &dtype in &dtypes {
-            let recomputes: &[bool] = if small_only() { &[false] } else { &[false, true] };
+            let recomputes: &[bool] = if small_only() {
+                &[false]
+            } else {
+                &[false, true]
+            };
             for &recompute in recomputes {
                 let what = format!("{preset}, {dtype:?}, recompute {recompute}");
                 let expected = run(preset, dtype, recompute, 0);
