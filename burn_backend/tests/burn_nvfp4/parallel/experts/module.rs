@@ -179,7 +179,7 @@ fn unequal_tokens_are_not_gathered() {
         });
         let threads: Vec<_> = threads.collect();
         for thread in threads {
-            let panic = thread.join().err().expect("the call fails");
+            let panic = thread.join().expect_err("the call fails");
             let message = panic.downcast_ref::<String>().expect("a message");
             assert!(message.contains("rank"), "{message}");
         }
