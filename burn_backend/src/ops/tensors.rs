@@ -297,7 +297,7 @@ pub enum RowGroups<B: Backend> {
     /// group begins, and where the last ends.
     Offsets(IntTensor<B>),
     /// The same, where other devices have further groups: rows behind the last of these groups
-    /// belong to them, and are neither read nor written.
+    /// belong to them, and what they hold does not matter.
     Window {
         /// Where each of these groups begins, and where the last ends.
         offsets: IntTensor<B>,

@@ -106,8 +106,8 @@ impl MoeParts<'_> {
         self.run_groups((sorted, experts), groups, behind)
     }
 
-    /// The same of the tokens of all ranks, those of this rank's experts first: others are neither
-    /// read nor written. `first` is the first of its experts, of all.
+    /// The same of the tokens of all ranks, those of this rank's experts first: what others hold
+    /// does not matter. `first` is the first of its experts, of all.
     pub fn run_window(
         &self,
         sorted: Tensor<2>,
