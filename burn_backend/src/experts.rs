@@ -318,8 +318,8 @@ pub(crate) struct ChoiceWindow {
     pub choices: Tensor<1, Int>,
 }
 
-/// The order of `chosen` (`i32[tokens, top_k]`, numbers of experts below `experts`) by expert, of the
-/// choices of the experts `held` alone.
+/// The order of `chosen` (`i32[tokens, top_k]`, numbers of experts below `experts`) by expert, of
+/// the choices of the experts `held` alone.
 ///
 /// # Errors
 /// As [`sort_choices`].
@@ -364,9 +364,9 @@ impl ChoiceWindow {
         ))
     }
 
-    /// What these experts add to each token: their results `y` (`[slots, width]`) with the weights of
-    /// all choices (`f32[tokens, top_k]`), `[tokens, width]`, in the type of `y`. Differentiable in
-    /// both.
+    /// What these experts add to each token: their results `y` (`[slots, width]`) with the weights
+    /// of all choices (`f32[tokens, top_k]`), `[tokens, width]`, in the type of `y`. Differentiable
+    /// in both.
     pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::nvfp4_moe_unpermute(
             y.into_dispatch(),

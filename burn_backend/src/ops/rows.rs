@@ -69,8 +69,8 @@ pub(super) fn named<B: Backend>(x: FloatTensor<B>, numbers: IntTensor<B>) -> Flo
     B::float_select(with_none::<B>(x, Named::Some), 0, numbers)
 }
 
-/// `x` with a row of zeros behind its last, which numbers that name no row name: they are the number
-/// of its rows.
+/// `x` with a row of zeros behind its last, which numbers that name no row name: they are the
+/// number of its rows.
 fn with_none<B: Backend>(x: FloatTensor<B>, named: Named) -> FloatTensor<B> {
     match named {
         Named::All => x,

@@ -29,9 +29,9 @@ pub fn activation(
     activation_of_groups(client, activation, (x, None), &Groups::One)
 }
 
-/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], of rows in
-/// `groups`: of groups with offsets, rows behind the last one have undefined elements, and take no
-/// time where the rows of a SwiGLU are whole vectors.
+/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], of rows
+/// in `groups`: of groups with offsets, rows behind the last one have undefined elements, and take
+/// no time where the rows of a SwiGLU are whole vectors.
 ///
 /// # Errors
 /// As those, and when the groups do not fit.

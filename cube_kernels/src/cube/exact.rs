@@ -17,8 +17,8 @@ pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// `a · b`, rounded to nearest even, whatever it is added to: compilers make one operation of a plain
-/// product and a sum.
+/// `a · b`, rounded to nearest even, whatever it is added to: compilers make one operation of a
+/// plain product and a sum.
 #[cube]
 pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {

@@ -67,8 +67,8 @@ impl Materialized {
 }
 
 /// `operand`, which may be read as `layout` and has `stack` matrices one below the other along K,
-/// as `reads` says. What is made for it lives until the last kernel that reads it has run. Of groups
-/// along K, `ends`, what lies behind the last one is not made.
+/// as `reads` says. What is made for it lives until the last kernel that reads it has run. Of
+/// groups along K, `ends`, what lies behind the last one is not made.
 ///
 /// # Errors
 /// When block scales cannot be brought into another layout.
@@ -199,8 +199,8 @@ const UNITS: usize = 256;
 const WORDS: usize = 4;
 
 /// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
-/// writes 512 at a time. Where it is `bounded`, elements of each row of `row_words` words from `end`
-/// on, a word in device memory, are neither read nor written.
+/// writes 512 at a time. Where it is `bounded`, elements of each row of `row_words` words from
+/// `end` on, a word in device memory, are neither read nor written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_unscaled_kernel(
     codes: &[u32],
@@ -249,8 +249,8 @@ pub fn decode_groups(client: &Client, packed: &DeviceQuantized, groups: &GroupOf
     decode_from(client, packed, &packed.scales, Some(groups))
 }
 
-/// [`decode`] with block scales in rows that are beside `packed`, as far as the groups along its rows
-/// go, if there are such.
+/// [`decode`] with block scales in rows that are beside `packed`, as far as the groups along its
+/// rows go, if there are such.
 fn decode_from(
     client: &Client,
     packed: &DeviceQuantized,

@@ -8,7 +8,8 @@ use crate::{Nvfp4Error, memory::check_memory, reference::EARLIER_UNITS};
 /// the tokens of the experts of earlier ranks: how many units they take, in device memory.
 #[derive(Debug, Clone)]
 pub struct EarlierGroups {
-    /// Units of each of [`EARLIER_UNITS`] rows, each group's rounded up: `u32`, one after the other.
+    /// Units of each of [`EARLIER_UNITS`] rows, each group's rounded up: `u32`, one after the
+    /// other.
     units: Handle,
 }
 

@@ -91,8 +91,8 @@ pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Resul
     Err(Nvfp4Error::value("position", found, expected))
 }
 
-/// The units of `earlier` groups behind which a tensor in `groups` is numbered, of `unit` rows each,
-/// and its position with the `blocks` of one of them.
+/// The units of `earlier` groups behind which a tensor in `groups` is numbered, of `unit` rows
+/// each, and its position with the `blocks` of one of them.
 ///
 /// # Errors
 /// When the groups have no offsets, the tensor stands elsewhere too, or there are no such units.

@@ -20,9 +20,9 @@ impl RunConfig {
         all - experts + experts / self.ep
     }
 
-    /// How tokens travel to the ranks of their experts: as the run says, else by an all-gather where
-    /// a graph asks for it, or where that sends no more than an all-to-all, which sends each token
-    /// to as many ranks as it has experts, at most.
+    /// How tokens travel to the ranks of their experts: as the run says, else by an all-gather
+    /// where a graph asks for it, or where that sends no more than an all-to-all, which sends each
+    /// token to as many ranks as it has experts, at most.
     pub fn expert_dispatch(&self) -> ExpertDispatchName {
         let sends_no_more = self.ep <= self.model.top_k;
         let default = match self.graph || sends_no_more {

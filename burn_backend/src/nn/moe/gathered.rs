@@ -24,8 +24,8 @@ pub(super) struct GatheredChoices {
 }
 
 impl GatheredChoices {
-    /// The exchange of tokens that chose the experts `chosen` (`i32[tokens, top_k]`) of `experts`, a
-    /// multiple of the ranks, with these `weights`. All ranks have as many tokens, and call it
+    /// The exchange of tokens that chose the experts `chosen` (`i32[tokens, top_k]`) of `experts`,
+    /// a multiple of the ranks, with these `weights`. All ranks have as many tokens, and call it
     /// together.
     ///
     /// # Errors
@@ -58,8 +58,8 @@ impl GatheredChoices {
     }
 }
 
-/// The tokens of all ranks, rank after rank, given those of this one. Differentiable: the gradient is
-/// the sum of those of all ranks.
+/// The tokens of all ranks, rank after rank, given those of this one. Differentiable: the gradient
+/// is the sum of those of all ranks.
 pub(super) fn gather_tokens(x: Tensor<2>, group: &ProcessGroup) -> Tensor<2> {
     functions::gather_sum(x, 0, group)
 }

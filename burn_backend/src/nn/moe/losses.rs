@@ -9,7 +9,8 @@ use crate::parallel::{ProcessGroup, functions};
 
 /// The balance loss and the z-loss of the tokens of all ranks of `group`, given the logits of this
 /// rank's tokens (`f32[tokens, experts]`), the number of the tokens of all ranks, `of`, and the
-/// choices of each expert on all ranks, `counts` (`i32[experts]`); see [`MoeOutput`](super::MoeOutput).
+/// choices of each expert on all ranks, `counts` (`i32[experts]`); see
+/// [`MoeOutput`](super::MoeOutput).
 ///
 /// Differentiable: the gradient by the logits is that of the sum of what all ranks make of the
 /// losses.

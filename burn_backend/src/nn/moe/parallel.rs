@@ -21,14 +21,14 @@ use crate::parallel::{ProcessGroup, broadcast, whole_dims};
 /// How tokens travel to the ranks of their experts, and what these make of them back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertDispatch {
-    /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once. The
-    /// host waits for the counts, once in each forward.
+    /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once.
+    /// The host waits for the counts, once in each forward.
     #[default]
     AllToAll,
-    /// By an all-gather of the tokens of all ranks, which have as many each, and a reduce-scatter of
-    /// the sums of what each rank's experts make of them. Nothing waits for the device, so that a
-    /// [graph](crate::graph) can have it; each token travels to all ranks, and memory is that of all
-    /// choices on each.
+    /// By an all-gather of the tokens of all ranks, which have as many each, and a reduce-scatter
+    /// of the sums of what each rank's experts make of them. Nothing waits for the device, so that
+    /// a [graph](crate::graph) can have it; each token travels to all ranks, and memory is that of
+    /// all choices on each.
     AllGather,
 }
 
@@ -45,13 +45,13 @@ pub enum ExpertDispatch {
 /// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
-/// order for another number of rows. With [`ExpertDispatch::AllGather`] an output is the sum of what
-/// the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once: it has
-/// the bits of one rank in `f32` with at most two experts for each token.
+/// order for another number of rows. With [`ExpertDispatch::AllGather`] an output is the sum of
+/// what the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once:
+/// it has the bits of one rank in `f32` with at most two experts for each token.
 ///
-/// Stochastic rounding draws the same bits too: blocks are numbered as one rank numbers those of all
-/// experts. For that, layers of experts draw as one rank ([`set_rank`](crate::state::set_rank) of
-/// `gate_up` and `down`): ranks with the same number in data parallelism have the same.
+/// Stochastic rounding draws the same bits too: blocks are numbered as one rank numbers those of
+/// all experts. For that, layers of experts draw as one rank ([`set_rank`](crate::state::set_rank)
+/// of `gate_up` and `down`): ranks with the same number in data parallelism have the same.
 ///
 /// # Gradients
 ///

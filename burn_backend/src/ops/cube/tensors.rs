@@ -57,7 +57,8 @@ pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
     }
 }
 
-/// The groups before `groups`, behind which stochastic rounding numbers blocks, if there may be any.
+/// The groups before `groups`, behind which stochastic rounding numbers blocks, if there may be
+/// any.
 pub(in crate::ops) fn earlier_groups(groups: &RowGroups<CubeBackend>) -> Option<EarlierGroups> {
     let RowGroups::Window { earlier, .. } = groups else {
         return None;

@@ -317,8 +317,8 @@ pub struct ProloguePlan {
     pub kind: FloatKind,
 }
 
-/// One unit computes every `units`-th vector, or pair of vectors, of `rows` rows, or of those before
-/// `end`, a word, where the plan says so.
+/// One unit computes every `units`-th vector, or pair of vectors, of `rows` rows, or of those
+/// before `end`, a word, where the plan says so.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn prologue_kernel<N: Size>(
     x: &[Vector<u32, N>],

@@ -285,8 +285,8 @@ pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, N
     run_prologue_of_groups(client, prologue, &Groups::One)
 }
 
-/// [`run_prologue`] of rows in `groups`: of groups with offsets, rows behind the last one are left as
-/// they are, and take no time.
+/// [`run_prologue`] of rows in `groups`: of groups with offsets, rows behind the last one are left
+/// as they are, and take no time.
 ///
 /// # Errors
 /// As [`run_prologue`], and when the groups do not fit.
@@ -315,8 +315,8 @@ pub fn run_prologue_of_groups(
         Groups::One | Groups::Batch(_) => None,
     };
     let bounded = end.is_some();
-    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked; a word
-    // that is not read is any memory.
+    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked; a
+    // word that is not read is any memory.
     unsafe {
         prologue_kernel::launch_unchecked(
             client,
