@@ -3,14 +3,16 @@
 //! The offsets of each expert's tokens stay in device memory; no shape depends on them. An expert
 //! may have no tokens, all of them, or any number between.
 
+use std::ops::Range;
+
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;
 pub use nvfp4_kernels::reference::Router;
 
 use crate::functions::{into_bias, or_panic};
-use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors};
-use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups};
+use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
+use crate::ops::{LinearContext, LinearSpec, Named, Nvfp4Ops, RowGroups};
 use crate::validate::{self, Weight};
 
 /// The most experts of one layer: so many offsets fit into shared memory.
@@ -300,16 +302,95 @@ pub(crate) struct SortedChoices {
     pub choices: Tensor<1, Int>,
 }
 
-/// The order of `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer type)
-/// by expert, those of one expert in their own order.
+/// The choices of some experts in the order of these. Numbers of choices and places that are none
+/// are the number of all choices.
+#[derive(Clone, Debug)]
+pub(crate) struct ChoiceWindow {
+    /// Where the choices of each of these experts lie among the places of all choices.
+    pub experts: ExpertOffsets,
+    /// What the choices of earlier experts take, as in [`RowGroups::Window`].
+    pub earlier: Tensor<1, Int>,
+    /// Choices of each expert, of all of them, `i32[experts]`.
+    pub counts: Tensor<1, Int>,
+    /// The place of each choice, `i32[tokens, top_k]`.
+    pub places: Tensor<2, Int>,
+    /// The choice at each place, `i32[slots]`.
+    pub choices: Tensor<1, Int>,
+}
+
+/// The order of `chosen` (`i32[tokens, top_k]`, numbers of experts below `experts`) by expert, of
+/// the choices of the experts `held` alone.
 ///
 /// # Errors
-/// When the device has no implementation, there is no choice or 2^31 or more, or `experts` is not 1
-/// to 512.
-pub(crate) fn sort_choices(
+/// As [`sort_choices`].
+pub(crate) fn sort_window(
     chosen: Tensor<2, Int>,
     experts: usize,
-) -> Result<SortedChoices, Nvfp4Error> {
+    held: Range<usize>,
+) -> Result<ChoiceWindow, Nvfp4Error> {
+    let slots = check_choices(&chosen, experts)?;
+    let dims = chosen.dims();
+    let WindowTensors {
+        choices,
+        places,
+        offsets,
+        earlier,
+        counts,
+    } = Dispatch::nvfp4_sort_window(chosen.into_dispatch(), experts, held);
+    Ok(ChoiceWindow {
+        experts: ExpertOffsets {
+            offsets: Tensor::from_dispatch(offsets),
+            tokens: slots,
+        },
+        earlier: Tensor::from_dispatch(earlier),
+        counts: Tensor::from_dispatch(counts),
+        places: Tensor::<1, Int>::from_dispatch(places).reshape(dims),
+        choices: Tensor::from_dispatch(choices),
+    })
+}
+
+impl ChoiceWindow {
+    /// The tokens `x` (`[tokens, width]`), once for each choice of these experts, at their places:
+    /// `[slots, width]`, undefined behind the last. Differentiable.
+    pub fn dispatch(&self, x: Tensor<2>) -> Tensor<2> {
+        let [_, top_k] = self.places.dims();
+        // A choice that is none is of a token that is none.
+        let token = self.choices.clone().div_scalar(top_k as i64);
+        Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
+            x.into_dispatch(),
+            token.into_dispatch(),
+            self.places.clone().into_dispatch(),
+            Named::Some,
+        ))
+    }
+
+    /// What these experts add to each token: their results `y` (`[slots, width]`) with the weights
+    /// of all choices (`f32[tokens, top_k]`), `[tokens, width]`, in the type of `y`. Differentiable
+    /// in both.
+    pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
+        Tensor::from_dispatch(Dispatch::nvfp4_moe_unpermute(
+            y.into_dispatch(),
+            weights.into_dispatch(),
+            self.places.clone().into_dispatch(),
+            self.choices.clone().into_dispatch(),
+            Named::Some,
+        ))
+    }
+
+    /// The rows of these experts among those of all.
+    pub fn groups(&self) -> RowGroups<Dispatch> {
+        RowGroups::Window {
+            offsets: self.experts.offsets.clone().into_dispatch(),
+            earlier: self.earlier.clone().into_dispatch(),
+        }
+    }
+}
+
+/// The number of choices in `chosen`.
+///
+/// # Errors
+/// As [`sort_choices`].
+fn check_choices(chosen: &Tensor<2, Int>, experts: usize) -> Result<usize, Nvfp4Error> {
     check_experts("experts", experts)?;
     validate::device("chosen", &chosen.device())?;
     let [tokens, top_k] = chosen.dims();
@@ -321,6 +402,20 @@ pub(crate) fn sort_choices(
             "at least one token and one choice, and fewer than 2^31 choices",
         ));
     }
+    Ok(slots)
+}
+
+/// The order of `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer type)
+/// by expert, those of one expert in their own order.
+///
+/// # Errors
+/// When the device has no implementation, there is no choice or 2^31 or more, or `experts` is not 1
+/// to 512.
+pub(crate) fn sort_choices(
+    chosen: Tensor<2, Int>,
+    experts: usize,
+) -> Result<SortedChoices, Nvfp4Error> {
+    let slots = check_choices(&chosen, experts)?;
     let SortedTensors {
         choices,
         places,
@@ -370,6 +465,7 @@ pub fn try_moe_permute(
         x.into_dispatch(),
         index.into_dispatch(),
         inverse.into_dispatch(),
+        Named::All,
     )))
 }
 
@@ -426,6 +522,7 @@ pub fn try_moe_unpermute(
         weights.into_dispatch(),
         places.into_dispatch(),
         choices.into_dispatch(),
+        Named::All,
     )))
 }
 

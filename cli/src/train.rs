@@ -254,6 +254,7 @@ impl Train {
             }
             config.tp = given.tp.unwrap_or(config.tp);
             config.ep = given.ep.unwrap_or(config.ep);
+            config.ep_dispatch = given.ep_dispatch.or(config.ep_dispatch);
             config.check().with_context(|| path.display().to_string())?;
             let device = config.device.parse().map_err(|error| {
                 anyhow::anyhow!(

@@ -12,6 +12,7 @@ use crate::{
     Usage,
     format::{check_extent, padding::padded_bound},
     memory::{allocate, check_memory, download, upload},
+    moe::EarlierGroups,
     policy::{BlockScaling, Hadamard, Nvfp4Params, Rounding},
 };
 
@@ -470,6 +471,9 @@ pub struct DeviceNvfp4Params {
     /// of a matrix with so many more rows of zeros, but for the order of random bits, which is that
     /// of the matrix as it is. Needs [`ScaleLayout::Swizzled128x4`].
     pub whole_tiles: bool,
+    /// The groups of rows that stand before those of the matrix in the logical tensor, for matrices
+    /// whose groups have offsets: stochastic rounding numbers blocks behind theirs.
+    pub earlier: Option<EarlierGroups>,
 }
 
 impl DeviceNvfp4Params {
@@ -481,6 +485,7 @@ impl DeviceNvfp4Params {
             scaling: BlockScaling::Standard,
             layout: ScaleLayout::Compact,
             whole_tiles: false,
+            earlier: None,
         }
     }
 
@@ -503,6 +508,7 @@ impl From<Nvfp4Params> for DeviceNvfp4Params {
             scaling: policy.scaling,
             layout: policy.layout,
             whole_tiles: false,
+            earlier: None,
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 use burn::tensor::Device;
 
-use crate::config::{RecipeName, RunConfig, VOCABULARY};
+use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
 
 /// Bytes of one device that a training step holds at once, at the least.
 ///
@@ -40,7 +40,12 @@ impl MemoryNeed {
         // Burn's layers have parameters of the activations' type, ours are f32 master weights.
         let parameter = if is_encoder { element } else { 4 };
         let f32_copy = if parameter == 4 { 0 } else { 4 };
-        let experts = model.experts.map_or(1, |_| model.top_k);
+        // With an all-gather a rank may have the choices of all ranks that share its experts.
+        let shared = match config.expert_dispatch() {
+            ExpertDispatchName::AllGather => config.ep,
+            ExpertDispatchName::AllToAll => 1,
+        };
+        let experts = model.experts.map_or(1, |_| model.top_k * shared);
         // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
         let inner = match is_encoder {
             true => model.hidden,
@@ -513,6 +518,12 @@ mod tests {
         config.ep = 2;
         let own = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(all.weights - own.weights, 4 * experts / 2);
+        // Gate and up of the choices of both ranks, where tokens travel to both.
+        config.ep_dispatch = Some(ExpertDispatchName::AllToAll);
+        let sent = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(sent.activations, all.activations);
+        let gate_up = 8 * 128 * (4 * 2 * 2 * 352 * 2 * 2);
+        assert_eq!(own.activations - sent.activations, gate_up);
         // Sharded, each of four ranks has a quarter of both.
         (config.dp, config.fsdp) = (Some(4), true);
         let shard = MemoryNeed::of(&config, &config.recipe);

@@ -246,7 +246,9 @@ impl LanguageModel for Transformer {
             return Ok(whole);
         }
         let blocks = whole.blocks.into_iter().map(|block| {
-            let block = block.into_expert_parallel(groups.expert(), groups.batch())?;
+            let mut block = block.into_expert_parallel(groups.expert(), groups.batch())?;
+            let dispatch = config.expert_dispatch().into();
+            block.expert_parallel = (block.expert_parallel).map(|moe| moe.with_dispatch(dispatch));
             if let Some(moe) = &block.expert_parallel {
                 // Ranks that share the experts of a mixture draw as one.
                 set_rank(&moe.gate_up, groups.data().rank())?;

@@ -610,6 +610,7 @@ fn check_resumed(
         dp: config.dp,
         tp: config.tp,
         ep: config.ep,
+        ep_dispatch: config.ep_dispatch,
         fsdp: config.fsdp,
         zero1: config.zero1,
         ..state.config.clone()

@@ -138,6 +138,24 @@ fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     }
 }
 
+/// Tokens travel either way, to the losses of one process; a run goes on the other way.
+#[test]
+fn experts_of_ranks_train_by_either_dispatch() {
+    let [one, out] = ["one", "two"].map(|name| folder(&format!("ranks-dispatch-{name}")));
+    let more = format!("{RECIPE} --experts 4");
+    succeeds(launch_sized(1, SMALL, &one, &more));
+    let expected = valid_losses(&one, "f32");
+    let gathered = format!("{more} --ep 2 --ep-dispatch all-gather --stop-at 6");
+    succeeds(launch_sized(2, SMALL, &out, &gathered));
+    assert_eq!(json(&out.join("config.json"))["ep_dispatch"], "all-gather");
+    for layout in ["", "--ep-dispatch all-to-all"] {
+        let copy = folder(&format!("ranks-dispatch{layout}"));
+        copy_folder(&out, &copy);
+        succeeds(resume_on(2, &copy, layout));
+        assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
+    }
+}
+
 /// Ranks with parts of the matrices, or with other experts, train as one process does, and their
 /// checkpoints are read on other layouts.
 #[test]
@@ -205,6 +223,7 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
         (2, "--zero1"),
         (2, "--tp 2"),
         (2, "--ep 2 --experts 4"),
+        (2, "--ep 2 --experts 4 --ep-dispatch all-to-all"),
         (4, "--tp 2 --fsdp"),
         (4, "--ep 2 --experts 4 --zero1"),
     ];

@@ -36,7 +36,9 @@ pub use feed_forward::{
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
-pub use moe::{ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters};
+pub use moe::{
+    ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters,
+};
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use packed::{
     Activations, BlockScales, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,

@@ -19,7 +19,7 @@ use super::kernels::inner_groups;
 use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::QuantSource;
 use super::{
-    FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4KernelOps,
+    FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
     Nvfp4Ops, RowGroups, float_dtype,
 };
 
@@ -68,7 +68,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 3> for LinearBias {
 struct Permute;
 
 impl<B: Nvfp4KernelOps> Backward<B, 1> for Permute {
-    type State = IntTensor<B>;
+    type State = (IntTensor<B>, Named);
 
     fn backward(
         self,
@@ -77,7 +77,8 @@ impl<B: Nvfp4KernelOps> Backward<B, 1> for Permute {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let dx = B::nvfp4_sum_rows(dy, MaybeTensor::Absent, ops.state);
+        let (inverse, named) = ops.state;
+        let dx = B::nvfp4_sum_rows(dy, MaybeTensor::Absent, inverse, named);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 1>(nodes, [Some(dx)], grads);
     }
@@ -90,6 +91,7 @@ struct SavedUnpermute<B: Backend> {
     weights: FloatTensor<B>,
     places: IntTensor<B>,
     choices: IntTensor<B>,
+    named: Named,
 }
 
 /// A weighted sum of rows: parents `[y, weights]`.
@@ -110,9 +112,10 @@ impl<B: Nvfp4KernelOps> Backward<B, 2> for Unpermute {
             weights,
             places,
             choices,
+            named,
         } = ops.state;
         let dout = cast::<B>(grads.consume::<B>(&ops.node), float_dtype(y.dtype()));
-        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices);
+        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices, named);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         let found = [Some(found.rows), Some(found.weights)];
         register::<B, 2>(nodes, found, grads);
@@ -183,14 +186,13 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         inverse: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
         let (x, node) = x.into_parts();
+        let y = B::nvfp4_moe_permute(x, index, inverse.clone(), named);
         match Permute.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => {
-                let y = B::nvfp4_moe_permute(x, index, inverse.clone());
-                prep.finish(inverse, y)
-            }
-            OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_moe_permute(x, index, inverse)),
+            OpsKind::Tracked(prep) => prep.finish((inverse, named), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }
 
@@ -199,6 +201,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
         choices: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
         let (y, y_node) = y.into_parts();
         let (weights, weights_node) = weights.into_parts();
@@ -210,11 +213,13 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
                     weights: weights.clone(),
                     places: places.clone(),
                     choices: choices.clone(),
+                    named,
                 };
-                prep.finish(saved, B::nvfp4_moe_unpermute(y, weights, places, choices))
+                let out = B::nvfp4_moe_unpermute(y, weights, places, choices, named);
+                prep.finish(saved, out)
             }
             OpsKind::UnTracked(prep) => {
-                prep.finish(B::nvfp4_moe_unpermute(y, weights, places, choices))
+                prep.finish(B::nvfp4_moe_unpermute(y, weights, places, choices, named))
             }
         }
     }

@@ -26,7 +26,9 @@ pub(super) fn with_amax_per_row<B: Nvfp4KernelOps>(
                 ..source
             };
         }
-        RowGroups::Offsets(offsets) => B::nvfp4_broadcast_group_values(amax, offsets.clone(), rows),
+        RowGroups::Offsets(offsets) | RowGroups::Window { offsets, .. } => {
+            B::nvfp4_broadcast_group_values(amax, offsets.clone(), rows)
+        }
         RowGroups::Batch(count) => {
             let amax = B::float_reshape(amax, Shape::new([*count, 1]));
             let amax = B::float_expand(amax, Shape::new([*count, rows / count]));

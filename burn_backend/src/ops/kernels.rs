@@ -19,8 +19,8 @@ use super::rows;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedData,
-    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
+    QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
 /// NVFP4 operations on the primitives of a backend, each of which backends compute by kernels of
@@ -195,21 +195,44 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
         choices: IntTensor<Self>,
+        named: Named,
     ) -> UnpermuteGradients<Self> {
-        rows::unpermute_backward::<Self>(dout, y, weights, places, choices)
+        rows::unpermute_backward::<Self>(dout, y, weights, (places, choices), named)
+    }
+
+    /// `out[i] = x[numbers[i]]` for `x` (`[rows, width]`) and `numbers` (`[n]`), of which some may
+    /// name no row: theirs are undefined.
+    #[fusion(meta = meta::named_rows)]
+    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
+        rows::named::<Self>(x, numbers)
     }
 
     /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for
     /// `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row
     /// numbers, at least one column of them. In `f32`, in the order of `j`, rounded once to the
-    /// type of `x`.
+    /// type of `x`. A number that names no row adds nothing.
     #[fusion(meta = meta::sum_rows)]
     fn nvfp4_sum_rows(
         x: FloatTensor<Self>,
         #[extension_type] weights: MaybeTensor<Self>,
         places: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
-        rows::sum::<Self>(x, weights, places)
+        rows::sum::<Self>(x, weights, places, named)
+    }
+
+    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation) of the rows of `x`, or, with `grad`,
+    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward); with
+    /// [`RowGroups::Window`] undefined in rows of no group.
+    #[fusion(meta = meta::activation_of_groups)]
+    fn nvfp4_activation_of_groups(
+        x: FloatTensor<Self>,
+        #[extension_type] grad: MaybeTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        activation: Activation,
+    ) -> FloatTensor<Self> {
+        drop(groups);
+        activated::<Self>(x, grad, activation)
     }
 }
 
@@ -324,8 +347,16 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         let bias = bias.map(|bias| bias.into_primitive());
         let groups = match groups {
             GemmGroups::None => GemmGroups::None,
-            GemmGroups::M(offsets) => GemmGroups::M(offsets),
-            GemmGroups::K { offsets, tokens } => GemmGroups::K { offsets, tokens },
+            GemmGroups::M { offsets, others } => GemmGroups::M { offsets, others },
+            GemmGroups::K {
+                offsets,
+                tokens,
+                others,
+            } => GemmGroups::K {
+                offsets,
+                tokens,
+                others,
+            },
         };
         Self::from_inner(B::nvfp4_gemm(a, b, bias, groups, dtype))
     }
@@ -349,23 +380,41 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
         choices: IntTensor<Self>,
+        named: Named,
     ) -> UnpermuteGradients<Self> {
         let (dout, y) = (dout.into_primitive(), y.into_primitive());
         let weights = weights.into_primitive();
-        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices);
+        let found = B::nvfp4_moe_unpermute_backward(dout, y, weights, places, choices, named);
         UnpermuteGradients {
             rows: Self::from_inner(found.rows),
             weights: Self::from_inner(found.weights),
         }
     }
 
+    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_named_rows(x.into_primitive(), numbers))
+    }
+
     fn nvfp4_sum_rows(
         x: FloatTensor<Self>,
         weights: MaybeTensor<Self>,
         places: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
         let weights = weights.map(|weights| weights.into_primitive());
-        Self::from_inner(B::nvfp4_sum_rows(x.into_primitive(), weights, places))
+        let x = x.into_primitive();
+        Self::from_inner(B::nvfp4_sum_rows(x, weights, places, named))
+    }
+
+    fn nvfp4_activation_of_groups(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        activation: Activation,
+    ) -> FloatTensor<Self> {
+        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
+        let groups = inner_groups(groups);
+        Self::from_inner(B::nvfp4_activation_of_groups(x, grad, groups, activation))
     }
 }
 
@@ -439,5 +488,6 @@ pub(super) fn inner_groups<B: Backend, C: CheckpointStrategy>(
         RowGroups::Whole => RowGroups::Whole,
         RowGroups::Batch(count) => RowGroups::Batch(count),
         RowGroups::Offsets(offsets) => RowGroups::Offsets(offsets),
+        RowGroups::Window { offsets, earlier } => RowGroups::Window { offsets, earlier },
     }
 }

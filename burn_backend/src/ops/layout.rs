@@ -103,7 +103,9 @@ impl<B: Backend> RowGroups<B> {
         match self {
             Self::Whole => GroupCount::Whole,
             Self::Batch(count) => GroupCount::Batch(*count),
-            Self::Offsets(offsets) => GroupCount::Offsets(offsets.shape()[0] - 1),
+            Self::Offsets(offsets) | Self::Window { offsets, .. } => {
+                GroupCount::Offsets(offsets.shape()[0] - 1)
+            }
         }
     }
 }
@@ -114,7 +116,9 @@ impl RowGroupsMetadata {
         match self {
             Self::Whole => GroupCount::Whole,
             Self::Batch(count) => GroupCount::Batch(*count),
-            Self::Offsets(offsets) => GroupCount::Offsets(offsets.shape[0] - 1),
+            Self::Offsets(offsets) | Self::Window { offsets, .. } => {
+                GroupCount::Offsets(offsets.shape[0] - 1)
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata,
+    ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata, Named,
     OperandMetadata, QuantUsages, QuantizedDataMetadata, QuantizedMatrixMetadata,
     QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
@@ -141,10 +141,10 @@ pub(super) fn gemm(
     let shape = match (groups, b) {
         (GemmGroupsMetadata::None, _) => Shape::new([m, n]),
         // The matrices are one below the other along the contraction.
-        (GemmGroupsMetadata::M(_), OperandMetadata::Float(_, Usage::Columnwise)) => {
+        (GemmGroupsMetadata::M { .. }, OperandMetadata::Float(_, Usage::Columnwise)) => {
             Shape::new([m, n])
         }
-        (GemmGroupsMetadata::M(offsets), _) => Shape::new([m, n / count(offsets)]),
+        (GemmGroupsMetadata::M { offsets, .. }, _) => Shape::new([m, n / count(offsets)]),
         (GemmGroupsMetadata::K { offsets, .. }, _) => Shape::new([count(offsets), m, n]),
     };
     TensorSpec::new(shape, (*dtype).into())
@@ -166,8 +166,22 @@ pub(super) fn sum_rows(
     x: &TensorSpec,
     _weights: &MaybeTensorMetadata,
     places: &TensorSpec,
+    _named: &Named,
 ) -> TensorSpec {
     TensorSpec::new(Shape::new([places.shape[0], x.shape[1]]), x.dtype)
+}
+
+pub(super) fn named_rows(x: &TensorSpec, numbers: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([numbers.shape[0], x.shape[1]]), x.dtype)
+}
+
+pub(super) fn activation_of_groups(
+    x: &TensorSpec,
+    grad: &MaybeTensorMetadata,
+    _groups: &RowGroupsMetadata,
+    activation: &Activation,
+) -> TensorSpec {
+    activated(x, grad, activation)
 }
 
 pub(super) fn moe_unpermute_backward(
@@ -176,6 +190,7 @@ pub(super) fn moe_unpermute_backward(
     weights: &TensorSpec,
     _places: &TensorSpec,
     _choices: &TensorSpec,
+    _named: &Named,
 ) -> UnpermuteGradientsMetadata {
     UnpermuteGradientsMetadata {
         rows: TensorSpec::new(y.shape.clone(), y.dtype),

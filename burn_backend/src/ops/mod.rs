@@ -84,8 +84,8 @@ pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use stored::StoredForm;
 pub use tensors::{
-    GemmGroups, LinearParams, MaybeTensor, Operand, QuantUsages, QuantizedData, QuantizedMatrix,
-    QuantizedPair, RowGroups, UnpermuteGradients,
+    GemmGroups, LinearParams, MaybeTensor, Named, Operand, OtherRows, QuantUsages, QuantizedData,
+    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
@@ -147,16 +147,21 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
     /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it went to; every
     /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather
     /// too, `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
-    /// selection scatters.
+    /// selection scatters. With [`Named::Some`] numbers and slots may name none: such rows of the
+    /// result are undefined, and such slots add nothing to a gradient.
     #[fusion(default)]
     fn nvfp4_moe_permute(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         _inverse: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
+        if named == Named::Some {
+            return Self::nvfp4_named_rows(x, index);
+        }
         let slots = index.shape()[0];
         let places = Self::int_reshape(index, Shape::new([slots, 1]));
-        Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places)
+        Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places, named)
     }
 
     /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`:
@@ -164,15 +169,17 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
     /// copies]`), which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies +
     /// j`.
     ///
-    /// `Autodiff` overrides it with a backward that gathers too.
+    /// `Autodiff` overrides it with a backward that gathers too. With [`Named::Some`] places and
+    /// slots may name none: they add nothing, and have no gradient.
     #[fusion(default)]
     fn nvfp4_moe_unpermute(
         y: FloatTensor<Self>,
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
         _choices: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
-        Self::nvfp4_sum_rows(y, MaybeTensor::Present(weights), places)
+        Self::nvfp4_sum_rows(y, MaybeTensor::Present(weights), places, named)
     }
 }
 

@@ -86,6 +86,18 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
         Self::Matrix(self.into_values())
     }
 
+    /// The matrix, whose rows are in these groups.
+    fn into_values_of(self, groups: &RowGroups<B>) -> FloatTensor<B> {
+        match self {
+            Self::Matrix(x) => x,
+            Self::Activation {
+                activation,
+                x,
+                grad,
+            } => B::nvfp4_activation_of_groups(x, grad.into(), groups.clone(), activation),
+        }
+    }
+
     fn quantize(self, groups: RowGroups<B>, usages: QuantUsages) -> QuantizedPair<B> {
         match self {
             Self::Matrix(x) => B::nvfp4_quantize(x, groups, usages),
@@ -131,6 +143,8 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
             let x = flat::<B>(x.into_values(), Usage::Rowwise);
             (QuantSource::Matrix(x), groups.clone(), usage)
         }
+        // Random bits do where there are further groups.
+        (RowGroups::Window { .. }, _) if !params.is_deterministic() => (x, groups.clone(), usage),
         (_, Usage::Rowwise) if is_per_row && !has_tiles => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
     };
@@ -159,12 +173,12 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
         && (is_one_kernel(groups, &row, &col) || shares_screening(groups, &row, &col))
     {
         let x = match row.is_made_from_codes() {
-            true => x.materialized(),
+            true => QuantSource::Matrix(x.into_values_of(groups)),
             false => x,
         };
         let x = match groups {
             RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
-            RowGroups::Whole | RowGroups::Offsets(_) => x,
+            RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => x,
         };
         let usages = QuantUsages {
             rowwise: Some((row, row_form.of(&row))),
@@ -180,7 +194,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
         return (Operand::Float(x, Usage::Rowwise), col);
     }
     // Two kernels read it.
-    let x = x.materialized();
+    let x = QuantSource::Matrix(x.into_values_of(groups));
     (
         quantize::<B>(
             x.clone(),
@@ -247,7 +261,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
             // What is stored of a stack is the rowwise tensor of the transposed matrices.
             let usage = match groups {
                 RowGroups::Batch(_) => usage.transposed(),
-                RowGroups::Whole | RowGroups::Offsets(_) => usage,
+                RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => usage,
             };
             let form = form.of(&params);
             let made = B::nvfp4_requantize(source, groups.clone(), usage, params, form, dtype);
@@ -262,11 +276,13 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                         RowGroups::Batch(count) => {
                             B::float_swap_dims(stacked::<B>(values, *count), 1, 2)
                         }
-                        RowGroups::Whole | RowGroups::Offsets(_) => values,
+                        RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => {
+                            values
+                        }
                     }
                 }
                 (Operand::Float(x, _), RowGroups::Batch(count)) => stacked::<B>(x, *count),
-                (Operand::Float(x, _), RowGroups::Whole | RowGroups::Offsets(_)) => x,
+                (Operand::Float(x, _), _) => x,
             };
             let values = QuantSource::Matrix(values);
             quantize::<B>(values, groups, &spec, usage, dtype, form)
@@ -289,10 +305,10 @@ fn values<B: Nvfp4KernelOps>(
     groups: &RowGroups<B>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
-    let x = cast::<B>(x.into_values(), dtype);
+    let x = cast::<B>(x.into_values_of(groups), dtype);
     match groups {
         RowGroups::Batch(_) => flat::<B>(x, Usage::Rowwise),
-        RowGroups::Whole | RowGroups::Offsets(_) => x,
+        RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => x,
     }
 }
 

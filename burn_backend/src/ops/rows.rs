@@ -8,14 +8,16 @@ use burn_core::tensor::{FloatDType, Shape, Slice};
 
 use super::dtype::cast;
 use super::float_dtype;
-use super::tensors::{MaybeTensor, UnpermuteGradients};
+use super::tensors::{MaybeTensor, Named, UnpermuteGradients};
 
 /// See [`nvfp4_sum_rows`](super::Nvfp4KernelOps::nvfp4_sum_rows).
 pub(super) fn sum<B: Backend>(
     x: FloatTensor<B>,
     weights: MaybeTensor<B>,
     places: IntTensor<B>,
+    named: Named,
 ) -> FloatTensor<B> {
+    let x = with_none::<B>(x, named);
     let [rows, copies] = [places.shape()[0], places.shape()[1]];
     let weights = weights.into_option();
     if copies == 1 && weights.is_none() {
@@ -40,17 +42,18 @@ pub(super) fn unpermute_backward<B: Backend>(
     dout: FloatTensor<B>,
     y: FloatTensor<B>,
     weights: FloatTensor<B>,
-    places: IntTensor<B>,
-    choices: IntTensor<B>,
+    (places, choices): (IntTensor<B>, IntTensor<B>),
+    named: Named,
 ) -> UnpermuteGradients<B> {
     let dtype = float_dtype(y.dtype());
     let dout = cast::<B>(dout, FloatDType::F32);
+    let y = with_none::<B>(y, named);
     let [tokens, copies] = [places.shape()[0], places.shape()[1]];
     // Each slot went to one token, with one weight.
     let weights = B::float_reshape(weights, Shape::new([tokens * copies, 1]));
-    let weights = B::float_select(weights, 0, choices.clone());
+    let weights = B::float_select(with_none::<B>(weights, named), 0, choices.clone());
     let token = B::int_div_scalar(choices, Scalar::from(copies as i64));
-    let rows = B::float_select(dout.clone(), 0, token);
+    let rows = B::float_select(with_none::<B>(dout.clone(), named), 0, token);
     let columns = (0..copies).map(|copy| {
         let picked = rows_at::<B>(y.clone(), places.clone(), copy);
         B::float_sum_dim(B::float_mul(picked, dout.clone()), 1)
@@ -58,6 +61,24 @@ pub(super) fn unpermute_backward<B: Backend>(
     UnpermuteGradients {
         rows: cast::<B>(B::float_mul(rows, weights), dtype),
         weights: B::float_cat(columns.collect(), 1),
+    }
+}
+
+/// See [`nvfp4_named_rows`](super::Nvfp4KernelOps::nvfp4_named_rows).
+pub(super) fn named<B: Backend>(x: FloatTensor<B>, numbers: IntTensor<B>) -> FloatTensor<B> {
+    B::float_select(with_none::<B>(x, Named::Some), 0, numbers)
+}
+
+/// `x` with a row of zeros behind its last, which numbers that name no row name: they are the
+/// number of its rows.
+fn with_none<B: Backend>(x: FloatTensor<B>, named: Named) -> FloatTensor<B> {
+    match named {
+        Named::All => x,
+        Named::Some => {
+            let (cols, dtype) = (x.shape()[1], float_dtype(x.dtype()));
+            let zeros = B::float_zeros(Shape::new([1, cols]), &x.device(), dtype);
+            B::float_cat(vec![x, zeros], 0)
+        }
     }
 }
 

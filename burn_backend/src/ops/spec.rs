@@ -311,6 +311,17 @@ impl OperandSpec {
         self.params().is_none_or(QuantParams::is_deterministic)
     }
 
+    /// Numbers its blocks from what `first` gives for its [`unit`](Self::unit) on.
+    fn start(&mut self, first: impl FnOnce(usize) -> usize) {
+        if let Self::Quantized(params) = self {
+            let first = first(params.unit()) as u64;
+            params.rounding = params.rounding.at(BlockPosition {
+                first,
+                ..BlockPosition::default()
+            });
+        }
+    }
+
     /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
     /// tokens.
     fn fits(&self, other: &Self, is_wgrad: bool) -> bool {
@@ -327,6 +338,11 @@ impl OperandSpec {
             }
         }
     }
+}
+
+/// Blocks of 16 of `len` elements that are padded to a multiple of `unit`.
+fn blocks(len: usize, unit: usize) -> usize {
+    len.next_multiple_of(unit) / BLOCK
 }
 
 /// From which values the backward's operands of `x` and `w` are quantized.
@@ -394,28 +410,23 @@ impl LinearSpec {
     /// all experts, `earlier` being the tokens of each of these: they draw the bits that they would
     /// draw there. See [`ops`](crate::ops) for the numbers of blocks.
     pub(crate) fn behind_experts(mut self, earlier: &[usize], [d_in, d_out]: [usize; 2]) -> Self {
-        fn start(operand: &mut OperandSpec, first: impl FnOnce(usize) -> usize) {
-            if let OperandSpec::Quantized(params) = operand {
-                let first = first(params.unit()) as u64;
-                params.rounding = params.rounding.at(BlockPosition {
-                    first,
-                    ..BlockPosition::default()
-                });
-            }
-        }
-        let (experts, rows) = (earlier.len(), earlier.iter().sum::<usize>());
-        let blocks = |len: usize, unit: usize| len.next_multiple_of(unit) / BLOCK;
+        let rows = earlier.iter().sum::<usize>();
         let along_tokens = |unit| earlier.iter().map(|&len| blocks(len, unit)).sum::<usize>();
-        start(&mut self.fprop_x, |unit| rows * blocks(d_in, unit));
-        start(&mut self.fprop_w, |unit| {
-            experts * d_out * blocks(d_in, unit)
-        });
-        start(&mut self.dgrad_dy, |unit| rows * blocks(d_out, unit));
-        start(&mut self.dgrad_w, |unit| {
-            experts * d_in * blocks(d_out, unit)
-        });
-        start(&mut self.wgrad_x, |unit| d_in * along_tokens(unit));
-        start(&mut self.wgrad_dy, |unit| d_out * along_tokens(unit));
+        self = self.behind_weights(earlier.len(), [d_in, d_out]);
+        self.fprop_x.start(|unit| rows * blocks(d_in, unit));
+        self.dgrad_dy.start(|unit| rows * blocks(d_out, unit));
+        self.wgrad_x.start(|unit| d_in * along_tokens(unit));
+        self.wgrad_dy.start(|unit| d_out * along_tokens(unit));
+        self
+    }
+
+    /// The same with weights alone behind those of `experts` earlier experts: where their tokens
+    /// stand is in device memory ([`RowGroups::Window`](super::RowGroups::Window)).
+    pub(crate) fn behind_weights(mut self, experts: usize, [d_in, d_out]: [usize; 2]) -> Self {
+        self.fprop_w
+            .start(|unit| experts * d_out * blocks(d_in, unit));
+        self.dgrad_w
+            .start(|unit| experts * d_in * blocks(d_out, unit));
         self
     }
 

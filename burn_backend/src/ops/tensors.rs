@@ -296,6 +296,34 @@ pub enum RowGroups<B: Backend> {
     /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each
     /// group begins, and where the last ends.
     Offsets(IntTensor<B>),
+    /// The same, where other devices have further groups: rows behind the last of these groups
+    /// belong to them, and what they hold does not matter.
+    Window {
+        /// Where each of these groups begins, and where the last ends.
+        offsets: IntTensor<B>,
+        /// What the groups before these take in the tensor of all groups, behind whose blocks those
+        /// of these draw random bits: `u32[5]`, their rows in units of each of
+        /// [`EARLIER_UNITS`](nvfp4_kernels::reference::EARLIER_UNITS).
+        earlier: IntTensor<B>,
+    },
+}
+
+/// Whether every number of a row, or of a place, names one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Named {
+    /// Every one does.
+    All,
+    /// Some are the number of all rows, or places, and name none: that of another device.
+    Some,
+}
+
+/// What a GEMM leaves in rows of no group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OtherRows {
+    /// Zeros.
+    Zero,
+    /// Anything: nobody reads them.
+    Undefined,
 }
 
 /// Which dimension of a GEMM is grouped.
@@ -307,8 +335,13 @@ pub enum GemmGroups<B: Backend> {
     None,
     /// M: `out[i, n] = alpha · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`,
     /// whose offsets these are. `a` is the rowwise operand of tokens, `b` that of a stack,
-    /// `[experts * n, k]` as it is stored, `bias` `[experts, n]`. Rows of no group are zero.
-    M(IntTensor<B>),
+    /// `[experts * n, k]` as it is stored, `bias` `[experts, n]`.
+    M {
+        /// Where each group of rows begins.
+        offsets: IntTensor<B>,
+        /// What rows of no group are.
+        others: OtherRows,
+    },
     /// K: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for
     /// an empty group. `a` and `b` are operands of one format, contracted along the tokens.
     K {
@@ -316,6 +349,8 @@ pub enum GemmGroups<B: Backend> {
         offsets: IntTensor<B>,
         /// Number of tokens.
         tokens: usize,
+        /// What tokens of no group are.
+        others: OtherRows,
     },
 }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
-use nvfp4_lm::config::{ModelKind, Preset, RecipeName, RunConfig};
+use nvfp4_lm::config::{ExpertDispatchName, ModelKind, Preset, RecipeName, RunConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -35,6 +35,7 @@ pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,
     pub(crate) tp: Option<usize>,
     pub(crate) ep: Option<usize>,
+    pub(crate) ep_dispatch: Option<ExpertDispatchName>,
 }
 
 impl From<Fields> for Options {
@@ -138,10 +139,11 @@ impl Options {
     pub(crate) fn of_resumed(mut self) -> Result<Resumed> {
         let mut take = |key: &str| self.0.remove(key);
         let [device, tp, ep] = [take("device"), take("tp"), take("ep")];
+        let ep_dispatch = take("ep_dispatch");
         ensure!(
             self.is_empty(),
             "--resume continues the run as it was configured: leave out all options but --device, \
-             --tp, --ep and --stop-at"
+             --tp, --ep, --ep-dispatch and --stop-at"
         );
         let device = device.as_ref().and_then(Value::as_str);
         let ranks = |given: Option<Value>| given.map(serde_json::from_value).transpose();
@@ -149,6 +151,7 @@ impl Options {
             device: device.map(parse_device).transpose()?,
             tp: ranks(tp)?,
             ep: ranks(ep)?,
+            ep_dispatch: ep_dispatch.map(serde_json::from_value).transpose()?,
         })
     }
 

@@ -117,7 +117,8 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
             ..inputs.get(i + 1).clone()
         };
         let x = inputs.get(i);
-        moe::moe_unpermute_backward(&client, &grad, x, &places, &weights, 2).unwrap();
+        moe::moe_unpermute_backward(&client, &grad, x, &places, &weights, (2, moe::Named::All))
+            .unwrap();
     });
     section.time("sums of groups", bytes, |i| {
         moe::segment_sum(&client, inputs.get(i), &groups).unwrap();

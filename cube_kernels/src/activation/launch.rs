@@ -9,7 +9,8 @@ use crate::{
     launch::{buffer, grid},
     memory::{address_type, is_aligned},
     quantize::{
-        AmaxRequest, Amaxes, GateUp, Prologue, amaxes, run_prologue, run_prologue_with_amaxes,
+        AmaxRequest, Amaxes, GateUp, Prologue, amaxes, run_prologue_of_groups,
+        run_prologue_with_amaxes,
     },
     reference::{Activation, Gelu},
     tensor::{Groups, Matrix},
@@ -25,17 +26,44 @@ pub fn activation(
     activation: Activation,
     x: &Matrix,
 ) -> Result<Matrix, Nvfp4Error> {
+    activation_of_groups(client, activation, (x, None), &Groups::One)
+}
+
+/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], of rows
+/// in `groups`: of groups with offsets, rows behind the last one have undefined elements, and take
+/// no time where the rows of a SwiGLU are whole vectors.
+///
+/// # Errors
+/// As those, and when the groups do not fit.
+pub fn activation_of_groups(
+    client: &Client,
+    activation: Activation,
+    (x, grad): (&Matrix, Option<&Matrix>),
+    groups: &Groups,
+) -> Result<Matrix, Nvfp4Error> {
     check_input(activation, x)?;
-    match activation {
-        Activation::SwiGlu if is_whole(&[x]) => {
-            run_prologue(client, Prologue::SwiGlu(GateUp::Concatenated(x)))
+    groups.check(x.rows)?;
+    if let Some(grad) = grad {
+        check_grad(activation, grad, x)?;
+    }
+    let inputs = GateUp::Concatenated(x);
+    match (activation, grad) {
+        (Activation::SwiGlu, None) if is_whole(&[x]) => {
+            run_prologue_of_groups(client, Prologue::SwiGlu(inputs), groups)
         }
-        Activation::SwiGlu => {
-            let out = Matrix::empty(client, x.rows, x.cols / 2, x.dtype);
-            swiglu_elements(client, x, None, &out);
+        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
+            run_prologue_of_groups(client, Prologue::SwiGluBackward { grad, inputs }, groups)
+        }
+        (Activation::SwiGlu, _) => {
+            let cols = match grad {
+                None => x.cols / 2,
+                Some(_) => x.cols,
+            };
+            let out = Matrix::empty(client, x.rows, cols, x.dtype);
+            swiglu_elements(client, x, grad, &out);
             Ok(out)
         }
-        Activation::Gelu(form) => Ok(gelu(client, form, x, None)),
+        (Activation::Gelu(form), _) => Ok(gelu(client, form, x, grad)),
     }
 }
 
@@ -51,7 +79,11 @@ pub fn activation_backward(
     grad: &Matrix,
     x: &Matrix,
 ) -> Result<Matrix, Nvfp4Error> {
-    check_input(activation, x)?;
+    activation_of_groups(client, activation, (x, Some(grad)), &Groups::One)
+}
+
+/// An error unless `grad` is a gradient of the output.
+fn check_grad(activation: Activation, grad: &Matrix, x: &Matrix) -> Result<(), Nvfp4Error> {
     grad.check("grad")?;
     let cols = x.cols / activation.inputs();
     if (grad.rows, grad.cols, grad.dtype) != (x.rows, cols, x.dtype) {
@@ -61,18 +93,7 @@ pub fn activation_backward(
             format!("{} x {cols} of {:?}, as the output", x.rows, x.dtype),
         ));
     }
-    match activation {
-        Activation::SwiGlu if is_whole(&[grad, x]) => {
-            let inputs = GateUp::Concatenated(x);
-            run_prologue(client, Prologue::SwiGluBackward { grad, inputs })
-        }
-        Activation::SwiGlu => {
-            let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
-            swiglu_elements(client, x, Some(grad), &out);
-            Ok(out)
-        }
-        Activation::Gelu(form) => Ok(gelu(client, form, x, Some(grad))),
-    }
+    Ok(())
 }
 
 /// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], and amax
@@ -99,10 +120,7 @@ pub fn activation_with_amaxes(
         check_input(activation, x)?;
         return run_prologue_with_amaxes(client, prologue, groups, request);
     }
-    let made = match grad {
-        None => self::activation(client, activation, x)?,
-        Some(grad) => activation_backward(client, activation, grad, x)?,
-    };
+    let made = activation_of_groups(client, activation, (x, grad), groups)?;
     let found = amaxes(client, &made, groups, request)?;
     Ok((made, found))
 }

@@ -11,4 +11,4 @@ pub(crate) mod instances;
 mod kernel;
 mod launch;
 
-pub use launch::{activation, activation_backward, activation_with_amaxes};
+pub use launch::{activation, activation_backward, activation_of_groups, activation_with_amaxes};

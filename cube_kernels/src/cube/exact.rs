@@ -17,6 +17,18 @@ pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
+/// `a · b`, rounded to nearest even, whatever it is added to: compilers make one operation of a
+/// plain product and a sum.
+#[cube]
+pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::mul_rn(a, b)
+    } else {
+        // Exact in `f64`.
+        f32::cast_from(f64::cast_from(a) * f64::cast_from(b))
+    }
+}
+
 /// The product of two `f32` is exact in `f64`. The sum is rounded to odd: where it is inexact, and
 /// its last bit even, it goes to the neighbour on the side of what was lost (Knuth's two-sum).
 /// Rounding that to `f32`, with more than two bits less, gives the nearest `f32` of the exact sum

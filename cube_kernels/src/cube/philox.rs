@@ -26,6 +26,8 @@ pub enum Numbering {
     Own,
     /// From a first number on.
     Shifted,
+    /// Behind those of earlier groups of rows, which are counted in device memory.
+    Behind,
     /// As they lie in a larger tensor, with a row length of its own.
     Part,
     /// The same, with rows of the larger tensor between rows.
@@ -60,7 +62,8 @@ pub struct Position {
     pub first_low: u32,
     /// High word of the first number.
     pub first_high: u32,
-    /// Blocks of a stored row of the larger tensor.
+    /// Blocks of a stored row of the larger tensor; with [`Numbering::Behind`] those of a unit that
+    /// is counted in device memory.
     pub row_blocks: u32,
     /// Where the first gap is.
     pub first_gap: u32,
@@ -97,10 +100,19 @@ impl From<BlockPosition> for PositionLaunch {
 
 #[cube]
 impl Position {
-    /// The number of block `index` of a tensor whose stored rows have `row_blocks`.
-    pub fn number(&self, index: usize, row_blocks: usize, #[comptime] numbering: Numbering) -> u64 {
+    /// The number of block `index` of a tensor whose stored rows have `row_blocks`; `earlier` are
+    /// the units of earlier groups, a word that is read with [`Numbering::Behind`] alone.
+    pub fn number(
+        &self,
+        index: usize,
+        row_blocks: usize,
+        earlier: &[u32],
+        #[comptime] numbering: Numbering,
+    ) -> u64 {
         if comptime!(numbering == Numbering::Own) {
             u64::cast_from(index)
+        } else if comptime!(numbering == Numbering::Behind) {
+            u64::cast_from(earlier[0]) * u64::cast_from(self.row_blocks) + u64::cast_from(index)
         } else if comptime!(numbering == Numbering::Shifted) {
             self.first() + u64::cast_from(index)
         } else {

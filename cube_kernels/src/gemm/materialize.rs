@@ -9,6 +9,7 @@ use crate::{
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
+    moe::GroupOffsets,
     quantize,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -66,7 +67,8 @@ impl Materialized {
 }
 
 /// `operand`, which may be read as `layout` and has `stack` matrices one below the other along K,
-/// as `reads` says. What is made for it lives until the last kernel that reads it has run.
+/// as `reads` says. What is made for it lives until the last kernel that reads it has run. Of
+/// groups along K, `ends`, what lies behind the last one is not made.
 ///
 /// # Errors
 /// When block scales cannot be brought into another layout.
@@ -76,6 +78,7 @@ pub(crate) fn materialize(
     stack: usize,
     layout: OperandLayout,
     (reads, tiling): (Reads, ScaleTiling),
+    ends: Option<&GroupOffsets>,
 ) -> Result<Materialized, Nvfp4Error> {
     let rows = operand.outer();
     let dense = |layout, handle: &Handle| Materialized {
@@ -112,7 +115,7 @@ pub(crate) fn materialize(
             }
             let scales = block_scales(client, packed, reads.packed, tiling)?;
             if reads.packed == PackedReads::Bf16 {
-                let values = decode_from(client, packed, &scales);
+                let values = decode_from(client, packed, &scales, ends);
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             Ok(Materialized {
@@ -196,22 +199,32 @@ const UNITS: usize = 256;
 const WORDS: usize = 4;
 
 /// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
-/// writes 512 at a time.
+/// writes 512 at a time. Where it is `bounded`, elements of each row of `row_words` words from
+/// `end` on, a word in device memory, are neither read nor written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_unscaled_kernel(
     codes: &[u32],
     scales: &[u8],
     out: &mut [Vector<u32, Const<4>>],
+    end: &[u32],
     words: usize,
+    row_words: usize,
+    #[comptime] bounded: bool,
 ) {
     let first = CUBE_POS * comptime!(UNITS * WORDS) + UNIT_POS as usize;
     let mut loaded = Array::<u32>::new(WORDS);
     let mut bytes = Array::<u32>::new(WORDS);
+    let mut inside = Array::<u32>::new(WORDS);
     #[unroll]
     for i in 0..WORDS {
         let word = first + comptime!(i * UNITS);
+        let mut is_inside = word < words;
+        if comptime!(bounded) {
+            is_inside = is_inside && word % row_words < (end[0] as usize).div_ceil(8usize);
+        }
+        inside[i] = u32::cast_from(is_inside);
         // What lies outside reads the first word and is not stored.
-        let word = select(word < words, word, 0usize);
+        let word = select(is_inside, word, 0usize);
         loaded[i] = codes[word];
         bytes[i] = u32::cast_from(scales[word / 2usize]);
     }
@@ -219,7 +232,7 @@ pub fn dequantize_unscaled_kernel(
     for i in 0..WORDS {
         let word = first + comptime!(i * UNITS);
         let scale = scale_pair(bytes[i]);
-        if word < words {
+        if inside[i] == 1u32 {
             out[word] = decode_e2m1x8(u32::reinterpret(loaded[i]), scale);
         }
     }
@@ -228,12 +241,24 @@ pub fn dequantize_unscaled_kernel(
 /// A bf16 copy of `packed`: `outer` rows of `blocks * 16` elements, without the factor of its
 /// amax. It lives until the last kernel that reads it has run.
 pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
-    decode_from(client, packed, &packed.scales)
+    decode_from(client, packed, &packed.scales, None)
 }
 
-/// [`decode`] with block scales in rows that are beside `packed`.
-fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Handle {
-    let words = packed.outer() * packed.blocks() * 2;
+/// [`decode`] of groups along its rows: what lies behind the last one is not written.
+pub fn decode_groups(client: &Client, packed: &DeviceQuantized, groups: &GroupOffsets) -> Handle {
+    decode_from(client, packed, &packed.scales, Some(groups))
+}
+
+/// [`decode`] with block scales in rows that are beside `packed`, as far as the groups along its
+/// rows go, if there are such.
+fn decode_from(
+    client: &Client,
+    packed: &DeviceQuantized,
+    scales: &Handle,
+    ends: Option<&GroupOffsets>,
+) -> Handle {
+    let row_words = packed.blocks() * 2;
+    let words = packed.outer() * row_words;
     let out = allocate(client, words * 16);
     if words == 0 {
         return out;
@@ -248,7 +273,14 @@ fn decode_from(client: &Client, packed: &DeviceQuantized, scales: &Handle) -> Ha
             BufferArg::from_raw_parts(packed.codes.clone(), words),
             BufferArg::from_raw_parts(scales.clone(), words / 2),
             BufferArg::from_raw_parts(out.clone(), words),
+            // Not read where there are no groups.
+            ends.map_or_else(
+                || BufferArg::from_raw_parts(out.clone(), 1),
+                GroupOffsets::end,
+            ),
             words,
+            row_words,
+            ends.is_some(),
         );
     }
     out

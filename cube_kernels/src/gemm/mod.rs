@@ -498,6 +498,10 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     let reads = kernel.reads(choice.plan);
     let [a_tiling, b_tiling] = gemm.scale_tilings();
     let needed = kernel.k_alignment(choice.plan);
+    let ends = match gemm.grouped {
+        Grouped::K(groups) => Some(groups),
+        Grouped::None | Grouped::M(_) => None,
+    };
     let aligned = gemm.align_groups(client, needed)?;
     let (a, b) = match (&aligned, gemm.grouped.offsets()) {
         (Some(aligned), Some(groups)) => (
@@ -505,8 +509,15 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
             aligned.arrange(client, gemm.b.packed("b")?, groups)?,
         ),
         _ => (
-            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling))?,
-            materialize(client, &gemm.b, gemm.stack(), problem.b, (reads, b_tiling))?,
+            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling), ends)?,
+            materialize(
+                client,
+                &gemm.b,
+                gemm.stack(),
+                problem.b,
+                (reads, b_tiling),
+                ends,
+            )?,
         ),
     };
     let offsets = match &aligned {

@@ -46,6 +46,13 @@ impl GroupOffsets {
         unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
     }
 
+    /// The end of the last group, a word.
+    pub(crate) fn end(&self) -> BufferArg {
+        let end = self.offsets.clone().offset_start(4 * self.count as u64);
+        // SAFETY: checked to hold one offset more than there are groups.
+        unsafe { BufferArg::from_raw_parts(end, 1) }
+    }
+
     /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all:
     /// where padded groups begin ([`pad_groups`](super::pad_groups),
     /// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side)).

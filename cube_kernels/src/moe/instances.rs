@@ -3,11 +3,12 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    GroupRowsLaunch, RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan,
-    RouterSumsLaunch, SortedKeysLaunch, UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
-    broadcast_group_values_kernel, choice_places_kernel, moe_unpermute_backward_kernel,
-    moe_unpermute_kernel, move_groups_kernel, rescale_kernel, route_backward_kernel, route_kernel,
-    route_sums_kernel, segment_sum_kernel, zero_padding_rows_kernel,
+    ChoiceWindowLaunch, GroupRowsLaunch, MovePlan, RoutedArgsLaunch, RouterArgsLaunch,
+    RouterOutLaunch, RouterPlan, RouterSumsLaunch, SortedKeysLaunch, UnpermuteBackwardPlan,
+    UnpermutePlan, WeightedRowsLaunch, broadcast_group_values_kernel, choice_places_kernel,
+    moe_permute_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel, move_groups_kernel,
+    rescale_kernel, route_backward_kernel, route_kernel, route_sums_kernel, segment_sum_kernel,
+    window_places_kernel, zero_padding_rows_kernel,
 };
 use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},
@@ -122,13 +123,29 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ));
         }
     }
+    for (address, width) in [(AddressType::U32, 4), (AddressType::U64, 1)] {
+        all.push(instance!(
+            device,
+            moe_permute_kernel,
+            format!("{address:?}-{width}"),
+            Expected::NONE,
+            address,
+            width,
+            b(BLOCKS),
+            b(ROWS),
+            b(BLOCKS),
+            ROWS,
+            ROWS,
+            COLS
+        ));
+    }
     for address in [AddressType::U32, AddressType::U64] {
         for (width, storage) in [
             (4, u32::elem_type_native()),
             (8, FloatKind::Bf16.storage_type()),
         ] {
-            for pad in [false, true] {
-                let tag = format!("{address:?}-{storage:?}-{pad}");
+            for plan in [MovePlan::Unpad, MovePlan::Pad, MovePlan::PadOnly] {
+                let tag = format!("{address:?}-{storage:?}-{plan:?}");
                 all.push(instance!(
                     device,
                     move_groups_kernel,
@@ -142,7 +159,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     ROWS,
                     ROWS,
                     COLS,
-                    pad,
+                    plan,
                     storage
                 ));
             }
@@ -156,19 +173,34 @@ fn router(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let args = || RouterArgsLaunch::new(ROWS, 16, 2, 1.0, 1.0, 1.0);
     let sums = || RouterSumsLaunch::new(b(BLOCKS), b(BLOCKS));
-    let sorted = SortedKeysLaunch::new(b(ROWS), b(ROWS));
-    let mut all = vec![instance!(
-        device,
-        choice_places_kernel,
-        "",
-        Expected::NONE,
-        sorted,
-        b(ROWS),
-        b(17),
-        b(16),
-        ROWS,
-        16
-    )];
+    let sorted = || SortedKeysLaunch::new(b(ROWS), b(ROWS));
+    let mut all = vec![
+        instance!(
+            device,
+            choice_places_kernel,
+            "",
+            Expected::NONE,
+            sorted(),
+            b(ROWS),
+            b(17),
+            b(16),
+            ROWS,
+            16
+        ),
+        instance!(
+            device,
+            window_places_kernel,
+            "",
+            Expected::NONE,
+            sorted(),
+            ChoiceWindowLaunch::new(b(ROWS), b(ROWS), b(9), b(5), b(16)),
+            ROWS,
+            16,
+            8,
+            8,
+            256
+        ),
+    ];
     let plans = [
         (1, true, false),
         (1, false, false),

@@ -5,6 +5,7 @@
 //! device.
 
 // `#[cube]` generates public items that cannot carry documentation.
+mod earlier;
 #[allow(missing_docs)]
 pub(crate) mod groups;
 pub(crate) mod instances;
@@ -16,24 +17,28 @@ mod permute;
 pub(crate) mod router;
 #[allow(missing_docs)]
 pub(crate) mod segments;
+#[allow(missing_docs)]
+mod window;
 
+pub use earlier::EarlierGroups;
 pub use groups::GroupOffsets;
-pub use padding::{pad_groups, unpad_groups};
-pub use permute::{moe_unpermute, moe_unpermute_backward};
+pub use padding::{pad_groups, pad_groups_only, unpad_groups};
+pub use permute::{Named, moe_permute, moe_unpermute, moe_unpermute_backward};
 pub use router::{
     DeviceRouted, DeviceSortedChoices, route, route_backward, router_losses,
     router_losses_backward, sort_choices,
 };
 pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
+pub use window::{DeviceChoiceWindow, sort_window};
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
         groups::{GroupRowsLaunch, rescale_kernel},
-        padding::move_groups_kernel,
+        padding::{MovePlan, move_groups_kernel},
         permute::{
-            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch,
+            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch, moe_permute_kernel,
             moe_unpermute_backward_kernel, moe_unpermute_kernel,
         },
         router::kernel::{
@@ -42,5 +47,6 @@ pub mod kernels {
             route_sums_kernel,
         },
         segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
+        window::{ChoiceWindowLaunch, window_places_kernel},
     };
 }

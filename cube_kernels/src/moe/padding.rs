@@ -29,12 +29,35 @@ pub fn pad_groups(
     groups: &GroupOffsets,
     alignment: usize,
 ) -> Result<(Matrix, GroupOffsets), Nvfp4Error> {
+    pad(client, x, groups, alignment, MovePlan::Pad)
+}
+
+/// [`pad_groups`] whose rows behind the last group have undefined elements, and take no time.
+///
+/// # Errors
+/// As [`pad_groups`].
+pub fn pad_groups_only(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+    alignment: usize,
+) -> Result<(Matrix, GroupOffsets), Nvfp4Error> {
+    pad(client, x, groups, alignment, MovePlan::PadOnly)
+}
+
+fn pad(
+    client: &Client,
+    x: &Matrix,
+    groups: &GroupOffsets,
+    alignment: usize,
+    plan: MovePlan,
+) -> Result<(Matrix, GroupOffsets), Nvfp4Error> {
     x.check("x")?;
     groups.check("groups")?;
     let bound = bound(x.rows, groups, alignment)?;
     let padded = groups.rescaled(client, x.rows, alignment, alignment)?;
     let out = Matrix::empty(client, bound, x.cols, x.dtype);
-    launch(client, x, groups, &padded, &out, true);
+    launch(client, x, groups, &padded, &out, plan);
     Ok((out, padded))
 }
 
@@ -61,7 +84,7 @@ pub fn unpad_groups(
     }
     let starts = groups.rescaled(client, rows, alignment, alignment)?;
     let out = Matrix::empty(client, rows, padded.cols, padded.dtype);
-    launch(client, padded, groups, &starts, &out, false);
+    launch(client, padded, groups, &starts, &out, MovePlan::Unpad);
     Ok(out)
 }
 
@@ -80,7 +103,7 @@ fn launch(
     groups: &GroupOffsets,
     padded: &GroupOffsets,
     out: &Matrix,
-    pad: bool,
+    plan: MovePlan,
 ) {
     if out.is_empty() {
         return;
@@ -117,10 +140,21 @@ fn launch(
             source.rows,
             out.rows,
             per_row,
-            pad,
+            plan,
             storage,
         );
     }
+}
+
+/// The comptime choice of [`move_groups_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MovePlan {
+    /// Groups are padded, and rows behind the last one are zeros.
+    Pad,
+    /// Groups are padded, and rows behind the last one are not written.
+    PadOnly,
+    /// Padding is left out.
+    Unpad,
 }
 
 /// One unit moves every `units`-th vector of the result.
@@ -132,14 +166,19 @@ pub fn move_groups_kernel<S: Numeric, N: Size>(
     source_rows: usize,
     out_rows: usize,
     per_row: usize,
-    #[comptime] pad: bool,
+    #[comptime] plan: MovePlan,
     #[define(S)] _storage: ElemType,
 ) {
+    let end = if comptime!(plan == MovePlan::PadOnly) {
+        min(out_rows, groups.starts[groups.count] as usize)
+    } else {
+        out_rows
+    };
     let mut item = ABSOLUTE_POS;
-    while item < out_rows * per_row {
+    while item < end * per_row {
         let row = item / per_row;
         let mut from = source_rows;
-        if comptime!(pad) {
+        if comptime!(plan != MovePlan::Unpad) {
             let group = find_group(&groups.starts, groups.count, row);
             let rows = span(&groups.offsets, group, source_rows);
             let position = rows.start + (row - groups.starts[group] as usize);

@@ -14,14 +14,66 @@ use crate::{
     capabilities::{conversion_of, is_cpu},
     cube::{
         codec::Conversion,
+        exact::product,
         words::{pack, unpack},
     },
     memory::{address_type, allocate, check_memory},
     tensor::{FloatKind, Matrix},
+    zeroed::zeros,
 };
 
 /// Units that share a row of the backward's sums, where there are planes.
 const PLANES_PER_CUBE: usize = 8;
+
+/// Whether every number names a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Named {
+    /// Every one does.
+    All,
+    /// Some name none: that of a row of another device.
+    Some,
+}
+
+/// `out[i] = x[numbers[i]]`, for `rows` numbers (`u32`). Rows whose number names no row of `x` are
+/// not written.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a
+/// size does not fit 32 bits.
+pub fn moe_permute(
+    client: &Client,
+    x: &Matrix,
+    numbers: &Handle,
+    rows: usize,
+) -> Result<Matrix, Nvfp4Error> {
+    check_words("x", x)?;
+    to_u32("rows", rows)?;
+    check_memory("numbers", numbers, rows * 4)?;
+    let out = Matrix::empty(client, rows, x.cols, x.dtype);
+    if out.is_empty() {
+        return Ok(out);
+    }
+    let [from, to] = words_of([x, &out]);
+    let per_row = per_row(&from, x);
+    let (count, dim) = grid(client, rows * per_row);
+    // SAFETY: `numbers` was checked; the kernel stays below the rows of both matrices.
+    unsafe {
+        moe_permute_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len().max(out.len())),
+            from.width,
+            from.arg(),
+            buffer(numbers, rows),
+            to.arg(),
+            x.rows,
+            rows,
+            per_row,
+        );
+    }
+    Ok(out)
+}
 
 /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places each:
 /// products and sums in `f32`, in the order of `j`, rounded once to the type of `x`. Without
@@ -87,7 +139,8 @@ pub fn moe_unpermute(
 /// that names row `s`, `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`; and by the
 /// weights, `f32[tokens, copies]`, `dw[choice] = Σ grad[t] · x[s]`.
 ///
-/// Every place names a row of `x`, and no row twice.
+/// Every place names a row of `x`, and no row twice; with [`Named::Some`] places and rows may name
+/// none: such rows of `dx` are not written, and such weights have a gradient of 0.
 ///
 /// # Errors
 /// When a buffer is smaller than its shape, `grad` has other columns or another type than `x`, `x`
@@ -99,7 +152,7 @@ pub fn moe_unpermute_backward(
     x: &Matrix,
     choices: &Handle,
     weights: &Handle,
-    copies: usize,
+    (copies, named): (usize, Named),
 ) -> Result<(Matrix, Handle), Nvfp4Error> {
     check_words("grad", grad)?;
     check_words("x", x)?;
@@ -118,7 +171,10 @@ pub fn moe_unpermute_backward(
     check_memory("choices", choices, slots * 4)?;
     check_memory("weights", weights, slots * 4)?;
     let out = Matrix::empty(client, slots, x.cols, x.dtype);
-    let by_weights = allocate(client, slots * 4);
+    let by_weights = match named {
+        Named::All => allocate(client, slots * 4),
+        Named::Some => zeros(client, slots),
+    };
     if slots == 0 {
         return Ok((out, by_weights));
     }
@@ -178,6 +234,27 @@ fn words_of<const N: usize>(matrices: [&Matrix; N]) -> [Words; N] {
 /// Loads that a row of `x` takes.
 fn per_row(words: &Words, x: &Matrix) -> usize {
     x.cols / per_word(x.dtype) / words.width
+}
+
+/// One unit moves every `units`-th vector of the `rows` rows of the result.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn moe_permute_kernel<N: Size>(
+    x: &[Vector<u32, N>],
+    numbers: &[u32],
+    out: &mut [Vector<u32, N>],
+    x_rows: usize,
+    rows: usize,
+    per_row: usize,
+) {
+    let mut item = ABSOLUTE_POS;
+    while item < rows * per_row {
+        let row = item / per_row;
+        let number = numbers[row] as usize;
+        if number < x_rows {
+            out[item] = x[number * per_row + item - row * per_row];
+        }
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
 }
 
 /// Rows that are named by number, with weights, in a kernel.
@@ -241,7 +318,7 @@ pub fn moe_unpermute_kernel<N: Size>(
                 for i in 0..elements {
                     let value = element(vector, i, kind);
                     if comptime!(weighted) {
-                        sums[i] += weight * value;
+                        sums[i] += product(weight, value, conversion);
                     } else {
                         sums[i] += value;
                     }

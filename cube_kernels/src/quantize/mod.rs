@@ -62,7 +62,7 @@ pub use per_token::{
     quantize_per_token_rms_norm,
 };
 pub use plan::QuantRequest;
-pub use prologue::{GateUp, Prologue, rms_norm_rstd, run_prologue};
+pub use prologue::{GateUp, Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
@@ -102,7 +102,7 @@ pub mod kernels {
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
             GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs,
-            PrologueOutArgs, prologue_kernel, rms_norm_rstd_kernel,
+            PrologueOutArgs, ProloguePlan, prologue_kernel, rms_norm_rstd_kernel,
         },
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},

@@ -14,6 +14,7 @@ use crate::{
     format::swizzle::TILE_INNER,
     launch::buffer,
     memory::check_memory,
+    moe::EarlierGroups,
     policy::BlockScaling,
     tensor::{
         AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix,
@@ -70,6 +71,8 @@ pub(crate) struct QuantArgs {
     offset: u64,
     position: BlockPosition,
     device_offset: Option<Handle>,
+    /// The units of earlier groups of rows, a word.
+    earlier: Option<Handle>,
     signs: [u32; 4],
 }
 
@@ -86,6 +89,38 @@ pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Resul
         _ => format!("{position:?} of a tensor in groups"),
     };
     Err(Nvfp4Error::value("position", found, expected))
+}
+
+/// The units of `earlier` groups behind which a tensor in `groups` is numbered, of `unit` rows
+/// each, and its position with the `blocks` of one of them.
+///
+/// # Errors
+/// When the groups have no offsets, the tensor stands elsewhere too, or there are no such units.
+pub(super) fn behind_earlier(
+    earlier: &EarlierGroups,
+    position: &BlockPosition,
+    groups: &Groups,
+    (unit, blocks): (usize, usize),
+) -> Result<(Handle, BlockPosition), Nvfp4Error> {
+    if !matches!(groups, Groups::Offsets { .. }) || !position.is_own() {
+        return Err(Nvfp4Error::value(
+            "earlier",
+            format!("groups before {groups:?} at {position:?}"),
+            "groups with offsets, at a position of their own",
+        ));
+    }
+    let row_blocks = u32::try_from(blocks).map_err(|_| {
+        Nvfp4Error::value(
+            "earlier",
+            format!("units of {blocks} blocks"),
+            "fewer than 2^32",
+        )
+    })?;
+    let position = BlockPosition {
+        row_blocks: Some(row_blocks),
+        ..*position
+    };
+    Ok((earlier.units_of(unit)?, position))
 }
 
 /// Fails unless a tensor along `usage` can be padded as `copy` says.
@@ -129,8 +164,21 @@ impl QuantArgs {
                 "to nearest: four over six chooses by the error of rounding to nearest",
             ));
         }
-        let position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
+        let mut position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
         check_position(&position, groups)?;
+        let mut numbering = Numbering::of(&position);
+        let mut earlier = None;
+        if let (Some(before), Some(_)) = (&copy.earlier, stream) {
+            let unit = copy
+                .hadamard
+                .map_or(BLOCK, |hadamard| hadamard.size().elements());
+            let unit = match usage {
+                crate::Usage::Rowwise => (1, x.cols / BLOCK),
+                crate::Usage::Columnwise => (unit, x.cols * unit / BLOCK),
+            };
+            let (units, behind) = behind_earlier(before, &position, groups, unit)?;
+            (numbering, earlier, position) = (Numbering::Behind, Some(units), behind);
+        }
         check_whole_tiles(copy, usage)?;
         // Tensors of groups side by side get their rows where they are launched.
         let rows = match (copy.whole_tiles, groups) {
@@ -162,7 +210,7 @@ impl QuantArgs {
                 policy: BlockPlan {
                     stochastic: stream.is_some(),
                     device_offset: device_offset.is_some(),
-                    numbering: Numbering::of(&position),
+                    numbering,
                     scaling: copy.scaling,
                     conversion,
                 },
@@ -178,6 +226,7 @@ impl QuantArgs {
             offset: stream.map_or(0, |stream| stream.offset),
             position,
             device_offset,
+            earlier,
             signs: copy
                 .hadamard
                 .map_or([0; 4], |hadamard| hadamard.sign_words()),
@@ -228,8 +277,14 @@ impl QuantArgs {
             // SAFETY: there is at least one amax.
             None => unsafe { buffer(&self.out.amax, 1) },
         };
+        let earlier = match &self.earlier {
+            // SAFETY: a word of those that were checked.
+            Some(handle) => unsafe { buffer(handle, 1) },
+            // SAFETY: as above.
+            None => unsafe { buffer(&self.out.amax, 1) },
+        };
         let signs = signs_launch(self.signs);
-        DrawLaunch::new(offset, random, self.position.into(), signs)
+        DrawLaunch::new(offset, random, self.position.into(), earlier, signs)
     }
 }
 
@@ -242,6 +297,8 @@ pub struct Draw {
     pub random: Random,
     /// Where the blocks of the tensor stand.
     pub position: Position,
+    /// The units of the groups of rows before those of the tensor, a word, where the plan says so.
+    pub earlier: Box<[u32]>,
     /// The signs of the transform.
     pub signs: Signs,
 }
@@ -255,7 +312,8 @@ impl Draw {
 
     /// The number by which block `index` draws, of a tensor whose stored rows have `row_blocks`.
     pub fn number(&self, index: usize, row_blocks: usize, #[comptime] policy: BlockPlan) -> u64 {
-        self.position.number(index, row_blocks, policy.numbering)
+        self.position
+            .number(index, row_blocks, &self.earlier, policy.numbering)
     }
 }
 

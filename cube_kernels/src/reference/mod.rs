@@ -14,6 +14,7 @@ mod activation;
 mod amax;
 pub mod attention;
 mod block;
+mod choice_window;
 mod dequantize;
 mod element;
 mod embedding;
@@ -44,6 +45,7 @@ pub use activation::{
     swiglu_backward,
 };
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
+pub use choice_window::{ChoiceWindow, EARLIER_UNITS, sort_window};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
 pub use element::Element;
 pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};

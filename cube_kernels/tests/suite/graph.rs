@@ -206,6 +206,7 @@ fn graph_replays_ms_eden() {
             let random = EdenRandom {
                 stream: STREAM,
                 offset: Some(offset.clone()),
+                earlier: None,
             };
             let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
             let packed =

@@ -298,19 +298,19 @@ fn padding_f16() {
     check_padding::<f16>(&client!("padding_f16"));
 }
 
-/// Rows by number, added up with weights and without, and the gradients. Values and weights have so
-/// few digits that products are exact: sums in the order of the specification have its bits.
+/// Rows by number, added up with weights and without, and the gradients. Each product and each sum
+/// is rounded, in the order of the specification.
 fn check_rows_by_number<T: DeviceElement>(client: &Client) {
     for (tokens, copies, cols) in [(37, 2, 64), (5, 1, 6), (9, 3, 2072), (0, 2, 16)] {
         let what = format!("{tokens} x {copies} rows of {cols} {:?}", T::KIND);
         let slots = tokens * copies;
         let mut random = Generator::new(slots as u32);
         let mut matrix = |rows: usize| -> Vec<T> {
-            let values = (0..rows * cols).map(|_| bf16::from_f32(random.normal()));
-            values.map(|value| T::from_f32(value.to_f32())).collect()
+            let values = (0..rows * cols).map(|_| random.normal());
+            values.map(T::from_f32).collect()
         };
         let (x, grad) = (matrix(slots), matrix(tokens));
-        let weights: Vec<f32> = (0..slots).map(|i| (i % 13) as f32 / 16.0 - 0.25).collect();
+        let weights: Vec<f32> = (0..slots).map(|i| (i % 13) as f32 / 14.0 - 0.25).collect();
         // A permutation: 5 divides none of the numbers of rows but 5, which is left as it is.
         let step = if slots == 5 { 1 } else { 5 };
         let places: Vec<u32> = (0..slots).map(|i| (i * step % slots) as u32).collect();
@@ -358,7 +358,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             &x_there,
             &handle(&choices),
             &weights_there,
-            copies,
+            (copies, moe::Named::All),
         )
         .unwrap();
         let by_rows = read_matrix::<T>(client, &by_rows);
@@ -381,6 +381,104 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             );
         }
     }
+}
+
+/// Where numbers name none, rows are left out, and weights have no gradient.
+#[test]
+fn rows_of_which_some_are_elsewhere() {
+    let client = client!("rows_of_which_some_are_elsewhere");
+    let (tokens, copies, cols) = (5usize, 2usize, 12usize);
+    let slots = tokens * copies;
+    let none = slots as u32;
+    let handle = |words: &[u32]| upload_bytes(&client, bytemuck::cast_slice(words));
+    // Choices 1, 2, 6 and 9 are at places 0 to 3.
+    let choices = [&[1, 2, 6, 9][..], &[none; 6]].concat();
+    let mut places = [none; 10];
+    for (place, &choice) in choices[..4].iter().enumerate() {
+        places[choice as usize] = place as u32;
+    }
+    let values = |rows: usize, first: f32| -> Vec<f32> {
+        (0..rows * cols).map(|i| first + i as f32).collect()
+    };
+    let x = values(tokens, 1.0);
+    let named: Vec<u32> = choices
+        .iter()
+        .map(|choice| choice / copies as u32)
+        .collect();
+    let x_there = upload(&client, &x, tokens, cols);
+    let found = moe::moe_permute(&client, &x_there, &handle(&named), slots).unwrap();
+    let found = read_matrix::<f32>(&client, &found);
+    for (place, &token) in named[..4].iter().enumerate() {
+        let row = &x[token as usize * cols..][..cols];
+        assert_eq!(&found[place * cols..][..cols], row);
+    }
+    // Rows behind the last place are anything: here NaN.
+    let mut y = values(slots, 0.5);
+    y[4 * cols..].fill(f32::NAN);
+    let y_there = upload(&client, &y, slots, cols);
+    let weights: Vec<f32> = (0..slots).map(|i| 0.1 + i as f32).collect();
+    let weights_there = upload_bytes(&client, bytemuck::cast_slice(&weights));
+    let (places_there, shape) = (handle(&places), (tokens, copies));
+    let sums = moe::moe_unpermute(
+        &client,
+        &y_there,
+        &places_there,
+        Some(&weights_there),
+        shape,
+    )
+    .unwrap();
+    let mut expected = vec![0f32; tokens * cols];
+    for (place, &choice) in choices[..4].iter().enumerate() {
+        for column in 0..cols {
+            expected[choice as usize / copies * cols + column] +=
+                weights[choice as usize] * y[place * cols + column];
+        }
+    }
+    assert_eq!(read_matrix::<f32>(&client, &sums), expected);
+    let grad = values(tokens, 2.0);
+    let (by_rows, by_weights) = moe::moe_unpermute_backward(
+        &client,
+        &upload(&client, &grad, tokens, cols),
+        &y_there,
+        &handle(&choices),
+        &weights_there,
+        (copies, moe::Named::Some),
+    )
+    .unwrap();
+    let by_rows = read_matrix::<f32>(&client, &by_rows);
+    let by_weights = read_u32(&client, &by_weights, slots);
+    for (choice, &place) in places.iter().enumerate() {
+        let by_weight = f32::from_bits(by_weights[choice]);
+        if place == none {
+            assert_eq!(by_weight, 0.0, "{choice}");
+            continue;
+        }
+        let row = &by_rows[place as usize * cols..][..cols];
+        let grad = &grad[choice / copies * cols..][..cols];
+        let own = &y[place as usize * cols..][..cols];
+        let terms = || grad.iter().zip(own).map(|(a, b)| a * b);
+        assert!((by_weight - terms().sum::<f32>()).abs() < 1e-4 * by_weight);
+        for (found, grad) in row.iter().zip(grad) {
+            assert_eq!(*found, weights[choice] * grad);
+        }
+    }
+}
+
+/// Groups that are padded without what is behind them.
+#[test]
+fn groups_alone_are_padded() {
+    let client = client!("groups_alone_are_padded");
+    let (rows, cols) = (30, 8);
+    let x: Vec<f32> = (0..rows * cols).map(|i| i as f32).collect();
+    let offsets = [0, 3, 3, 20];
+    let groups = GroupOffsets::new(upload_bytes(&client, bytemuck::cast_slice(&offsets)), 3);
+    let matrix = upload(&client, &x, rows, cols);
+    let (found, padded) = moe::pad_groups_only(&client, &matrix, &groups.unwrap(), 16).unwrap();
+    let (expected, starts) = padding::pad_groups(&x, rows, cols, &offsets, 16);
+    let starts_there = read_u32(&client, &padded.offsets, 4);
+    assert_eq!(starts_there, starts);
+    let end = starts[3] as usize * cols;
+    assert_eq!(read_matrix::<f32>(&client, &found)[..end], expected[..end]);
 }
 
 #[test]
@@ -490,7 +588,8 @@ fn errors_name_the_argument() {
     assert!(error.contains("`x`") && error.contains("even"), "{error}");
     let error = name(moe::moe_unpermute(&client, &x, &small, None, (2, 2)).unwrap_err());
     assert!(error.contains("places") && error.contains("16"), "{error}");
-    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, 2).unwrap_err();
+    let error = moe::moe_unpermute_backward(&client, &x, &x, &small, &small, (2, moe::Named::All))
+        .unwrap_err();
     let error = name(error);
     assert!(error.contains("`x`") && error.contains("8 x 8"), "{error}");
 }

@@ -276,6 +276,7 @@ fn device_offset() {
     let found = quantize(EdenRandom {
         stream: STREAM,
         offset: Some(offset),
+        earlier: None,
     });
     let mut stream = STREAM;
     stream.offset += 5 + (7 << 32);
@@ -410,6 +411,7 @@ fn errors_name_the_argument() {
     let random = EdenRandom {
         stream: STREAM,
         offset: Some(small),
+        earlier: None,
     };
     let error =
         quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), target, random).unwrap_err();

@@ -499,6 +499,7 @@ fn launch_geometry_does_not_matter() {
                             (STREAM.offset >> 32) as u32,
                         ),
                         PositionLaunch::new(0, 0, 0, 0, 0, 0, 0),
+                        BufferArg::from_raw_parts(amax.clone(), 1),
                         SignsLaunch::new(0, 0, 0, 0),
                     ),
                     QuantOutArgs::Packed(PackedOutLaunch::new(

@@ -192,6 +192,24 @@ fn sorted_choices_equal_the_oracle() {
                 let found = read_u32(&client, found, expected.len());
                 assert_eq!(&found, expected, "{what}");
             }
+            let middle = experts / 2;
+            let windows = [0..experts, 0..1, middle..experts, middle..middle + 1];
+            for held in windows {
+                let what = format!("{what}, {held:?}");
+                let window = held.clone();
+                let found = moe::sort_window(&client, &on_device, slots, experts, window).unwrap();
+                let expected = reference::sort_window(chosen, experts, held);
+                for (name, found, expected) in [
+                    ("choices", &found.choices, &expected.choices),
+                    ("places", &found.places, &expected.places),
+                    ("offsets", &found.offsets, &expected.offsets),
+                    ("earlier", &found.earlier, &expected.earlier),
+                    ("counts", &found.counts, &expected.counts),
+                ] {
+                    let found = read_u32(&client, found, expected.len());
+                    assert_eq!(&found, expected, "{what}: {name}");
+                }
+            }
         }
     }
 }
@@ -216,4 +234,10 @@ fn router_arguments_are_named() {
     assert!(error(4, 4, 1).contains("`logits`"));
     let error = moe::sort_choices(&client, &logits, 13, 4).unwrap_err();
     assert!(error.to_string().contains("`chosen`"), "{error}");
+    let error = moe::sort_window(&client, &logits, 13, 4, 0..2).unwrap_err();
+    assert!(error.to_string().contains("`chosen`"), "{error}");
+    for held in [2..2, 3..5] {
+        let error = moe::sort_window(&client, &logits, 12, 4, held).unwrap_err();
+        assert!(error.to_string().contains("`held`"), "{error}");
+    }
 }

@@ -7,10 +7,10 @@ use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin, QuantizedTensor,
     RandomStream, Rounding, Usage,
-    moe::GroupOffsets,
-    quantize::{self, QuantRequest},
+    moe::{EarlierGroups, GroupOffsets},
+    quantize::{self, EdenRandom, EdenSource, QuantRequest},
     reference::{self, EdenParams, EdenTarget},
-    tensor::{AmaxGranularity, DeviceQuantized, Groups},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, Groups},
 };
 
 use crate::support::device::{offsets, upload};
@@ -466,7 +466,8 @@ fn pieces_with_gaps_by_ms_eden() {
     }
 }
 
-/// The groups of one rank, from some group on, draw what they draw among all groups.
+/// The groups of one rank, from some group on, draw what they draw among all groups, whether the
+/// host knows where they begin or the device does.
 #[test]
 fn groups_begin_at_a_block() {
     let client = client!("groups_begin_at_a_block");
@@ -485,7 +486,7 @@ fn groups_begin_at_a_block() {
                 blocks.sum::<usize>() * cols
             }
         };
-        let made = |shard: Shard, sizes: &[usize], stream| {
+        let made_behind = |shard: Shard, sizes: &[usize], stream, earlier| {
             let (rows, cols) = shard.shape;
             let x = upload(&client, &whole.values(shard), rows, cols);
             let Groups::Offsets { offsets, count } = offsets(&client, sizes) else {
@@ -495,7 +496,10 @@ fn groups_begin_at_a_block() {
             let request = QuantRequest {
                 amax: &amax,
                 scope: AmaxGranularity::PerTensor,
-                copy: params(stream, None).into(),
+                copy: DeviceNvfp4Params {
+                    earlier,
+                    ..params(stream, None).into()
+                },
             };
             let (row, col) = match usage {
                 Usage::Rowwise => (Some(&request), None),
@@ -505,6 +509,7 @@ fn groups_begin_at_a_block() {
             let made = quantize::quantize_side_by_side(&client, &x, &groups, row, col);
             made.map(|(row, col)| row.or(col).unwrap())
         };
+        let made = |shard: Shard, sizes: &[usize], stream| made_behind(shard, sizes, stream, None);
         let all = made(whole.shards()[0], &sizes, STREAM).unwrap();
         let position = BlockPosition {
             first: blocks_before as u64,
@@ -512,6 +517,20 @@ fn groups_begin_at_a_block() {
         };
         let found = made(own, &sizes[before..], STREAM.at(position)).unwrap();
         let (all_codes, codes) = (read(&client, &all.codes), read(&client, &found.codes));
+        // What is before them in device memory: the units of 1, 16, 32, 64 and 128 rows.
+        let units = [1, 16, 32, 64, 128].map(|unit| {
+            sizes[..before]
+                .iter()
+                .map(|rows| rows.div_ceil(unit) as u32)
+                .sum()
+        });
+        let units: [u32; 5] = units;
+        let units = client.create_from_slice(bytemuck::cast_slice(&units));
+        let earlier = || Some(EarlierGroups::new(units.clone()).unwrap());
+        let behind = made_behind(own, &sizes[before..], STREAM, earlier()).unwrap();
+        assert_eq!(read(&client, &behind.codes), codes, "{usage:?}");
+        let refused = made_behind(own, &sizes[before..], STREAM.at(position), earlier());
+        assert!(refused.err().unwrap().to_string().contains("`earlier`"));
         match usage {
             Usage::Rowwise => assert_eq!(codes, all_codes[blocks_before * 8..]),
             Usage::Columnwise => {
@@ -532,5 +551,78 @@ fn groups_begin_at_a_block() {
         };
         let refused = made(own, &sizes[before..], STREAM.at(rows_of_their_own));
         assert!(refused.err().unwrap().to_string().contains("no row_blocks"));
+    }
+}
+
+/// The same by MS-EDEN, which draws for 128 elements at once.
+#[test]
+fn groups_by_ms_eden_begin_where_the_device_says() {
+    let client = client!("groups_by_ms_eden_begin_where_the_device_says");
+    let (sizes, cols, before) = ([40usize, 0, 33, 50], 128, 2);
+    let whole = Whole::new(sizes.iter().sum(), cols);
+    let first_row: usize = sizes[..before].iter().sum();
+    let own = Shard {
+        start: (first_row, 0),
+        shape: (whole.rows - first_row, cols),
+    };
+    let units = |unit: usize| {
+        sizes[..before]
+            .iter()
+            .map(move |rows| rows.div_ceil(unit) as u32)
+    };
+    let earlier: [u32; 5] = [1, 16, 32, 64, 128].map(|unit| units(unit).sum());
+    let earlier = client.create_from_slice(bytemuck::cast_slice(&earlier));
+    let x = upload(&client, &whole.values(own), own.shape.0, cols);
+    let groups = offsets(&client, &sizes[before..]);
+    let amax = device_amax(&client, &vec![Amax::Tensor(4.0); sizes.len() - before]);
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
+    for usage in USAGES {
+        let first = match usage {
+            Usage::Rowwise => first_row * cols / BLOCK,
+            Usage::Columnwise => units(GROUP).sum::<u32>() as usize * cols * GROUP / BLOCK,
+        };
+        let made = |random: EdenRandom| {
+            let source = EdenSource::Grouped(&x, &groups);
+            let made = quantize::ms_eden(&client, source, usage, &amax, &hadamard, TARGET, random);
+            let made = made.unwrap();
+            (read(&client, &made.codes), read(&client, &made.scales))
+        };
+        let position = BlockPosition {
+            first: first as u64,
+            ..BlockPosition::default()
+        };
+        let expected = made(STREAM.at(position).into());
+        let found = made(EdenRandom {
+            earlier: Some(EarlierGroups::new(earlier.clone()).unwrap()),
+            ..STREAM.into()
+        });
+        // Behind the last of columnwise groups is what was there.
+        let used: usize = sizes[before..]
+            .iter()
+            .map(|rows| rows.div_ceil(GROUP))
+            .sum();
+        let (outer, used) = match usage {
+            Usage::Rowwise => (own.shape.0, cols),
+            Usage::Columnwise => (cols, used * GROUP),
+        };
+        let of = |bytes: &[u8], elements: usize| {
+            let pitch = bytes.len() / outer;
+            let used = used / elements;
+            bytes
+                .chunks_exact(pitch)
+                .flat_map(|row| row[..used].to_vec())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of(&found.0, 2), of(&expected.0, 2), "{usage:?}: codes");
+        assert_eq!(
+            of(&found.1, BLOCK),
+            of(&expected.1, BLOCK),
+            "{usage:?}: scales"
+        );
+        assert_ne!(
+            made(STREAM.into()).1,
+            expected.1,
+            "{usage:?}: the position counts"
+        );
     }
 }

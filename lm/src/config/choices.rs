@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use burn_nvfp4::nn::ExpertDispatch;
 use burn_nvfp4::recipe::Healing;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -149,6 +150,27 @@ impl ModelKind {
         match self {
             Self::Dense => None,
             Self::Moe => Some(8),
+        }
+    }
+}
+
+/// How tokens travel to the ranks of their experts; see [`ExpertDispatch`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExpertDispatchName {
+    /// Each choice to the rank of its expert, and the result back: the host counts the tokens of
+    /// each expert in each block. The bits of one rank.
+    AllToAll,
+    /// All tokens to all ranks, and the sums of what their experts make of them back: nothing waits
+    /// for the host.
+    AllGather,
+}
+
+impl From<ExpertDispatchName> for ExpertDispatch {
+    fn from(name: ExpertDispatchName) -> Self {
+        match name {
+            ExpertDispatchName::AllToAll => Self::AllToAll,
+            ExpertDispatchName::AllGather => Self::AllGather,
         }
     }
 }

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use burn_nvfp4::attention::MAX_HEAD;
 
-use super::choices::OptimizerName;
+use super::choices::{ExpertDispatchName, OptimizerName};
 use super::model::VOCABULARY;
 use super::run::RunConfig;
 
@@ -18,6 +18,18 @@ impl RunConfig {
         let all = self.parameters() / self.tp;
         let experts = self.model.expert_parameters() / self.tp;
         all - experts + experts / self.ep
+    }
+
+    /// How tokens travel to the ranks of their experts: as the run says, else by an all-gather
+    /// where a graph asks for it, or where that sends no more than an all-to-all, which sends each
+    /// token to as many ranks as it has experts, at most.
+    pub fn expert_dispatch(&self) -> ExpertDispatchName {
+        let sends_no_more = self.ep <= self.model.top_k;
+        let default = match self.graph || sends_no_more {
+            true => ExpertDispatchName::AllGather,
+            false => ExpertDispatchName::AllToAll,
+        };
+        self.ep_dispatch.unwrap_or(default)
     }
 
     /// The data-parallel ranks among `ranks`: those that take other parts of each batch.
@@ -106,9 +118,10 @@ impl RunConfig {
              be a multiple of {ep}"
         );
         ensure!(
-            !self.graph,
-            "ep is {ep} and graph is true, but the host counts the tokens of each expert in each \
-             step, which a graph cannot have: leave out one of them"
+            !(self.graph && self.expert_dispatch() == ExpertDispatchName::AllToAll),
+            "ep is {ep}, ep-dispatch is all-to-all and graph is true, but the host counts the \
+             tokens of each expert in each step, which a graph cannot have: leave out graph, or \
+             give --ep-dispatch all-gather"
         );
         Ok(())
     }

@@ -61,6 +61,7 @@ impl RunConfig {
             dp: None,
             tp: 1,
             ep: 1,
+            ep_dispatch: None,
             fsdp: false,
             zero1: false,
             rht: true,

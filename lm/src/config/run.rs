@@ -10,7 +10,9 @@ use burn_nvfp4::recipe::Healing;
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Serialize};
 
-use super::choices::{Activation, Decoration, HealingOption, OptimizerName, Preset, RecipeName};
+use super::choices::{
+    Activation, Decoration, ExpertDispatchName, HealingOption, OptimizerName, Preset, RecipeName,
+};
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
 
@@ -148,6 +150,11 @@ pub struct RunConfig {
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub ep: usize,
+    /// Choose how tokens travel to the ranks of their experts, with --ep [default: all-gather where
+    /// a byte has as many experts as there are ranks, or more, or with --graph; else all-to-all]
+    #[arg(long, value_name = "HOW")]
+    #[serde(default)]
+    pub ep_dispatch: Option<ExpertDispatchName>,
     /// Shard parameters, gradients and optimizer state over the data-parallel ranks, instead of
     /// keeping all of them on each (FSDP)
     #[arg(long)]

@@ -157,9 +157,10 @@ fn what_ranks_cannot_split_is_said() {
         (&["ep is 2", "experts is 3"], |c| {
             (c.tp, c.ep, c.model.experts) = (1, 2, Some(3));
         }),
-        (&["ep is 2", "graph"], |c| {
+        (&["ep is 2", "all-to-all", "graph", "all-gather"], |c| {
             (c.tp, c.ep, c.model.experts) = (1, 2, Some(4));
             (c.graph, c.device) = (true, "cuda:0".into());
+            c.ep_dispatch = Some(ExpertDispatchName::AllToAll);
         }),
         (&["fsdp and zero1 are true"], |c| {
             (c.fsdp, c.zero1) = (true, true);
@@ -174,6 +175,31 @@ fn what_ranks_cannot_split_is_said() {
         for name in names {
             assert!(error.contains(name), "no {name}: {error}");
         }
+    }
+}
+
+/// Tokens travel to all ranks where that sends no more, and in a graph.
+#[test]
+fn tokens_travel_as_the_layout_says() {
+    use ExpertDispatchName::{AllGather, AllToAll};
+    let mut config = RunConfig::preset(Preset::Tiny, "cuda:0");
+    (config.model.experts, config.model.top_k) = (Some(8), 2);
+    for (ep, graph, expected) in [
+        (2, false, AllGather),
+        (2, true, AllGather),
+        (4, false, AllToAll),
+        (4, true, AllGather),
+    ] {
+        (config.ep, config.graph) = (ep, graph);
+        config.check().unwrap();
+        assert_eq!(config.expert_dispatch(), expected, "ep {ep}, graph {graph}");
+        config.ep_dispatch = Some(AllGather);
+        assert_eq!(config.expert_dispatch(), AllGather);
+        config.check().unwrap();
+        config.ep_dispatch = Some(AllToAll);
+        assert_eq!(config.expert_dispatch(), AllToAll);
+        assert_eq!(config.check().is_err(), graph);
+        config.ep_dispatch = None;
     }
 }
 

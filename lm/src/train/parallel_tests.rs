@@ -13,7 +13,7 @@ use burn_pack::Reader;
 use nvfp4_parallel::loopback;
 
 use super::*;
-use crate::config::{Activation, Preset};
+use crate::config::{Activation, ExpertDispatchName, Preset};
 use crate::data::Batch;
 use crate::model::{ParallelTransformer, Transformer};
 
@@ -103,6 +103,17 @@ fn experts(steps: u64, ep: usize) -> RunConfig {
     config.model.experts = Some(4);
     RunConfig { ep, ..config }
 }
+
+/// The same, whose tokens travel as `dispatch` says.
+fn experts_by(dispatch: ExpertDispatchName, steps: u64, ep: usize) -> RunConfig {
+    RunConfig {
+        ep_dispatch: Some(dispatch),
+        ..experts(steps, ep)
+    }
+}
+
+const DISPATCHES: [ExpertDispatchName; 2] =
+    [ExpertDispatchName::AllToAll, ExpertDispatchName::AllGather];
 
 fn nvfp4(config: RunConfig) -> RunConfig {
     RunConfig {
@@ -305,20 +316,27 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
         ..config
     };
     // Only experts are quantized.
-    let quantized_experts = |ep: usize| RunConfig {
+    let quantized_experts = |dispatch, ep: usize| RunConfig {
         high_precision: vec!["attention".into()],
-        ..nvfp4(experts(1, ep))
+        ..nvfp4(experts_by(dispatch, 1, ep))
     };
-    type Layouts = [(RunConfig, usize); 3];
+    let [all_to_all, all_gather] = DISPATCHES;
+    type Layouts = Vec<(RunConfig, usize)>;
     let tensor = || tensor_parallel(1, 2);
     let cases: [(Layouts, f32); 4] = [
-        ([(config(1), 1), (tensor(), 2), (tensor(), 4)], 5e-6),
+        (vec![(config(1), 1), (tensor(), 2), (tensor(), 4)], 5e-6),
         (
-            [(experts(1, 1), 1), (experts(1, 2), 2), (experts(1, 2), 4)],
+            vec![
+                (experts(1, 1), 1),
+                (experts_by(all_to_all, 1, 2), 2),
+                (experts_by(all_to_all, 1, 2), 4),
+                (experts_by(all_gather, 1, 2), 2),
+                (experts_by(all_gather, 1, 2), 4),
+            ],
             5e-6,
         ),
         (
-            [
+            vec![
                 (nvfp4(config(1)), 1),
                 (nvfp4(tensor()), 2),
                 (nvfp4(tensor_parallel(1, 4)), 4),
@@ -326,21 +344,24 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
             1e-2,
         ),
         (
-            [
-                (quantized_experts(1), 1),
-                (quantized_experts(2), 2),
-                (quantized_experts(4), 4),
+            vec![
+                (quantized_experts(all_to_all, 1), 1),
+                (quantized_experts(all_to_all, 2), 2),
+                (quantized_experts(all_to_all, 4), 4),
+                (quantized_experts(all_gather, 2), 2),
+                (quantized_experts(all_gather, 4), 4),
             ],
             5e-6,
         ),
     ];
     for (layouts, bound) in cases {
-        let checkpoints = layouts.map(|(config, ranks)| {
+        let checkpoints = layouts.into_iter().map(|(config, ranks)| {
             let folder = Folder::new();
             losses(&clipped(config), &corpus, &folder, ranks);
             folder.checkpoint()
         });
-        let [one, others @ ..] = &checkpoints;
+        let checkpoints: Vec<_> = checkpoints.collect();
+        let (one, others) = checkpoints.split_first().unwrap();
         for other in others {
             let found = distance(&other.optimizer, &one.optimizer);
             assert!(found < bound, "moments differ by {found:e}");
@@ -382,7 +403,9 @@ fn a_stopped_run_reaches_the_same_bytes() {
     let corpus = corpus();
     for (config, ranks) in [
         (tensor_parallel(6, 2), 2),
-        (experts(6, 2), 2),
+        (experts_by(ExpertDispatchName::AllToAll, 6, 2), 2),
+        (experts_by(ExpertDispatchName::AllGather, 6, 2), 2),
+        (experts_by(ExpertDispatchName::AllGather, 6, 2), 4),
         (tensor_parallel(6, 2), 4),
     ] {
         let config = nvfp4(config);
@@ -402,11 +425,15 @@ fn expert_parallel_ranks_train_as_one() {
     let corpus = corpus();
     let steps = 50;
     let expected = losses(&experts(steps, 1), &corpus, &Folder::new(), 1);
-    for (ep, ranks) in [(2, 2), (4, 4), (2, 4)] {
-        let found = losses(&experts(steps, ep), &corpus, &Folder::new(), ranks);
-        let error = largest_difference(&found, &expected);
-        eprintln!("{ranks} ranks, ep {ep}: {error:e}");
-        assert!(error < 1e-6, "{ranks} ranks, ep {ep}: {error:e}");
+    for dispatch in DISPATCHES {
+        for (ep, ranks) in [(2, 2), (4, 4), (2, 4)] {
+            let config = experts_by(dispatch, steps, ep);
+            let found = losses(&config, &corpus, &Folder::new(), ranks);
+            let error = largest_difference(&found, &expected);
+            let what = format!("{dispatch:?}, {ranks} ranks, ep {ep}");
+            eprintln!("{what}: {error:e}");
+            assert!(error < 1e-6, "{what}: {error:e}");
+        }
     }
 }
 

@@ -8,22 +8,20 @@ use crate::ops::routing::RoutingOps;
 use crate::parallel::{ProcessGroup, functions};
 
 /// The balance loss and the z-loss of the tokens of all ranks of `group`, given the logits of this
-/// rank's tokens (`f32[tokens, experts]`) and the choices of each expert on all ranks, on the host
-/// and on the device (`i32[experts]`); see [`MoeOutput`](super::MoeOutput).
+/// rank's tokens (`f32[tokens, experts]`), the number of the tokens of all ranks, `of`, and the
+/// choices of each expert on all ranks, `counts` (`i32[experts]`); see
+/// [`MoeOutput`](super::MoeOutput).
 ///
 /// Differentiable: the gradient by the logits is that of the sum of what all ranks make of the
 /// losses.
 pub(super) fn batch_losses(
     logits: Tensor<2>,
-    (totals, counts): (&[usize], Tensor<1, Int>),
+    (of, counts): (usize, Tensor<1, Int>),
     top_k: usize,
     group: &ProcessGroup,
 ) -> [Tensor<1>; 2] {
     let [tokens, experts] = logits.dims();
-    let part = BatchPart {
-        tokens,
-        of: totals.iter().sum::<usize>() / top_k,
-    };
+    let part = BatchPart { tokens, of };
     let router = Router {
         experts,
         top_k,

@@ -1,11 +1,12 @@
 //! A mixture of experts.
 
 mod exchange;
+mod gathered;
 mod losses;
 mod parallel;
 mod steps;
 
-pub use parallel::{ExpertParallelMoe, expert_parameters};
+pub use parallel::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
 
 use burn_core as burn;
 

@@ -10,6 +10,7 @@ use nvfp4_kernels::Nvfp4Error;
 use super::super::parts::PartIds;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, Routing, rows};
 use super::exchange::{ExpertExchange, gather_counts, ints, total_counts};
+use super::gathered::{GatheredChoices, gather_tokens, sum_counts};
 use super::losses::batch_losses;
 use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
@@ -17,13 +18,26 @@ use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
 use crate::parallel::{ProcessGroup, broadcast, whole_dims};
 
+/// How tokens travel to the ranks of their experts, and what these make of them back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertDispatch {
+    /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once.
+    /// The host waits for the counts, once in each forward.
+    #[default]
+    AllToAll,
+    /// By an all-gather of the tokens of all ranks, which have as many each, and a reduce-scatter
+    /// of the sums of what each rank's experts make of them. Nothing waits for the device, so that
+    /// a [graph](crate::graph) can have it; each token travels to all ranks, and memory is that of
+    /// all choices on each.
+    AllGather,
+}
+
 /// An [`Nvfp4Moe`] with its experts on several ranks: rank `r` of `n` has experts `r · experts / n`
 /// up to `(r + 1) · experts / n`. All ranks have the router and the shared expert.
 ///
 /// Each rank has tokens of its own, its part of the batch. It sends each to the ranks of its
-/// experts (dispatch), and gets the results back (combine), by all-to-all of unequal counts: no
-/// expert has a capacity and no token is dropped. Which counts they are the host has to know, so it
-/// waits for the device once in each forward.
+/// experts (dispatch), and gets the results back (combine), in either way of [`ExpertDispatch`]: no
+/// expert has a capacity and no token is dropped.
 ///
 /// # One rank
 ///
@@ -31,10 +45,13 @@ use crate::parallel::{ProcessGroup, broadcast, whole_dims};
 /// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
 /// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
 /// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
-/// order for another number of rows. Stochastic rounding draws the same bits too: blocks are
-/// numbered as one rank numbers those of all experts. For that, layers of experts draw as one rank
-/// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`): ranks with the same number in
-/// data parallelism have the same.
+/// order for another number of rows. With [`ExpertDispatch::AllGather`] an output is the sum of
+/// what the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once:
+/// it has the bits of one rank in `f32` with at most two experts for each token.
+///
+/// Stochastic rounding draws the same bits too: blocks are numbered as one rank numbers those of
+/// all experts. For that, layers of experts draw as one rank ([`set_rank`](crate::state::set_rank)
+/// of `gate_up` and `down`): ranks with the same number in data parallelism have the same.
 ///
 /// # Gradients
 ///
@@ -92,6 +109,8 @@ pub struct ExpertParallelMoe {
     batch: Option<ProcessGroup>,
     #[module(skip)]
     settings: MoeSettings,
+    #[module(skip)]
+    dispatch: ExpertDispatch,
     /// Of the layers that `gate_up` and `down` of all experts were made of.
     #[module(skip)]
     ids: [Option<Vec<PartIds>>; 2],
@@ -158,6 +177,7 @@ impl ExpertParallelMoe {
             group: group.clone(),
             batch: None,
             settings: moe.settings,
+            dispatch: ExpertDispatch::default(),
             ids: [gate_up_ids, down_ids],
         })
     }
@@ -195,6 +215,17 @@ impl ExpertParallelMoe {
         self
     }
 
+    /// The same mixture, whose tokens travel as `dispatch` says; all ranks choose the same.
+    pub fn with_dispatch(mut self, dispatch: ExpertDispatch) -> Self {
+        self.dispatch = dispatch;
+        self
+    }
+
+    /// How tokens travel.
+    pub fn dispatch(&self) -> ExpertDispatch {
+        self.dispatch
+    }
+
     /// The ranks that the experts are on.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
@@ -218,7 +249,7 @@ impl ExpertParallelMoe {
     /// # Shapes
     ///
     /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token;
-    ///   ranks may have different numbers of them
+    ///   ranks may have different numbers of them, but not with [`ExpertDispatch::AllGather`]
     /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
     ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
     ///   such)
@@ -227,15 +258,34 @@ impl ExpertParallelMoe {
     /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
     /// supported, or the parts do not fit each other: before anything is queued, on this rank
     /// alone, whose absence ends the others' calls. On all ranks when an expert's rank would get
-    /// 2^31 tokens or more.
+    /// 2^31 choices or more, which with [`ExpertDispatch::AllGather`] are those of all ranks.
     ///
     /// # Panics
     /// When the group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
+        let (x, dims) = rows(x);
+        let MoeOutput {
+            output,
+            balance_loss,
+            z_loss,
+            counts,
+        } = match self.dispatch {
+            ExpertDispatch::AllToAll => self.by_all_to_all(x)?,
+            ExpertDispatch::AllGather => self.by_all_gather(x)?,
+        };
+        Ok(MoeOutput {
+            output: output.reshape(dims),
+            balance_loss,
+            z_loss,
+            counts,
+        })
+    }
+
+    /// Tokens to the ranks of their experts, and results back.
+    fn by_all_to_all(&self, x: Tensor<2>) -> Result<MoeOutput<2>, Nvfp4Error> {
         let parts = self.parts();
         let experts = parts.experts();
-        let (x, dims) = rows(x);
         let logits = parts.logits(x.clone());
         let MoeRoute {
             chosen, weights, ..
@@ -261,12 +311,46 @@ impl ExpertParallelMoe {
         let top_k = self.settings.top_k;
         let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
         let counts = ints(&counts, &x.device());
-        let [balance_loss, z_loss] = batch_losses(logits, (totals, counts.clone()), top_k, batch);
+        let of = totals.iter().sum::<usize>() / top_k;
+        let [balance_loss, z_loss] = batch_losses(logits, (of, counts.clone()), top_k, batch);
         if let Some(shared) = shared {
             output = output + shared;
         }
         Ok(MoeOutput {
-            output: output.reshape(dims),
+            output,
+            balance_loss,
+            z_loss,
+            counts,
+        })
+    }
+
+    /// The tokens of all ranks to each, and the sums of what all experts make of them back.
+    fn by_all_gather(&self, x: Tensor<2>) -> Result<MoeOutput<2>, Nvfp4Error> {
+        let parts = self.parts();
+        let all = gather_tokens(x.clone(), &self.group);
+        let logits = parts.logits(x.clone());
+        let MoeRoute {
+            chosen,
+            weights,
+            counts,
+            ..
+        } = parts.route(logits.clone())?;
+        let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
+        let (window, first) = (&choices.window, choices.first);
+        let results = parts.run_window(window.dispatch(all), window, first)?;
+        let (counts, batch) = match &self.batch {
+            Some(batch) => (sum_counts(counts, batch), batch),
+            None => (window.counts.clone(), &self.group),
+        };
+        let [tokens, _] = x.dims();
+        let (of, top_k) = (tokens * batch.size(), self.settings.top_k);
+        let mut output = choices.combine(results);
+        let [balance_loss, z_loss] = batch_losses(logits, (of, counts.clone()), top_k, batch);
+        if let Some(shared) = parts.run_shared(x)? {
+            output = output + shared;
+        }
+        Ok(MoeOutput {
+            output,
             balance_loss,
             z_loss,
             counts,

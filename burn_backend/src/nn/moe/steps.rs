@@ -1,13 +1,14 @@
 //! The steps of a mixture, whichever rank its experts are on.
 
+use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
 use burn_nn::Linear;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
-use crate::experts::{ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
-use crate::ops::RowGroups;
+use crate::experts::{ChoiceWindow, ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
+use crate::ops::{LinearSpec, RowGroups};
 use crate::parallel::whole_dims;
 use crate::validate;
 
@@ -100,14 +101,37 @@ impl MoeParts<'_> {
         experts: &ExpertOffsets,
         earlier: &[usize],
     ) -> Result<Tensor<2>, Nvfp4Error> {
+        let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
+        let behind = |spec: LinearSpec, dims| spec.behind_experts(earlier, dims);
+        self.run_groups((sorted, experts), groups, behind)
+    }
+
+    /// The same of the tokens of all ranks, those of this rank's experts first: what others hold
+    /// does not matter. `first` is the first of its experts, of all.
+    pub fn run_window(
+        &self,
+        sorted: Tensor<2>,
+        window: &ChoiceWindow,
+        first: usize,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let behind = |spec: LinearSpec, dims| spec.behind_weights(first, dims);
+        self.run_groups((sorted, &window.experts), window.groups(), behind)
+    }
+
+    /// `behind` numbers the blocks of a layer with weights `[d_in, d_out]`.
+    fn run_groups(
+        &self,
+        (sorted, experts): (Tensor<2>, &ExpertOffsets),
+        groups: RowGroups<Dispatch>,
+        behind: impl Fn(LinearSpec, [usize; 2]) -> LinearSpec,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
         self.gate_up.check(&sorted, experts)?;
         let mut input = self.gate_up.part(sorted.is_tracked())?;
         let mut output = self.down.part(input.tracks(&sorted))?;
         for part in [&mut input, &mut output] {
             let [_, d_in, d_out] = part.weight.dims();
-            part.spec.0 = part.spec.0.behind_experts(earlier, [d_in, d_out]);
+            part.spec.0 = behind(part.spec.0, [d_in, d_out]);
         }
-        let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
         let recompute = self.settings.recompute;
         Ok(swiglu_between(sorted, input, output, groups, recompute))
     }

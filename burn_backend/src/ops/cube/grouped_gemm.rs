@@ -1,7 +1,7 @@
 //! GEMMs whose rows, or whose contraction, are in groups. Nothing waits for the device.
 
 use burn_core::backend::{
-    get_or_init_device_settings,
+    Scalar, get_or_init_device_settings,
     ops::{BoolTensorOps, FloatTensorOps, IntTensorOps},
 };
 use burn_core::tensor::{DType, FloatDType, IntDType, Shape, Slice};
@@ -16,7 +16,7 @@ use nvfp4_kernels::tensor::Matrix;
 use nvfp4_kernels::{BLOCK, Format, ScaleLayout, Usage, moe};
 
 use super::super::operands::stacked;
-use super::super::tensors::{Operand, RowGroups};
+use super::super::tensors::{Operand, OtherRows, RowGroups};
 use super::super::{float_dtype, trace_op};
 use super::gemm::{DeviceOperand, bias_matrix};
 use super::quantize::dequantize;
@@ -33,7 +33,7 @@ pub(super) fn m_grouped(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
     bias: Option<CubeTensor>,
-    offsets: CubeTensor,
+    (offsets, others): (CubeTensor, OtherRows),
     dtype: FloatDType,
 ) -> CubeTensor {
     let like = like(&a);
@@ -70,7 +70,9 @@ pub(super) fn m_grouped(
             .out(float_kind(dtype));
         launched(gemm::gemm(&like.client, &request)).matrix
     };
-    launched(moe::zero_padding_rows(&like.client, &out, &groups));
+    if others == OtherRows::Zero {
+        launched(moe::zero_padding_rows(&like.client, &out, &groups));
+    }
     result(&like, out)
 }
 
@@ -78,7 +80,7 @@ pub(super) fn m_grouped(
 pub(super) fn k_grouped(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
-    offsets: CubeTensor,
+    (offsets, others): (CubeTensor, OtherRows),
     tokens: usize,
     dtype: FloatDType,
 ) -> CubeTensor {
@@ -90,6 +92,11 @@ pub(super) fn k_grouped(
         (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
             let groups = offsets.meta.shape()[0] - 1;
             trace_masked(m, n, groups, float_dtype(x.dtype));
+            let [x, dy] = match others {
+                OtherRows::Zero => [x, dy],
+                // Masks are factors, and a factor of 0 leaves a NaN.
+                OtherRows::Undefined => [x, dy].map(|x| within_groups(x, &offsets)),
+            };
             return masked_k(x, dy, offsets, dtype);
         }
         operands => operands,
@@ -112,7 +119,12 @@ pub(super) fn k_grouped(
         DeviceOperand::grouped(match operand {
             Operand::Float(x, usage) => {
                 let x = Source::new(x);
-                let padded = moe::pad_groups(&like.client, &x.matrix, &groups, unit);
+                let padded = match others {
+                    OtherRows::Zero => moe::pad_groups(&like.client, &x.matrix, &groups, unit),
+                    OtherRows::Undefined => {
+                        moe::pad_groups_only(&like.client, &x.matrix, &groups, unit)
+                    }
+                };
                 Operand::Float(result(&x.tensor, launched(padded).0), usage)
             }
             quantized => quantized,
@@ -189,6 +201,20 @@ fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType)
     let to = CubeBackend::int_lower(numbers, offset(group + 1), bool_dtype);
     let members = CubeBackend::bool_into_float(CubeBackend::bool_and(from, to), dtype);
     CubeBackend::float_reshape(members, Shape::new([tokens, 1]))
+}
+
+/// `x` with zeros in its rows behind the last group.
+fn within_groups(x: CubeTensor, offsets: &CubeTensor) -> CubeTensor {
+    let (int, device) = (IntDType::I32, offsets.device.clone());
+    let bool_dtype = get_or_init_device_settings::<CubeBackend>(&device).bool_dtype;
+    let (tokens, shape) = (x.meta.shape()[0], x.meta.shape().clone());
+    let last = offsets.meta.shape()[0] - 1;
+    let end = CubeBackend::int_slice(offsets.clone(), &[Slice::from(last..last + 1)]);
+    let end = CubeBackend::int_expand(CubeBackend::int_cast(end, int), Shape::new([tokens]));
+    let numbers = CubeBackend::int_arange(0..tokens as i64, &device, int);
+    let others = CubeBackend::int_greater_equal(numbers, end, bool_dtype);
+    let others = CubeBackend::bool_reshape(others, Shape::new([tokens, 1]));
+    CubeBackend::float_mask_fill(x, CubeBackend::bool_expand(others, shape), Scalar::from(0))
 }
 
 /// The M-grouped GEMM with the stack `w` (`[experts, n, k]`) in any float type: all tokens by the

@@ -19,8 +19,8 @@ use super::packed::PackedOps;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix,
-    QuantizedPair, RowGroups, UnpermuteGradients,
+    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
+    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 
@@ -126,10 +126,14 @@ impl Nvfp4KernelOps for CubeBackend {
         let bias = bias.into_option();
         match groups {
             GemmGroups::None => gemm::dense(a, b, bias, dtype),
-            GemmGroups::M(offsets) => grouped_gemm::m_grouped(a, b, bias, offsets, dtype),
-            GemmGroups::K { offsets, tokens } => {
-                grouped_gemm::k_grouped(a, b, offsets, tokens, dtype)
+            GemmGroups::M { offsets, others } => {
+                grouped_gemm::m_grouped(a, b, bias, (offsets, others), dtype)
             }
+            GemmGroups::K {
+                offsets,
+                tokens,
+                others,
+            } => grouped_gemm::k_grouped(a, b, (offsets, others), tokens, dtype),
         }
     }
 
@@ -149,8 +153,22 @@ impl Nvfp4KernelOps for CubeBackend {
         x: FloatTensor<Self>,
         weights: MaybeTensor<Self>,
         places: IntTensor<Self>,
+        named: Named,
     ) -> FloatTensor<Self> {
-        moe::sum_rows(x, weights, places)
+        moe::sum_rows(x, weights, places, named)
+    }
+
+    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
+        moe::named_rows(x, numbers)
+    }
+
+    fn nvfp4_activation_of_groups(
+        x: FloatTensor<Self>,
+        grad: MaybeTensor<Self>,
+        groups: RowGroups<Self>,
+        activation: Activation,
+    ) -> FloatTensor<Self> {
+        quantize::activation_of_rows(x, grad.into_option(), groups, activation)
     }
 
     fn nvfp4_moe_unpermute_backward(
@@ -159,7 +177,8 @@ impl Nvfp4KernelOps for CubeBackend {
         weights: FloatTensor<Self>,
         places: IntTensor<Self>,
         choices: IntTensor<Self>,
+        named: Named,
     ) -> UnpermuteGradients<Self> {
-        moe::unpermute_backward(dout, y, weights, places, choices)
+        moe::unpermute_backward(dout, y, weights, (places, choices), named)
     }
 }

@@ -6,7 +6,7 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::moe;
 
 use super::super::rows;
-use super::super::tensors::{MaybeTensor, UnpermuteGradients};
+use super::super::tensors::{MaybeTensor, Named, UnpermuteGradients};
 use super::tensors::{Source, group_offsets, launched, matrix, new_tensor, result};
 
 pub(super) fn broadcast_group_values(
@@ -31,9 +31,10 @@ pub(super) fn sum_rows(
     x: CubeTensor,
     weights: MaybeTensor<CubeBackend>,
     places: CubeTensor,
+    named: Named,
 ) -> CubeTensor {
     if !has_whole_words(&x) {
-        return rows::sum::<CubeBackend>(x, weights, places);
+        return rows::sum::<CubeBackend>(x, weights, places, named);
     }
     let (x, places) = (into_contiguous(x), numbers(places));
     let weights = weights.into_option().map(into_contiguous);
@@ -52,11 +53,12 @@ pub(super) fn unpermute_backward(
     dout: CubeTensor,
     y: CubeTensor,
     weights: CubeTensor,
-    places: CubeTensor,
-    choices: CubeTensor,
+    (places, choices): (CubeTensor, CubeTensor),
+    named: Named,
 ) -> UnpermuteGradients<CubeBackend> {
     if !has_whole_words(&y) {
-        return rows::unpermute_backward::<CubeBackend>(dout, y, weights, places, choices);
+        let numbers = (places, choices);
+        return rows::unpermute_backward::<CubeBackend>(dout, y, weights, numbers, named);
     }
     let [dout, y, weights] = [dout, y, weights].map(into_contiguous);
     let choices = numbers(choices);
@@ -67,11 +69,33 @@ pub(super) fn unpermute_backward(
         &matrix(&y),
         &choices.handle,
         &weights.handle,
-        shape[1],
+        (shape[1], device_named(named)),
     ));
     UnpermuteGradients {
         rows: result(&y, by_rows),
         weights: new_tensor(&y, by_weights, shape, DType::F32),
+    }
+}
+
+pub(super) fn named_rows(x: CubeTensor, index: CubeTensor) -> CubeTensor {
+    if !has_whole_words(&x) {
+        return rows::named::<CubeBackend>(x, index);
+    }
+    let (x, index) = (into_contiguous(x), numbers(index));
+    let count = index.meta.shape()[0];
+    let found = launched(moe::moe_permute(
+        &x.client,
+        &matrix(&x),
+        &index.handle,
+        count,
+    ));
+    result(&x, found)
+}
+
+fn device_named(named: Named) -> moe::Named {
+    match named {
+        Named::All => moe::Named::All,
+        Named::Some => moe::Named::Some,
     }
 }
 

@@ -3,8 +3,8 @@
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
-use nvfp4_kernels::activation::{activation, activation_backward, activation_with_amaxes};
-use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::activation::{activation_of_groups, activation_with_amaxes};
+use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::quantize::{
     self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, MxForm,
     QuantRequest, RedrawnSigns,
@@ -25,8 +25,8 @@ use super::super::tensors::{
 };
 use super::super::{trace_op, usage_name};
 use super::tensors::{
-    Source, device_groups, float_kind, launched, like_quantized, new_tensor, result, to_burn,
-    to_device,
+    Source, device_groups, earlier_groups, float_kind, launched, like_quantized, new_tensor,
+    result, to_burn, to_device,
 };
 
 /// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
@@ -38,6 +38,7 @@ pub(super) fn quantize(
     let source = GroupedSource {
         x: Source::new(x),
         count: groups.count(),
+        earlier: earlier_groups(&groups),
         groups: device_groups(groups),
         found: None,
     };
@@ -56,6 +57,7 @@ pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTen
         x: Source::new(x),
         count: GroupCount::Whole,
         groups: Groups::One,
+        earlier: None,
         found: None,
     };
     let like = &source.x.tensor;
@@ -87,6 +89,7 @@ pub(super) fn amax_pair(
         x,
         count: GroupCount::Whole,
         groups: Groups::One,
+        earlier: None,
         found: None,
     };
     let (rows, cols) = source.pair_amax(row, col);
@@ -143,13 +146,27 @@ fn activated(
             let (made, found) = launched(made);
             (made, Some(found))
         }
-        (None, None) => (launched(activation(client, kind, matrix)), None),
-        (None, Some(grad)) => {
-            let made = activation_backward(client, kind, grad, matrix);
+        (None, grad) => {
+            let made = activation_of_groups(client, kind, (matrix, grad), groups);
             (launched(made), None)
         }
     };
     (result(&x.tensor, made), found)
+}
+
+/// See
+/// [`nvfp4_activation_of_groups`](super::super::Nvfp4KernelOps::nvfp4_activation_of_groups).
+pub(super) fn activation_of_rows(
+    x: CubeTensor,
+    grad: Option<CubeTensor>,
+    groups: RowGroups<CubeBackend>,
+    kind: Activation,
+) -> CubeTensor {
+    let groups = match groups {
+        RowGroups::Window { .. } => device_groups(groups),
+        RowGroups::Whole | RowGroups::Batch(_) | RowGroups::Offsets(_) => Groups::One,
+    };
+    activated((x, grad), kind, &groups, None).0
 }
 
 /// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
@@ -185,6 +202,7 @@ fn quantize_from(
         x: Source::new(x),
         count: GroupCount::Whole,
         groups: Groups::One,
+        earlier: None,
         found: Some(Amaxes {
             // One amax of an untransformed matrix serves both usages.
             rows: row.clone().or_else(|| col.clone()),
@@ -199,6 +217,8 @@ struct GroupedSource {
     x: Source,
     count: GroupCount,
     groups: Groups,
+    /// The groups before them in the tensor of all groups.
+    earlier: Option<EarlierGroups>,
     /// Its amax values, where they were found when it was computed: those of the
     /// [request](amax_request) of all usages.
     found: Option<Amaxes>,
@@ -243,13 +263,14 @@ pub(super) fn quantize_activation(
     kind: Activation,
     usages: QuantUsages,
 ) -> QuantizedPair<CubeBackend> {
-    let count = groups.count();
+    let (count, earlier) = (groups.count(), earlier_groups(&groups));
     let groups = device_groups(groups);
     let (values, found) = activated((x, grad), kind, &groups, amax_request(&usages));
     let source = GroupedSource {
         x: Source::new(values),
         count,
         groups,
+        earlier,
         found,
     };
     source.quantize(usages)
@@ -308,7 +329,7 @@ impl GroupedSource {
             && self.found.is_none()
             && storage == Storage::Packed;
         if is_one_read {
-            let params_on_device = device_params(&self.x.tensor, params, form);
+            let params_on_device = self.device_params(params, form);
             let made = launched(quantize::quantize_per_token(
                 client,
                 matrix,
@@ -317,7 +338,7 @@ impl GroupedSource {
             return self.made(made, params, usage, form);
         }
         let amax = self.amax(params, usage);
-        let request = request(&self.x.tensor, (params, form), &amax);
+        let request = self.request((params, form), &amax);
         let made = match (groups, storage) {
             (Groups::Offsets { .. }, _) => {
                 let (row, col) = match usage {
@@ -356,6 +377,7 @@ impl GroupedSource {
             Groups::One => EdenSource::Matrix(&self.x.matrix),
             groups => EdenSource::Grouped(&self.x.matrix, groups),
         };
+        let source = (source, self.earlier.clone());
         let made = ms_eden(&self.x.tensor, source, usage, params, form, amax);
         self.made(made, params, usage, form)
     }
@@ -401,9 +423,8 @@ impl GroupedSource {
             ))
         } else {
             let (row_amax, col_amax) = self.pair_amax(&row, &col);
-            let like = &self.x.tensor;
-            let for_row = request(like, (&row, row_form), &row_amax);
-            let for_col = request(like, (&col, col_form), &col_amax);
+            let for_row = self.request((&row, row_form), &row_amax);
+            let for_col = self.request((&col, col_form), &col_amax);
             match groups {
                 Groups::Offsets { .. } => {
                     let (row, col) = self.side_by_side(Some(&for_row), Some(&for_col));
@@ -489,6 +510,41 @@ impl GroupedSource {
         (row, col)
     }
 
+    /// How the kernels quantize.
+    fn device_params(&self, params: &QuantParams, form: StoredForm) -> DeviceNvfp4Params {
+        let rounding = match params.rounding {
+            QuantRounding::Elements(Rounding::Stochastic(stream)) => {
+                match params.offset_in_memory {
+                    true => DeviceRounding::StochasticAt(stream, offset_beside(&self.x.tensor)),
+                    false => DeviceRounding::Stochastic(stream),
+                }
+            }
+            QuantRounding::Elements(Rounding::Nearest) | QuantRounding::MsEden(_) => {
+                DeviceRounding::Nearest
+            }
+        };
+        DeviceNvfp4Params {
+            hadamard: params.hadamard,
+            scaling: params.scaling,
+            layout: form.scale_layout(),
+            whole_tiles: form == StoredForm::WholeTiles,
+            earlier: self.earlier.clone(),
+            ..DeviceNvfp4Params::new(rounding)
+        }
+    }
+
+    fn request<'a>(
+        &self,
+        (params, form): (&QuantParams, StoredForm),
+        amax: &'a Handle,
+    ) -> QuantRequest<'a> {
+        QuantRequest {
+            amax,
+            scope: params.amax,
+            copy: self.device_params(params, form),
+        }
+    }
+
     fn made(
         &self,
         made: DeviceQuantized,
@@ -521,7 +577,7 @@ fn eden_transform(like: &CubeTensor, params: &QuantParams) -> EdenTransform {
 /// The quantized tensor by MS-EDEN, from an `amax` that was found before, if it was.
 fn ms_eden(
     like: &CubeTensor,
-    source: EdenSource<'_>,
+    (source, earlier): (EdenSource<'_>, Option<EarlierGroups>),
     usage: Usage,
     params: &QuantParams,
     form: StoredForm,
@@ -540,6 +596,7 @@ fn ms_eden(
     let random = EdenRandom {
         stream: draw.stream,
         offset,
+        earlier,
     };
     let client = &like.client;
     let amax = amax.unwrap_or_else(|| {
@@ -570,6 +627,7 @@ pub(super) fn requantize(
 ) -> QuantizedMatrix<CubeBackend> {
     let Layout { rows, cols, .. } = source.layout;
     let (like, count) = (like_quantized(&source), groups.count());
+    let earlier = earlier_groups(&groups);
     let source = to_device(source, device_groups(groups));
     let made = if params.format.is_mx() {
         trace_op("mx_requantize", usage_name(usage), rows, cols);
@@ -580,7 +638,7 @@ pub(super) fn requantize(
         trace_op("ms_eden", usage_name(usage), rows, cols);
         ms_eden(
             &like,
-            EdenSource::Packed(&source),
+            (EdenSource::Packed(&source), earlier),
             usage,
             params,
             form,
@@ -628,36 +686,4 @@ pub(super) fn dequantize_matrix(
         true => quantize::mx_dequantize(&like.client, source, kind),
         false => quantize::dequantize(&like.client, source, kind),
     })
-}
-
-/// How the kernels quantize.
-fn device_params(like: &CubeTensor, params: &QuantParams, form: StoredForm) -> DeviceNvfp4Params {
-    let rounding = match params.rounding {
-        QuantRounding::Elements(Rounding::Stochastic(stream)) => match params.offset_in_memory {
-            true => DeviceRounding::StochasticAt(stream, offset_beside(like)),
-            false => DeviceRounding::Stochastic(stream),
-        },
-        QuantRounding::Elements(Rounding::Nearest) | QuantRounding::MsEden(_) => {
-            DeviceRounding::Nearest
-        }
-    };
-    DeviceNvfp4Params {
-        hadamard: params.hadamard,
-        scaling: params.scaling,
-        layout: form.scale_layout(),
-        whole_tiles: form == StoredForm::WholeTiles,
-        ..DeviceNvfp4Params::new(rounding)
-    }
-}
-
-fn request<'a>(
-    like: &CubeTensor,
-    (params, form): (&QuantParams, StoredForm),
-    amax: &'a Handle,
-) -> QuantRequest<'a> {
-    QuantRequest {
-        amax,
-        scope: params.amax,
-        copy: device_params(like, params, form),
-    }
 }

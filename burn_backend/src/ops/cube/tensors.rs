@@ -4,7 +4,7 @@ use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
-use nvfp4_kernels::moe::GroupOffsets;
+use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
 
@@ -50,11 +50,21 @@ pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
     match groups {
         RowGroups::Whole => Groups::One,
         RowGroups::Batch(count) => Groups::Batch(count),
-        RowGroups::Offsets(offsets) => {
+        RowGroups::Offsets(offsets) | RowGroups::Window { offsets, .. } => {
             let GroupOffsets { offsets, count } = group_offsets(offsets);
             Groups::Offsets { offsets, count }
         }
     }
+}
+
+/// The groups before `groups`, behind which stochastic rounding numbers blocks, if there may be
+/// any.
+pub(in crate::ops) fn earlier_groups(groups: &RowGroups<CubeBackend>) -> Option<EarlierGroups> {
+    let RowGroups::Window { earlier, .. } = groups else {
+        return None;
+    };
+    let earlier = into_contiguous(earlier.clone());
+    Some(launched(EarlierGroups::new(earlier.handle)))
 }
 
 /// `tensor`, contiguous and in memory that nobody else sees, which a kernel may write to: a copy

@@ -107,12 +107,12 @@ impl Nvfp4KernelOps for Flex {
         let bias = bias.into_option();
         match groups {
             GemmGroups::None => gemm::dense(a, b, bias, dtype),
-            GemmGroups::M(offsets) => {
+            GemmGroups::M { offsets, .. } => {
                 grouped_gemm::m_grouped(&a, &b, bias.as_ref(), &offsets, dtype)
             }
-            GemmGroups::K { offsets, tokens } => {
-                grouped_gemm::k_grouped(&a, &b, &offsets, tokens, dtype)
-            }
+            GemmGroups::K {
+                offsets, tokens, ..
+            } => grouped_gemm::k_grouped(&a, &b, &offsets, tokens, dtype),
         }
     }
 

@@ -6,7 +6,7 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EDEN_GROUP, EdenParams, EdenTarget, Element};
+use nvfp4_kernels::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, EdenTarget, Element};
 use nvfp4_kernels::{
     Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
     Usage,
@@ -271,6 +271,8 @@ struct GroupedRows {
     shape: (usize, usize),
     /// The rows of each group.
     ranges: Vec<Range<usize>>,
+    /// Sizes of units, and how many of each the groups before these take.
+    earlier: Vec<(usize, usize)>,
     count: GroupCount,
 }
 
@@ -282,13 +284,30 @@ impl GroupedRows {
                 let each = rows / count;
                 (0..*count).map(|g| g * each..(g + 1) * each).collect()
             }
-            RowGroups::Offsets(offsets) => ranges(offsets, rows),
+            RowGroups::Offsets(offsets) | RowGroups::Window { offsets, .. } => {
+                ranges(offsets, rows)
+            }
+        };
+        let earlier = match groups {
+            RowGroups::Window { earlier, .. } => {
+                let earlier = earlier.to_contiguous();
+                let units = earlier.storage::<u32>().iter().map(|&units| units as usize);
+                EARLIER_UNITS.into_iter().zip(units).collect()
+            }
+            RowGroups::Whole | RowGroups::Batch(_) | RowGroups::Offsets(_) => Vec::new(),
         };
         Self {
             shape: (rows, cols),
             ranges,
+            earlier,
             count: groups.count(),
         }
+    }
+
+    /// Rows of the groups before these, each group's rounded up to a multiple of `unit`.
+    fn rows_before(&self, unit: usize) -> usize {
+        let units = self.earlier.iter().find(|(rows, _)| *rows == unit);
+        units.map_or(0, |(rows, units)| rows * units)
     }
 
     /// Each group as a matrix of its own, under what `amax` says of it, if it is known.
@@ -346,8 +365,8 @@ impl GroupedRows {
                 (Usage::Columnwise, _) => (group * cols, 0, padded.len()),
             };
             let before = match usage {
-                Usage::Rowwise => rows.start * len,
-                Usage::Columnwise => cols * padded.start,
+                Usage::Rowwise => (self.rows_before(1) + rows.start) * len,
+                Usage::Columnwise => cols * (self.rows_before(unit) + padded.start),
             };
             Place {
                 rows: rows.clone(),

@@ -20,7 +20,7 @@ use super::sharding::{LinearSharding, Role};
 use super::stored::StoredForm;
 use super::{
     BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
-    Nvfp4KernelOps, Operand, RowGroups, float_dtype,
+    Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
 };
 use request::LinearForms;
 pub(crate) use request::{LinearRequest, RequiresGrad};
@@ -412,8 +412,16 @@ impl<B: Backend> RowGroups<B> {
     /// Where each group of tokens begins, if there are groups.
     pub(super) fn offsets(&self) -> Option<&IntTensor<B>> {
         match self {
-            Self::Offsets(offsets) => Some(offsets),
+            Self::Offsets(offsets) | Self::Window { offsets, .. } => Some(offsets),
             Self::Whole | Self::Batch(_) => None,
+        }
+    }
+
+    /// What rows of no group are.
+    pub(super) fn others(&self) -> OtherRows {
+        match self {
+            Self::Window { .. } => OtherRows::Undefined,
+            Self::Whole | Self::Batch(_) | Self::Offsets(_) => OtherRows::Zero,
         }
     }
 
@@ -428,7 +436,10 @@ impl<B: Backend> RowGroups<B> {
     /// The groups of a GEMM of tokens with weights.
     pub(super) fn of_rows(&self) -> GemmGroups<B> {
         match self.offsets() {
-            Some(offsets) => GemmGroups::M(offsets.clone()),
+            Some(offsets) => GemmGroups::M {
+                offsets: offsets.clone(),
+                others: self.others(),
+            },
             None => GemmGroups::None,
         }
     }
@@ -439,6 +450,7 @@ impl<B: Backend> RowGroups<B> {
             Some(offsets) => GemmGroups::K {
                 offsets: offsets.clone(),
                 tokens,
+                others: self.others(),
             },
             None => GemmGroups::None,
         }

@@ -1,15 +1,17 @@
 //! The router, by its kernels.
 
+use std::ops::Range;
+
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_kernels::moe::{self, DeviceRouted};
-use nvfp4_kernels::reference::{BatchPart, Router};
+use nvfp4_kernels::reference::{BatchPart, EARLIER_UNITS, Router};
 
 use super::super::cube::tensors::{launched, new_tensor};
 use super::super::trace_op;
-use super::{RoutedTensors, RoutingOps, SortedTensors};
+use super::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
 
 fn ints<const D: usize>(like: &CubeTensor, handle: Handle, shape: [usize; D]) -> CubeTensor {
     new_tensor(like, handle, Shape::new(shape), DType::I32)
@@ -103,6 +105,27 @@ impl RoutingOps for CubeBackend {
             choices: ints(&chosen, made.choices, [slots]),
             places: ints(&chosen, made.places, [slots]),
             offsets: new_tensor(&chosen, made.offsets, offsets, DType::U32),
+            counts: ints(&chosen, made.counts, [experts]),
+        }
+    }
+
+    fn nvfp4_sort_window(
+        chosen: IntTensor<Self>,
+        experts: usize,
+        held: Range<usize>,
+    ) -> WindowTensors<Self> {
+        let chosen = into_contiguous(chosen);
+        let slots = chosen.meta.shape().num_elements();
+        trace_op("sort_choices", "window", slots, experts);
+        let words = |handle, len| new_tensor(&chosen, handle, Shape::new([len]), DType::U32);
+        let offsets = held.len() + 1;
+        let (client, handle) = (&chosen.client, &chosen.handle);
+        let made = launched(moe::sort_window(client, handle, slots, experts, held));
+        WindowTensors {
+            choices: ints(&chosen, made.choices, [slots]),
+            places: ints(&chosen, made.places, [slots]),
+            offsets: words(made.offsets, offsets),
+            earlier: words(made.earlier, EARLIER_UNITS.len()),
             counts: ints(&chosen, made.counts, [experts]),
         }
     }

@@ -1,14 +1,16 @@
 //! The router, by the oracle.
 
+use std::ops::Range;
+
 use burn_core::backend::{
     Flex, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{Element, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::reference::{self, BatchPart, Routed, Router, RouterGradients};
+use nvfp4_kernels::reference::{self, BatchPart, EARLIER_UNITS, Routed, Router, RouterGradients};
 
-use super::{RoutedTensors, RoutingOps, SortedTensors};
+use super::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
 use crate::ops::trace_op;
 
 fn tensor<T: Element, const D: usize>(values: Vec<T>, shape: [usize; D]) -> FlexTensor {
@@ -109,6 +111,24 @@ impl RoutingOps for Flex {
             choices: ints(made.choices, [chosen.len()]),
             places: ints(made.places, [chosen.len()]),
             offsets: tensor(made.offsets, [experts + 1]),
+            counts: ints(made.counts, [experts]),
+        }
+    }
+
+    fn nvfp4_sort_window(
+        chosen: IntTensor<Self>,
+        experts: usize,
+        held: Range<usize>,
+    ) -> WindowTensors<Self> {
+        let chosen = unsigned(&chosen);
+        trace_op("sort_choices", "window", chosen.len(), experts);
+        let offsets = held.len() + 1;
+        let made = reference::sort_window(&chosen, experts, held);
+        WindowTensors {
+            choices: ints(made.choices, [chosen.len()]),
+            places: ints(made.places, [chosen.len()]),
+            offsets: tensor(made.offsets, [offsets]),
+            earlier: tensor(made.earlier, [EARLIER_UNITS.len()]),
             counts: ints(made.counts, [experts]),
         }
     }

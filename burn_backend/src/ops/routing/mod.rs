@@ -8,6 +8,8 @@ mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 
+use std::ops::Range;
+
 use burn_core as burn;
 
 use burn_core::backend::{
@@ -47,6 +49,23 @@ pub struct SortedTensors<B: Backend> {
     pub places: IntTensor<B>,
     /// Where each expert's choices begin, `u32[experts + 1]`.
     pub offsets: IntTensor<B>,
+    /// Choices of each expert, `i32[experts]`.
+    pub counts: IntTensor<B>,
+}
+
+/// The choices of some experts in the order of these.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct WindowTensors<B: Backend> {
+    /// The choice at each place, `i32[slots]`; `slots` behind those of the experts.
+    pub choices: IntTensor<B>,
+    /// The place of each choice, `i32[slots]`; `slots` for those of other experts.
+    pub places: IntTensor<B>,
+    /// Where the choices of each of the experts begin, `u32[held + 1]`.
+    pub offsets: IntTensor<B>,
+    /// What the choices of earlier experts take, as in
+    /// [`RowGroups::Window`](super::RowGroups::Window): `u32[5]`.
+    pub earlier: IntTensor<B>,
     /// Choices of each expert, `i32[experts]`.
     pub counts: IntTensor<B>,
 }
@@ -101,12 +120,21 @@ pub trait RoutingOps: Backend {
     /// expert is behind all of them, and not counted.
     #[fusion(meta = meta::sort_choices)]
     fn nvfp4_sort_choices(chosen: IntTensor<Self>, experts: usize) -> SortedTensors<Self>;
+
+    /// The same of the experts `held` alone: at least one of `experts`.
+    #[fusion(meta = meta::sort_window)]
+    fn nvfp4_sort_window(
+        chosen: IntTensor<Self>,
+        experts: usize,
+        held: Range<usize>,
+    ) -> WindowTensors<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::{DType, Shape};
+    use nvfp4_kernels::reference::EARLIER_UNITS;
 
     use super::*;
 
@@ -157,6 +185,21 @@ mod meta {
             choices: tensor([slots], DType::I32),
             places: tensor([slots], DType::I32),
             offsets: tensor([experts + 1], DType::U32),
+            counts: tensor([*experts], DType::I32),
+        }
+    }
+
+    pub(super) fn sort_window(
+        chosen: &TensorSpec,
+        experts: &usize,
+        held: &Range<usize>,
+    ) -> WindowTensorsMetadata {
+        let slots = chosen.shape.num_elements();
+        WindowTensorsMetadata {
+            choices: tensor([slots], DType::I32),
+            places: tensor([slots], DType::I32),
+            offsets: tensor([held.len() + 1], DType::U32),
+            earlier: tensor([EARLIER_UNITS.len()], DType::U32),
             counts: tensor([*experts], DType::I32),
         }
     }
@@ -312,6 +355,21 @@ impl<B: RoutingOps, C: CheckpointStrategy> RoutingOps for Autodiff<B, C> {
             choices: sorted.choices,
             places: sorted.places,
             offsets: sorted.offsets,
+            counts: sorted.counts,
+        }
+    }
+
+    fn nvfp4_sort_window(
+        chosen: IntTensor<Self>,
+        experts: usize,
+        held: Range<usize>,
+    ) -> WindowTensors<Self> {
+        let sorted = B::nvfp4_sort_window(chosen, experts, held);
+        WindowTensors {
+            choices: sorted.choices,
+            places: sorted.places,
+            offsets: sorted.offsets,
+            earlier: sorted.earlier,
             counts: sorted.counts,
         }
     }

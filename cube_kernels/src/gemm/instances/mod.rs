@@ -126,20 +126,25 @@ fn sm90_operand(device: &DummyDevice, rows: usize, major: Major) -> TensorMapArg
 /// What prepares operands.
 fn around(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
-    let mut all = vec![
+    let dequantize = |bounded: bool| {
+        let tag = if bounded { "bounded" } else { "" };
         instance!(
             device,
             dequantize_unscaled_kernel,
-            "",
+            tag,
             NO_SPILLS,
             AddressType::U32,
             b(2048),
             b(1024),
             b(2048),
+            b(1),
             2048,
+            32,
+            bounded,
         )
-        .of_gemm(GemmInstance::Dequantize, Architectures::All),
-    ];
+        .of_gemm(GemmInstance::Dequantize, Architectures::All)
+    };
+    let mut all = vec![dequantize(false), dequantize(true)];
     for vector in [8, 1] {
         let instance = instance!(
             device,

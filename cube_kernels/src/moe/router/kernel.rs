@@ -558,7 +558,7 @@ pub struct SortedKeys {
 
 /// The first place of `sorted` keys that are at least `expert`.
 #[cube]
-fn first_place(keys: &[u32], slots: usize, expert: u32) -> u32 {
+pub fn first_place(keys: &[u32], slots: usize, expert: u32) -> u32 {
     let mut low = 0usize;
     let mut high = slots;
     while low < high {

@@ -98,6 +98,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                         b(2),
                         random(),
                         PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
+                        b(1),
                         signs()
                     ),
                     policy(across, true, false, source, form),
@@ -159,6 +160,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                         b(2),
                         random(),
                         PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
+                        b(1),
                         signs()
                     ),
                     policy(across, false, words, source, form),

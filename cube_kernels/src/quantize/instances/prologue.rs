@@ -1,7 +1,7 @@
 //! Instances of the kernels that compute a matrix without quantizing it.
 
 use super::{
-    super::kernels::{prologue_kernel, rms_norm_rstd_kernel},
+    super::kernels::{ProloguePlan, prologue_kernel, rms_norm_rstd_kernel},
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
@@ -29,6 +29,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype
         ));
         for computed in ["RmsNorm", "SwiGlu", "SwiGluBackward"] {
+            let bounded = computed != "RmsNorm";
             all.push(instance!(
                 device,
                 prologue_kernel,
@@ -39,10 +40,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(words / 4),
                 prologue_inputs(device, computed),
                 b(words / 4),
+                b(1),
                 ROWS,
                 COLS * dtype.size() / 16,
-                device.conversion,
-                dtype
+                ProloguePlan {
+                    bounded,
+                    conversion: device.conversion,
+                    kind: dtype,
+                }
             ));
         }
     }

@@ -91,6 +91,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(2),
                 random(),
                 PositionLaunch::new(1, 2, 32, 1, 2, 3, 4),
+                b(1),
                 signs(),
             )
         };

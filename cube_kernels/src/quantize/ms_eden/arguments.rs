@@ -150,6 +150,9 @@ pub struct EdenDraw {
     pub random: Random,
     /// Where the rotation groups of the tensor stand, counted in these.
     pub position: BlockNumbers,
+    /// The units of the groups of rows before those of the tensor, a word, where the policy says
+    /// so.
+    pub earlier: Box<[u32]>,
     /// The signs of the transform.
     pub signs: EdenSigns,
 }

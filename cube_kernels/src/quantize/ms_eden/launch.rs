@@ -5,7 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     super::{
         packed_source::{PackedSource, SourcePlan},
-        plan::check_position,
+        plan::{behind_earlier, check_position},
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     arguments::{
@@ -19,7 +19,7 @@ use super::{
     transform::EdenTransform,
 };
 use crate::{
-    BLOCK, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
+    BLOCK, BlockPosition, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
     capabilities::Capabilities,
     cube::{
         eden::LINES,
@@ -27,6 +27,7 @@ use crate::{
     },
     launch::{buffer, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
+    moe::EarlierGroups,
     reference::{EDEN_GROUP, EdenTarget, eden_position, padding::padded_bound},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
     zeroed::zeros_of_step,
@@ -192,6 +193,9 @@ pub struct EdenRandom {
     /// A further part of the offset in device memory, added to that of the stream: two `u32`, low
     /// word first. A captured graph that advances it draws fresh bits at each replay.
     pub offset: Option<Handle>,
+    /// The groups of rows that stand before those of the matrix in the logical tensor, for groups
+    /// with offsets: rotation groups are numbered behind theirs.
+    pub earlier: Option<EarlierGroups>,
 }
 
 impl From<RandomStream> for EdenRandom {
@@ -199,6 +203,7 @@ impl From<RandomStream> for EdenRandom {
         Self {
             stream,
             offset: None,
+            earlier: None,
         }
     }
 }
@@ -403,8 +408,13 @@ pub fn ms_eden_as<'a>(
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
     let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
-    let position = eden_position(&random.stream.position)?.into();
-    let draw = EdenDrawLaunch::new(offset, stream, position, transform.arg(amax));
+    let earlier = match &geometry.earlier {
+        Some(units) => unsafe { buffer(units, 1) },
+        // Not read.
+        None => unsafe { buffer(amax, 1) },
+    };
+    let position = geometry.position.into();
+    let draw = EdenDrawLaunch::new(offset, stream, position, earlier, transform.arg(amax));
     let elements = geometry.source.elements(&geometry.policy);
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
@@ -465,6 +475,10 @@ fn result(
 struct Geometry<'a> {
     source: Stored<'a>,
     policy: EdenPolicy,
+    /// Where the rotation groups of the result stand, counted in these.
+    position: BlockPosition,
+    /// The units of earlier groups of rows, a word.
+    earlier: Option<Handle>,
     /// Tiles of 128 rows that restart at every group: those of the map.
     map_rows: usize,
     tile_rows: usize,
@@ -494,14 +508,24 @@ impl<'a> Geometry<'a> {
         if let Some(offset) = offset {
             check_memory("random", offset, 8)?;
         }
-        let numbering = match quantize {
-            Some((random, _)) => {
-                check_position(&random.stream.position, source.groups())?;
-                Numbering::of(&eden_position(&random.stream.position)?)
-            }
-            None => Numbering::Own,
-        };
         let (rows, cols) = source.shape();
+        let mut position = BlockPosition::default();
+        let mut numbering = Numbering::Own;
+        let mut earlier = None;
+        if let Some((random, _)) = quantize {
+            check_position(&random.stream.position, source.groups())?;
+            position = eden_position(&random.stream.position)?;
+            numbering = Numbering::of(&position);
+            if let Some(before) = &random.earlier {
+                // Counted in rotation groups.
+                let unit = match across {
+                    true => (EDEN_GROUP, cols),
+                    false => (1, cols.div_ceil(EDEN_GROUP)),
+                };
+                let (units, behind) = behind_earlier(before, &position, source.groups(), unit)?;
+                (numbering, earlier, position) = (Numbering::Behind, Some(units), behind);
+            }
+        }
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
         // Scales in 128x4 tiles are written for lines that pad a tile, too.
@@ -547,6 +571,8 @@ impl<'a> Geometry<'a> {
         Ok(Self {
             source,
             policy,
+            position,
+            earlier,
             map_rows,
             tile_rows,
             tile_cols,

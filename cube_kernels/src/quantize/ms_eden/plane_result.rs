@@ -100,7 +100,7 @@ impl PlaneBlocks {
         let index = row * at.drawn_pitch + at.drawn_first;
         let index = draw
             .position
-            .number(index, at.drawn_pitch, policy.numbering);
+            .number(index, at.drawn_pitch, &draw.earlier, policy.numbering);
         let words = block_words(index, random);
         let first = select(is_upper, words[2], words[0]);
         let second = select(is_upper, words[3], words[1]);

@@ -89,7 +89,10 @@ impl Blocks {
             if row < at.lines {
                 let index = row * at.drawn_pitch + at.drawn_first;
                 let numbering = comptime!(policy.numbering);
-                let index = draw.position.number(index, at.drawn_pitch, numbering);
+                let earlier = &draw.earlier;
+                let index = draw
+                    .position
+                    .number(index, at.drawn_pitch, earlier, numbering);
                 let found = correct_group(
                     &self.xx,
                     &self.xq,

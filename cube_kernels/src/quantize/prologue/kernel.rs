@@ -306,17 +306,35 @@ pub fn normalized_block(
     words
 }
 
-/// One unit computes every `units`-th vector, or pair of vectors.
+/// The comptime choices of [`prologue_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ProloguePlan {
+    /// Whether the rows end in device memory.
+    pub bounded: bool,
+    /// Who converts.
+    pub conversion: Conversion,
+    /// The element type.
+    pub kind: FloatKind,
+}
+
+/// One unit computes every `units`-th vector, or pair of vectors, of `rows` rows, or of those
+/// before `end`, a word, where the plan says so.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn prologue_kernel<N: Size>(
     x: &[Vector<u32, N>],
     prologue: PrologueInputs,
     out: &mut [Vector<u32, Const<4>>],
+    end: &[u32],
     rows: usize,
     row_vectors: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
+    #[comptime] plan: ProloguePlan,
 ) {
+    let (conversion, kind) = comptime!((plan.conversion, plan.kind));
+    let rows = if comptime!(plan.bounded) {
+        min(rows, end[0] as usize)
+    } else {
+        rows
+    };
     let mut item = ABSOLUTE_POS;
     #[comptime]
     match &prologue {

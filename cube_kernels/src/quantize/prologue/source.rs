@@ -4,14 +4,15 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     inputs::{GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs, per_vector},
-    kernel::{prologue_kernel, rms_norm_rstd_kernel},
+    kernel::{ProloguePlan, prologue_kernel, rms_norm_rstd_kernel},
 };
 use crate::{
     BLOCK, Nvfp4Error,
     capabilities::{conversion_of, is_cpu},
     launch::{Words, buffer, cubes, grid},
     memory::{address_type, allocate, check_memory, is_aligned},
-    tensor::{FloatKind, Matrix},
+    moe::GroupOffsets,
+    tensor::{FloatKind, Groups, Matrix},
 };
 
 /// The two inputs of a gated activation, both `rows` x `width`.
@@ -281,7 +282,21 @@ pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
 /// When an input of `prologue` is no multiple of 16 columns wide, does not fit the others, does not
 /// start at a multiple of 16 bytes, or its memory is smaller than its shape.
 pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, Nvfp4Error> {
+    run_prologue_of_groups(client, prologue, &Groups::One)
+}
+
+/// [`run_prologue`] of rows in `groups`: of groups with offsets, rows behind the last one are left
+/// as they are, and take no time.
+///
+/// # Errors
+/// As [`run_prologue`], and when the groups do not fit.
+pub fn run_prologue_of_groups(
+    client: &Client,
+    prologue: Prologue<'_>,
+    groups: &Groups,
+) -> Result<Matrix, Nvfp4Error> {
     let input = Input::new(prologue)?;
+    groups.check(input.matrix.rows)?;
     if input.is_plain() {
         return Ok(input.matrix);
     }
@@ -292,7 +307,16 @@ pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, N
     }
     let row_vectors = x.cols / per_vector(x.dtype);
     let (count, dim) = grid(client, x.rows * row_vectors);
-    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked.
+    let end = match groups {
+        Groups::Offsets { offsets, count } => {
+            let offsets = GroupOffsets::new(offsets.clone(), *count)?;
+            Some(offsets.end())
+        }
+        Groups::One | Groups::Batch(_) => None,
+    };
+    let bounded = end.is_some();
+    // SAFETY: the kernel stays below the number of vectors, for which the inputs were checked; a
+    // word that is not read is any memory.
     unsafe {
         prologue_kernel::launch_unchecked(
             client,
@@ -303,10 +327,14 @@ pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, N
             input.words.arg(),
             input.prologue_inputs(),
             Words::of(&out).arg(),
+            end.unwrap_or_else(|| buffer(&out.handle, 1)),
             x.rows,
             row_vectors,
-            conversion_of(client),
-            x.dtype,
+            ProloguePlan {
+                bounded,
+                conversion: conversion_of(client),
+                kind: x.dtype,
+            },
         );
     }
     Ok(out)

@@ -3,12 +3,13 @@
 mod equal;
 mod module;
 mod training;
+mod window;
 
 use std::ops::Range;
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::nn::{ExpertParallelMoe, MoeOutput};
+use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, MoeOutput};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4Moe, Nvfp4MoeConfig, Nvfp4Recipe, state};
 
@@ -32,6 +33,8 @@ struct Case {
     losses: Option<[f64; 2]>,
     /// The expert that all tokens choose.
     favourite: Option<usize>,
+    /// How tokens travel.
+    dispatch: ExpertDispatch,
 }
 
 impl Case {
@@ -45,7 +48,27 @@ impl Case {
             shared: false,
             losses: None,
             favourite: None,
+            dispatch: ExpertDispatch::AllToAll,
         }
+    }
+
+    /// This case with every way for tokens to travel that takes its numbers of them.
+    fn dispatches(&self) -> Vec<Self> {
+        let same = self.tokens.iter().all(|tokens| *tokens == self.tokens[0]);
+        let ways = [ExpertDispatch::AllToAll, ExpertDispatch::AllGather].into_iter();
+        let ways = ways.filter(|way| same || *way == ExpertDispatch::AllToAll);
+        let with = |dispatch| Self {
+            dispatch,
+            ..self.clone()
+        };
+        ways.map(with).collect()
+    }
+
+    /// Whether outputs have the bits of one rank: sums of two terms do, in `f32`, which nothing is
+    /// rounded to between.
+    fn has_bits_of_one(&self) -> bool {
+        let rounds = self.top_k > 2 || self.dtype != DType::F32 && self.top_k > 1;
+        self.dispatch == ExpertDispatch::AllToAll || !rounds
     }
 
     fn config(&self) -> Nvfp4MoeConfig {
@@ -110,6 +133,7 @@ impl Case {
     fn on_rank(&self, group: &ProcessGroup) -> Found {
         let device = device().autodiff();
         let moe = ExpertParallelMoe::from_moe(self.moe(&device), group);
+        let moe = moe.with_dispatch(self.dispatch);
         let weights = Weights {
             router: moe.router.weight.val(),
             gate_up: moe.gate_up.weight.val(),

@@ -2,7 +2,7 @@
 
 use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
-use burn_nvfp4::nn::{ExpertParallelMoe, expert_parameters};
+use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4GroupedLinear, Nvfp4Moe, Nvfp4MoeConfig, Nvfp4Recipe, Nvfp4State};
 
@@ -161,4 +161,27 @@ fn bad_arguments_are_errors() {
     let error = unlike.try_forward(Tensor::<2>::zeros([2, WIDTH], &device));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("`gate_up.weight`"), "{error}");
+}
+
+/// An all-gather is of as many tokens on each rank: the call of each rank ends, and says so.
+#[test]
+fn unequal_tokens_are_not_gathered() {
+    let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(60));
+    std::thread::scope(|scope| {
+        let threads = groups.into_iter().map(|group| {
+            scope.spawn(move || {
+                let device = device().autodiff();
+                let part = ExpertParallelMoe::from_moe(case().moe(&device), &group);
+                let part = part.with_dispatch(ExpertDispatch::AllGather);
+                assert_eq!(part.dispatch(), ExpertDispatch::AllGather);
+                part.forward(Tensor::<2>::zeros([4 + group.rank(), WIDTH], &device))
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        for thread in threads {
+            let panic = thread.join().expect_err("the call fails");
+            let message = panic.downcast_ref::<String>().expect("a message");
+            assert!(message.contains("rank"), "{message}");
+        }
+    });
 }

@@ -169,6 +169,7 @@ fn on_several(case: &Case, trained: Trained, size: usize, experts: usize) -> Vec
         let [own, same] = [own, same].map(|members| batch.subgroup(&members).unwrap());
         let moe = case.moe(&device().autodiff());
         let moe = ExpertParallelMoe::from_moe(moe, &own).with_batch(&batch);
+        let moe = moe.with_dispatch(case.dispatch);
         let groups = Groups {
             batch: &batch,
             data: &same,
@@ -190,11 +191,13 @@ fn in_high_precision_ranks_train_as_one() {
     let case = Case::new(&Nvfp4Recipe::preset("bf16").unwrap(), 8, 2, &[64]);
     let one = on_one(&case, Trained::All).losses;
     assert!(one[STEPS - 1] < 0.5 * one[0], "{one:?}");
-    for (size, experts) in [(2, 2), (4, 4), (4, 2)] {
-        for found in on_several(&case, Trained::All, size, experts) {
-            let error = largest_difference(&found.losses, &one);
-            let what = format!("{size} ranks, {experts} with other experts");
-            assert!(error < 1e-6, "{what}: {error:e}");
+    for case in case.dispatches() {
+        for (size, experts) in [(2, 2), (4, 4), (4, 2)] {
+            for found in on_several(&case, Trained::All, size, experts) {
+                let error = largest_difference(&found.losses, &one);
+                let what = format!("{:?}, {size} ranks, {experts} with others", case.dispatch);
+                assert!(error < 1e-6, "{what}: {error:e}");
+            }
         }
     }
 }
@@ -208,11 +211,14 @@ fn in_nvfp4_experts_train_to_the_bits_of_one_rank() {
     let one = on_one(&case, Trained::Experts);
     let (first, last) = (one.losses[0], one.losses[STEPS - 1]);
     assert!(last < 0.9 * first, "{:?}", one.losses);
-    for size in [2, 4] {
-        for found in on_several(&case, Trained::Experts, size, size) {
-            let error = largest_difference(&found.losses, &one.losses);
-            assert!(error < 1e-6, "{size} ranks: {error:e}");
-            assert!(found.experts == one.experts, "{size} ranks");
+    for case in case.dispatches() {
+        for size in [2, 4] {
+            let what = format!("{:?}, {size} ranks", case.dispatch);
+            for found in on_several(&case, Trained::Experts, size, size) {
+                let error = largest_difference(&found.losses, &one.losses);
+                assert!(error < 1e-6, "{what}: {error:e}");
+                assert!(found.experts == one.experts, "{what}");
+            }
         }
     }
 }
@@ -228,12 +234,15 @@ fn in_nvfp4_ranks_train_as_one_to_rounding() {
     let one = on_one(&case, Trained::All).losses;
     assert!(one[STEPS - 1] < 0.5 * one[0], "{one:?}");
     let usual = largest_difference(&on_one(&case, Trained::Nudged).losses, &one);
-    for size in [2, 4] {
-        for found in on_several(&case, Trained::All, size, size) {
-            let error = largest_difference(&found.losses, &one);
-            eprintln!("{size} ranks: {error:e}, of two runs of one rank {usual:e}");
-            assert!(largest_difference(&found.losses[..1], &one) < 1e-6);
-            assert!(error < 4.0 * usual, "{size} ranks: {error:e} of {usual:e}");
+    for case in case.dispatches() {
+        for size in [2, 4] {
+            let what = format!("{:?}, {size} ranks", case.dispatch);
+            for found in on_several(&case, Trained::All, size, size) {
+                let error = largest_difference(&found.losses, &one);
+                eprintln!("{what}: {error:e}, of two runs of one rank {usual:e}");
+                assert!(largest_difference(&found.losses[..1], &one) < 1e-6);
+                assert!(error < 4.0 * usual, "{what}: {error:e} of {usual:e}");
+            }
         }
     }
 }
