@@ -233,7 +233,8 @@ struct Slope {
 #[cube]
 fn store_group<F: Numeric, N: Size>(
     student: &mut [Vector<F, N>],
-    loaded: (&Array<Vector<F, N>>, &Array<Vector<F, N>>),
+    own: &Array<Vector<F, N>>,
+    other: &Array<Vector<F, N>>,
     row: usize,
     first: usize,
     slope: &Slope,
@@ -250,8 +251,8 @@ fn store_group<F: Numeric, N: Size>(
         if column < args.vocab {
             let left = args.vocab - column;
             let start = comptime!(g * vectors);
-            let mut own = scaled::<F, N>(loaded.0, start, left, args.inverse, plan.rows);
-            let other = scaled::<F, N>(loaded.1, start, left, args.inverse, plan.rows);
+            let mut own = scaled::<F, N>(own, start, left, args.inverse, plan.rows);
+            let other = scaled::<F, N>(other, start, left, args.inverse, plan.rows);
             #[unroll]
             for i in 0..ROW_BLOCK {
                 let q = exp(own[i] - slope.student, conversion);
@@ -369,7 +370,7 @@ pub fn kl_divergence_kernel<F: Numeric, N: Size>(
                     let first = turn * per_group + lane;
                     let q = load_group::<F, N>(student, start, first, size, lanes, plan.rows);
                     let p = load_group::<F, N>(teacher, start, first, size, lanes, plan.rows);
-                    store_group::<F, N>(student, (&q, &p), start, first, &slope, &args, plan);
+                    store_group::<F, N>(student, &q, &p, start, first, &slope, &args, plan);
                 }
                 lane += lane_step;
             }
