@@ -3,7 +3,6 @@
 //! - [`config`]: what to train, and the checks on its values.
 //! - [`data`]: files of text or tokens to rows for training and validation.
 //! - [`run`]: one run as a state machine: step, evaluate, save, resume.
-//! - [`distill`]: the KL divergence to a teacher, in chunks of tokens.
 //! - [`memory`]: what a run needs of its device, before the model is loaded.
 //! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
