@@ -89,6 +89,42 @@ pub(super) struct RowSize {
     pub vectors: usize,
 }
 
+/// The rows and lanes that a unit goes through.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RowWalk {
+    /// The first row.
+    pub row: usize,
+    /// From one row to the next.
+    pub step: usize,
+    /// The first lane of each row.
+    pub lane: usize,
+    /// From one lane to the next.
+    pub lane_step: usize,
+}
+
+/// A cube takes a row at a time, or a plane does where a row has 32 lanes that are units (`planes`);
+/// a unit is a lane, or takes the lanes one by one.
+#[cube]
+pub(super) fn row_walk(#[comptime] lanes: usize, #[comptime] planes: bool) -> RowWalk {
+    let mut walk = RowWalk {
+        row: CUBE_POS,
+        step: CUBE_COUNT,
+        lane: UNIT_POS as usize,
+        lane_step: CUBE_DIM as usize,
+    };
+    if comptime!(planes) {
+        walk.lane_step = lanes;
+        if comptime!(lanes == 32) {
+            let rows = CUBE_DIM as usize / 32usize;
+            walk.row = CUBE_POS * rows + UNIT_POS as usize / 32usize;
+            walk.step = CUBE_COUNT * rows;
+            walk.lane = UNIT_POS as usize % 32usize;
+        }
+    }
+    walk
+}
+
 /// The larger of all values and `start`.
 #[cube]
 pub(super) fn largest(values: &Array<f32>, start: f32) -> f32 {
@@ -371,19 +407,9 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
     } else {
         1
     }));
-    let mut row = CUBE_POS;
-    let mut step = CUBE_COUNT;
-    let mut first_lane = UNIT_POS as usize;
-    let mut lane_step = CUBE_DIM as usize;
-    if comptime!(plan.planes) {
-        lane_step = lanes;
-        if comptime!(lanes == 32) {
-            let rows = CUBE_DIM as usize / 32usize;
-            row = CUBE_POS * rows + UNIT_POS as usize / 32usize;
-            step = CUBE_COUNT * rows;
-            first_lane = UNIT_POS as usize % 32usize;
-        }
-    }
+    let walk = row_walk(lanes, plan.planes);
+    let (first_lane, lane_step) = (walk.lane, walk.lane_step);
+    let mut row = walk.row;
     let size = RowSize {
         vocab: args.vocab,
         vectors: args.row_vectors,
@@ -501,7 +527,7 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
                 lane += lane_step;
             }
         }
-        row += step;
+        row += walk.step;
     }
 }
 

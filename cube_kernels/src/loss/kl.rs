@@ -3,7 +3,7 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    LinearLoss, LinearLossRequest, RowLaunch, chunk_rows,
+    LinearLoss, LinearLossRequest, RowLaunch, chunk_rows, has_rows,
     kernels::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel},
     linear::{Head, HeadGradients, rows_of, words_from},
     row_plan, sum_losses,
@@ -13,7 +13,6 @@ use crate::{
     capabilities::conversion_of,
     launch::buffer,
     memory::{address_type, allocate, check_memory},
-    moe::groups::to_u32,
     tensor::{FloatKind, Matrix},
 };
 
@@ -42,19 +41,8 @@ pub fn kl_divergence_rows(
         let allowed = format!("{}, as `student`", shape(student));
         return Err(Nvfp4Error::shape("teacher", shape(teacher), allowed));
     }
-    check_memory("targets", targets, rows * 4)?;
-    check_memory("losses", losses, rows * 4)?;
-    if let Some(scale) = scale {
-        check_memory("scale", scale, 4)?;
-    }
-    to_u32("rows", rows)?;
-    to_u32("vocab", 2 * vocab)?;
-    if rows == 0 {
+    if !has_rows("student", student, [targets, losses], scale)? {
         return Ok(());
-    }
-    if vocab == 0 {
-        let found = format!("{rows} x 0");
-        return Err(Nvfp4Error::shape("student", found, "at least one class"));
     }
     // Both matrices are loaded by the words of the one that is less aligned.
     let (words, rows_plan) = [student, teacher]

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::kernel::{
     GROUP, LOWEST, Lane, NEGATIVE_INFINITY, RowSize, combine_planes, exp, largest, largest_of,
-    load_group, serial_tree,
+    load_group, row_walk, serial_tree,
 };
 use crate::cube::{
     activation::ln,
@@ -289,19 +289,9 @@ pub fn kl_divergence_kernel<F: Numeric, N: Size>(
     let per_group = comptime!(GROUP * lanes);
     let mut shared: Shared<[f32]> =
         Shared::new_slice(comptime!(if plan.planes { 96 } else { 5 * lanes }));
-    let mut row = CUBE_POS;
-    let mut step = CUBE_COUNT;
-    let mut first_lane = UNIT_POS as usize;
-    let mut lane_step = CUBE_DIM as usize;
-    if comptime!(plan.planes) {
-        lane_step = lanes;
-        if comptime!(lanes == 32) {
-            let rows = CUBE_DIM as usize / 32usize;
-            row = CUBE_POS * rows + UNIT_POS as usize / 32usize;
-            step = CUBE_COUNT * rows;
-            first_lane = UNIT_POS as usize % 32usize;
-        }
-    }
+    let walk = row_walk(lanes, plan.planes);
+    let (first_lane, lane_step) = (walk.lane, walk.lane_step);
+    let mut row = walk.row;
     let size = RowSize {
         vocab: args.vocab,
         vectors: args.row_vectors,
@@ -375,6 +365,6 @@ pub fn kl_divergence_kernel<F: Numeric, N: Size>(
                 lane += lane_step;
             }
         }
-        row += step;
+        row += walk.step;
     }
 }

@@ -118,23 +118,8 @@ pub fn cross_entropy_rows(
     params.check()?;
     logits.check("logits")?;
     let (rows, vocab) = (logits.rows, logits.cols);
-    check_memory("targets", targets, rows * 4)?;
-    check_memory("losses", losses, rows * 4)?;
-    if let Some(scale) = scale {
-        check_memory("scale", scale, 4)?;
-    }
-    to_u32("rows", rows)?;
-    // Targets are `i32`.
-    to_u32("vocab", 2 * vocab)?;
-    if rows == 0 {
+    if !has_rows("logits", logits, [targets, losses], scale)? {
         return Ok(());
-    }
-    if vocab == 0 {
-        return Err(Nvfp4Error::shape(
-            "logits",
-            format!("{rows} x 0"),
-            "at least one class",
-        ));
     }
     let (words, row_plan) = row_plan(logits);
     let RowLaunch {
@@ -185,6 +170,33 @@ pub fn cross_entropy_rows(
         );
     }
     Ok(())
+}
+
+/// Whether there are rows of `logits`, which targets and losses have an entry of each for.
+///
+/// # Errors
+/// When a buffer is smaller than its shape, there are rows without a class, or a size does not fit
+/// 32 bits.
+fn has_rows(
+    argument: &'static str,
+    logits: &Matrix,
+    [targets, losses]: [&Handle; 2],
+    scale: Option<&Handle>,
+) -> Result<bool, Nvfp4Error> {
+    let (rows, vocab) = (logits.rows, logits.cols);
+    check_memory("targets", targets, rows * 4)?;
+    check_memory("losses", losses, rows * 4)?;
+    if let Some(scale) = scale {
+        check_memory("scale", scale, 4)?;
+    }
+    to_u32("rows", rows)?;
+    // Targets are `i32`.
+    to_u32("vocab", 2 * vocab)?;
+    if rows > 0 && vocab == 0 {
+        let found = format!("{rows} x 0");
+        return Err(Nvfp4Error::shape(argument, found, "at least one class"));
+    }
+    Ok(rows > 0)
 }
 
 /// Who goes through rows of logits.
