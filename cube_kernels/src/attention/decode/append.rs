@@ -36,6 +36,8 @@ pub struct DecodePlan {
     pub softcap: bool,
     /// Whether loops are unrolled, which takes many registers and a compiler that is quick.
     pub unroll: bool,
+    /// Whether each key of a tile has a unit, in planes of 32.
+    pub planes: bool,
     /// Type of queries, and of new keys and values.
     pub kind: FloatKind,
     /// What is in the cache.
@@ -53,6 +55,21 @@ impl DecodePlan {
     /// Slices of the keys of a tile.
     pub(super) const fn slices(self) -> usize {
         decode_slices(self.head)
+    }
+
+    /// Segments of a tile whose largest scores are found apart: its planes, where it has any.
+    pub(super) const fn segments(self) -> usize {
+        if self.planes { DECODE_TILE / 32 } else { 8 }
+    }
+
+    /// Whether a unit loads its first key of a tile before the queries: where registers allow.
+    pub(super) const fn loads_key_ahead(self) -> bool {
+        self.columns() <= 16
+    }
+
+    /// Whether a unit loads its first values of a tile before the scores: where registers allow.
+    pub(super) const fn loads_values_ahead(self) -> bool {
+        self.head * self.rows <= 512
     }
 
     /// Floats from one element of a vector to the next in the sums of the slices: some more than

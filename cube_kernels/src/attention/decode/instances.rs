@@ -48,6 +48,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 rotary: head != 80,
                 softcap: rows == 8,
                 unroll: true,
+                planes: true,
                 kind,
                 cache,
                 conversion: device.conversion,

@@ -11,12 +11,11 @@ use crate::{
     cube::{
         codec::{MAGNITUDE, load, store},
         exact::{fma, reciprocal},
+        plane::plane_largest,
     },
     reference::attention::DECODE_TILE,
 };
 
-/// Segments of a tile whose largest scores are found apart.
-const SEGMENTS: usize = 8;
 /// Values that a unit loads before the first is added.
 const AT_ONCE: usize = 8;
 /// Runs whose parts a unit loads before the first is added.
@@ -24,12 +23,41 @@ const RUNS_AT_ONCE: usize = 32;
 /// More runs than `decode_splits` ever gives.
 const MOST_RUNS: usize = 64;
 
-/// Whether query `row` of a head of keys sees key `key`.
+/// The keys that each query of a cube sees: from `first` to before `end`.
+#[derive(CubeType)]
+struct Sight {
+    first: Array<u32>,
+    end: Array<u32>,
+}
+
 #[cube]
-fn sees(own: &Extent, shape: &CacheShape, row: u32, key: u32) -> bool {
-    let position = own.start + row / shape.group;
-    let near = shape.window == 0u32 || key + shape.window > position;
-    position < own.end && key <= position && near
+impl Sight {
+    /// Of the queries from row `first_row` of a head of keys on.
+    fn new(
+        own: &Extent,
+        shape: &CacheShape,
+        first_row: u32,
+        #[comptime] plan: DecodePlan,
+    ) -> Sight {
+        let rows = comptime!(plan.rows);
+        let mut sight = Sight {
+            first: Array::new(rows),
+            end: Array::new(rows),
+        };
+        #[unroll(plan.unroll)]
+        for r in 0..rows {
+            let end = own.start + (first_row + r as u32) / shape.group + 1u32;
+            let near = end - min(end, shape.window);
+            sight.first[r] = select(shape.window == 0u32, 0u32, near);
+            sight.end[r] = select(end <= own.end, end, 0u32);
+        }
+        sight
+    }
+
+    /// Whether query `r` sees key `key`.
+    fn sees(&self, r: usize, key: u32) -> bool {
+        key >= self.first[r] && key < self.end[r]
+    }
 }
 
 /// The larger of both; NaN is none.
@@ -45,7 +73,7 @@ struct Stage {
     queries: Shared<[f32]>,
     /// Scores and then weights of a tile, `[rows, DECODE_TILE]`.
     weights: Shared<[f32]>,
-    /// Largest scores of the segments of a tile, `[rows, SEGMENTS]`.
+    /// Largest scores of the segments of a tile, `[rows, segments]`.
     segments: Shared<[f32]>,
     /// Sums of the slices: vectors `[row, element, slice, column]`.
     values: Shared<[f32]>,
@@ -58,7 +86,8 @@ struct Stage {
     state: Shared<[f32]>,
 }
 
-/// What a unit loads of a tile before it needs it: its first key, and its first values.
+/// What a unit loads of a tile before it needs it, where registers allow: its first key, and its
+/// first values.
 #[derive(CubeType)]
 struct Ahead<C: Numeric, N: Size> {
     key: Array<Vector<C, N>>,
@@ -75,6 +104,14 @@ struct Tile {
     stride: usize,
     /// Its keys.
     count: u32,
+}
+
+/// A tile, and the number of its first key.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Now {
+    tile: Tile,
+    at: u32,
 }
 
 #[cube]
@@ -96,19 +133,23 @@ impl<C: Numeric, N: Size> Ahead<C, N> {
         to: u32,
         #[comptime] plan: DecodePlan,
     ) {
-        let key = UNIT_POS;
-        if key >= from && key < to {
-            load_key::<C, N>(k_cache, tile, key, &mut self.key, plan);
-        }
-        let slices = comptime!(plan.slices() as u32);
-        let columns = comptime!(plan.columns() as u32);
-        let (slice, column) = (UNIT_POS / columns, UNIT_POS % columns);
-        #[unroll(plan.unroll)]
-        for i in 0..AT_ONCE {
-            let key = slice + i as u32 * slices;
+        if comptime!(plan.loads_key_ahead()) {
+            let key = UNIT_POS;
             if key >= from && key < to {
-                let at = tile.base + key as usize * tile.stride + column as usize;
-                self.values[i] = v_cache[at];
+                load_key::<C, N>(k_cache, tile, key, &mut self.key, plan);
+            }
+        }
+        if comptime!(plan.loads_values_ahead()) {
+            let slices = comptime!(plan.slices() as u32);
+            let columns = comptime!(plan.columns() as u32);
+            let (slice, column) = (UNIT_POS / columns, UNIT_POS % columns);
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let key = slice + i as u32 * slices;
+                if key >= from && key < to {
+                    let at = tile.base + key as usize * tile.stride + column as usize;
+                    self.values[i] = v_cache[at];
+                }
             }
         }
     }
@@ -148,7 +189,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     let mut stage = Stage {
         queries: Shared::new_aligned_slice(comptime!(plan.rows * plan.head), 16usize),
         weights: Shared::new_slice(comptime!(plan.rows * DECODE_TILE)),
-        segments: Shared::new_slice(comptime!(plan.rows * SEGMENTS)),
+        segments: Shared::new_slice(comptime!(plan.rows * plan.segments())),
         values: Shared::new_slice(comptime!(plan.rows * plan.width * plan.pitch())),
         sums: Shared::new_slice(comptime!(plan.rows * plan.slices())),
         out: Shared::new_slice(comptime!(plan.rows * plan.head)),
@@ -172,6 +213,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             stride,
             count: min(tile, last - first),
         };
+        let sight = Sight::new(&own, &shape, first_row, plan);
         let mut ahead = Ahead::<C, N>::new(plan);
         // What was there before is on its way while the new tokens are read and turned.
         let from = max(first, own.start);
@@ -203,32 +245,22 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             if at > first {
                 ahead.load(k_cache, v_cache, &tile_at, 0u32, count, plan);
             }
-            score_tile::<C, N>(k_cache, &shape, &mut stage, &tile_at, &mut ahead, plan);
+            let now = Now { tile: tile_at, at };
+            score_tile::<C, N>(k_cache, &shape, &mut stage, &now, &sight, &mut ahead, plan);
             sync_cube();
-            let mut item = UNIT_POS;
-            while item < comptime!((rows * SEGMENTS) as u32) {
-                let row = item / comptime!(SEGMENTS as u32);
-                let segment = item % comptime!(SEGMENTS as u32);
-                let mut highest = f32::new(comptime!(f32::MIN));
-                for i in 0..comptime!((DECODE_TILE / SEGMENTS) as u32) {
-                    let key = i * comptime!(SEGMENTS as u32) + segment;
-                    if key < count && sees(&own, &shape, first_row + row, at + key) {
-                        highest = larger(highest, stage.weights[(row * tile + key) as usize]);
-                    }
-                }
-                stage.segments[item as usize] = highest;
-                item += CUBE_DIM;
+            if comptime!(!plan.planes) {
+                highest_of_segments(&mut stage, &now, &sight, plan);
+                sync_cube();
             }
-            sync_cube();
             let mut key = UNIT_POS;
             while key < count {
                 #[unroll(plan.unroll)]
                 for r in 0..rows {
-                    let highest = highest_of_tile(&stage.segments, r);
+                    let highest = highest_of_tile(&stage.segments, r, plan);
                     let place = r * comptime!(DECODE_TILE) + key as usize;
                     let difference = stage.weights[place] - highest;
                     let weight = exp_or_nan(difference, plan.conversion);
-                    let seen = sees(&own, &shape, first_row + r as u32, at + key);
+                    let seen = sight.sees(r, at + key);
                     stage.weights[place] = select(seen, weight, 0.0f32);
                 }
                 key += CUBE_DIM;
@@ -304,22 +336,29 @@ fn begin<F: Numeric>(
     }
 }
 
-/// The scores of a tile: a unit has one key at a time, the first of which was loaded.
+/// The scores of a tile: a unit has one key at a time, the first of which was loaded. Where there
+/// are planes, also the largest score that each of them has seen.
 #[cube]
 fn score_tile<C: Numeric, N: Size>(
     k_cache: &mut [Vector<C, N>],
     shape: &CacheShape,
     stage: &mut Stage,
-    tile: &Tile,
+    now: &Now,
+    sight: &Sight,
     ahead: &mut Ahead<C, N>,
     #[comptime] plan: DecodePlan,
 ) {
     let rows = comptime!(plan.rows);
     let columns = comptime!(plan.columns());
+    let mut highest = Array::<f32>::new(rows);
+    #[unroll(plan.unroll)]
+    for r in 0..rows {
+        highest[r] = f32::new(comptime!(f32::MIN));
+    }
     let mut key = UNIT_POS;
-    while key < tile.count {
-        if key >= CUBE_DIM {
-            load_key::<C, N>(k_cache, tile, key, &mut ahead.key, plan);
+    while key < now.tile.count {
+        if comptime!(!plan.loads_key_ahead()) || key >= CUBE_DIM {
+            load_key::<C, N>(k_cache, &now.tile, key, &mut ahead.key, plan);
         }
         let mut sums = Array::<f32>::new(comptime!(4 * plan.rows));
         #[unroll(plan.unroll)]
@@ -351,18 +390,52 @@ fn score_tile<C: Numeric, N: Size>(
                 score = product(shape.softcap, t, plan.conversion);
             }
             stage.weights[r * comptime!(DECODE_TILE) + key as usize] = score;
+            let above = larger(highest[r], score);
+            highest[r] = select(sight.sees(r, now.at + key), above, highest[r]);
         }
         key += CUBE_DIM;
+    }
+    if comptime!(plan.planes) {
+        #[unroll]
+        for r in 0..rows {
+            let of_plane = plane_largest(highest[r], plan.conversion);
+            if UNIT_POS & 31u32 == 0u32 {
+                stage.segments[r * comptime!(plan.segments()) + UNIT_POS as usize / 32usize] =
+                    of_plane;
+            }
+        }
+    }
+}
+
+/// The largest scores of the segments of a tile that are seen.
+#[cube]
+fn highest_of_segments(stage: &mut Stage, now: &Now, sight: &Sight, #[comptime] plan: DecodePlan) {
+    let segments = comptime!(plan.segments() as u32);
+    let mut item = UNIT_POS;
+    while item < comptime!((plan.rows * plan.segments()) as u32) {
+        let row = (item / segments) as usize;
+        let segment = item % segments;
+        let mut highest = f32::new(comptime!(f32::MIN));
+        for i in 0..comptime!((DECODE_TILE / plan.segments()) as u32) {
+            let key = i * segments + segment;
+            if key < now.tile.count && sight.sees(row, now.at + key) {
+                let score = stage.weights[row * comptime!(DECODE_TILE) + key as usize];
+                highest = larger(highest, score);
+            }
+        }
+        stage.segments[item as usize] = highest;
+        item += CUBE_DIM;
     }
 }
 
 /// The largest score of row `row` in a tile.
 #[cube]
-fn highest_of_tile(segments: &Shared<[f32]>, row: usize) -> f32 {
+fn highest_of_tile(segments: &Shared<[f32]>, row: usize, #[comptime] plan: DecodePlan) -> f32 {
+    let count = comptime!(plan.segments());
     let mut highest = f32::new(comptime!(f32::MIN));
     #[unroll]
-    for i in 0..SEGMENTS {
-        highest = larger(highest, segments[row * SEGMENTS + i]);
+    for i in 0..count {
+        highest = larger(highest, segments[row * count + i]);
     }
     highest
 }
@@ -398,7 +471,7 @@ fn add_values<C: Numeric, N: Size>(
         }
         let mut first = slice;
         while first < tile.count {
-            if item >= CUBE_DIM || first > slice {
+            if comptime!(!plan.loads_values_ahead()) || item >= CUBE_DIM || first > slice {
                 // Several on the way at a time. Those behind the last read it, and are not added.
                 #[unroll(plan.unroll)]
                 for i in 0..AT_ONCE {
@@ -462,7 +535,7 @@ fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
         for slice in 0..slices {
             sum += stage.values[at + slice * columns];
         }
-        let highest = highest_of_tile(&stage.segments, row as usize);
+        let highest = highest_of_tile(&stage.segments, row as usize, plan);
         let before = stage.state[(odd * rows + row) as usize];
         let above = larger(before, highest);
         let old = exp_or_nan(before - above, plan.conversion);

@@ -304,6 +304,8 @@ fn plan(
         rotary: new.rope.is_some(),
         softcap: params.is_some_and(|params| params.softcap.is_some()),
         unroll: !is_cpu(client),
+        planes: !is_cpu(client)
+            && units(client).min(UNITS) == crate::reference::attention::DECODE_TILE,
         kind: new.q.dtype,
         cache: cache.kind,
         conversion: conversion_of(client),
