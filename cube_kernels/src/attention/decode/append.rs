@@ -62,14 +62,10 @@ impl DecodePlan {
         if self.planes { DECODE_TILE / 32 } else { 8 }
     }
 
-    /// Whether a unit loads its first key of a tile before the queries: where registers allow.
-    pub(super) const fn loads_key_ahead(self) -> bool {
-        self.columns() <= 16
-    }
-
-    /// Whether a unit loads its first values of a tile before the scores: where registers allow.
-    pub(super) const fn loads_values_ahead(self) -> bool {
-        self.head * self.rows <= 512
+    /// Whether a unit loads its first key of a tile before the queries, and its first values before
+    /// the scores: where registers allow.
+    pub(super) const fn loads_ahead(self) -> bool {
+        self.columns() <= 16 && self.head * self.rows <= 512
     }
 
     /// Floats from one element of a vector to the next in the sums of the slices: some more than

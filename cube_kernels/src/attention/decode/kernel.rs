@@ -133,13 +133,11 @@ impl<C: Numeric, N: Size> Ahead<C, N> {
         to: u32,
         #[comptime] plan: DecodePlan,
     ) {
-        if comptime!(plan.loads_key_ahead()) {
+        if comptime!(plan.loads_ahead()) {
             let key = UNIT_POS;
             if key >= from && key < to {
                 load_key::<C, N>(k_cache, tile, key, &mut self.key, plan);
             }
-        }
-        if comptime!(plan.loads_values_ahead()) {
             let slices = comptime!(plan.slices() as u32);
             let columns = comptime!(plan.columns() as u32);
             let (slice, column) = (UNIT_POS / columns, UNIT_POS % columns);
@@ -357,7 +355,7 @@ fn score_tile<C: Numeric, N: Size>(
     }
     let mut key = UNIT_POS;
     while key < now.tile.count {
-        if comptime!(!plan.loads_key_ahead()) || key >= CUBE_DIM {
+        if comptime!(!plan.loads_ahead()) || key >= CUBE_DIM {
             load_key::<C, N>(k_cache, &now.tile, key, &mut ahead.key, plan);
         }
         let mut sums = Array::<f32>::new(comptime!(4 * plan.rows));
@@ -471,7 +469,7 @@ fn add_values<C: Numeric, N: Size>(
         }
         let mut first = slice;
         while first < tile.count {
-            if comptime!(!plan.loads_values_ahead()) || item >= CUBE_DIM || first > slice {
+            if comptime!(!plan.loads_ahead()) || item >= CUBE_DIM || first > slice {
                 // Several on the way at a time. Those behind the last read it, and are not added.
                 #[unroll(plan.unroll)]
                 for i in 0..AT_ONCE {
