@@ -34,7 +34,8 @@ pub fn try_cross_entropy(
 ) -> Result<Tensor<1>, Nvfp4Error> {
     validate::operand("logits", &logits)?;
     let [rows, vocab] = logits.dims();
-    check_targets(&logits, "logits", &targets, (rows, vocab), &params)?;
+    params.check()?;
+    check_targets(&logits, "logits", &targets, (rows, vocab))?;
     let loss = Dispatch::cross_entropy(logits.into_dispatch(), targets.into_dispatch(), params);
     Ok(Tensor::from_dispatch(loss))
 }
@@ -76,7 +77,8 @@ pub fn try_linear_cross_entropy(
             format!("{d} rows, the last axis of `x` [{rows}, {d}]"),
         ));
     }
-    check_targets(&x, "w", &targets, (rows, vocab), &params)?;
+    params.check()?;
+    check_targets(&x, "w", &targets, (rows, vocab))?;
     if chunk_bytes == 0 {
         return Err(Nvfp4Error::value("chunk_bytes", "0", "at least 1"));
     }
@@ -162,11 +164,7 @@ pub fn try_linear_kl_divergence(
             format!("student.features are [{rows}, {d}]")
         })?;
     }
-    let counts = CrossEntropy {
-        ignore: params.ignore,
-        ..CrossEntropy::default()
-    };
-    check_targets(&x, "student.weight", &targets, (rows, vocab), &counts)?;
+    check_targets(&x, "student.weight", &targets, (rows, vocab))?;
     if scale.dims() != [1] {
         let found = format!("{:?}", scale.dims());
         return Err(Nvfp4Error::shape("scale", found, "[1]"));
@@ -245,9 +243,7 @@ fn check_targets(
     argument: &'static str,
     targets: &Tensor<1, Int>,
     (rows, vocab): (usize, usize),
-    params: &CrossEntropy,
 ) -> Result<(), Nvfp4Error> {
-    params.check()?;
     validate::same_device((argument, &like.device()), ("targets", &targets.device()))?;
     check_numbers("targets", targets)?;
     validate::shape("targets", targets.dims(), [rows], || {

@@ -71,6 +71,21 @@ pub(super) fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
+/// The exponentials of a block, below `max`.
+#[cube]
+pub(super) fn exponentials(
+    values: &Array<f32>,
+    max: f32,
+    #[comptime] conversion: Conversion,
+) -> Array<f32> {
+    let mut terms = Array::<f32>::new(ROW_BLOCK);
+    #[unroll]
+    for i in 0..ROW_BLOCK {
+        terms[i] = exp(values[i] - max, conversion);
+    }
+    terms
+}
+
 /// A running maximum, the sum of exponentials below it, and the sum of the values.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Lane {
@@ -181,11 +196,7 @@ fn fold_group<F: Numeric, N: Size>(
             let fill = f32::reinterpret(NEGATIVE_INFINITY.runtime());
             let values = block_values::<F, N>(loaded, start, left, fill, plan.rows);
             let max = largest(&values, lane.max);
-            let mut terms = Array::<f32>::new(ROW_BLOCK);
-            #[unroll]
-            for i in 0..ROW_BLOCK {
-                terms[i] = exp(values[i] - max, conversion);
-            }
+            let terms = exponentials(&values, max, conversion);
             let kept = exp(lane.max - max, conversion);
             lane.sum = fma(lane.sum, kept, block_sum(&terms), conversion);
             lane.max = max;
@@ -259,24 +270,42 @@ pub(super) fn serial_tree(
     values[start]
 }
 
+/// One unit combines lanes that are entries of shared memory: their maxima, from `start` on, and
+/// behind these their sums. The first entry of each becomes the row's. Further sums below the same
+/// maxima, from `rescaled` on, are rescaled with them and not added up.
+#[cube]
+pub(super) fn combine_sums(
+    shared: &mut Shared<[f32]>,
+    #[comptime] start: usize,
+    #[comptime] rescaled: Option<usize>,
+    #[comptime] lanes: usize,
+    #[comptime] conversion: Conversion,
+) {
+    let mut max = shared[start];
+    for lane in 1..lanes {
+        max = largest_of(max, shared[start + lane]);
+    }
+    for lane in 0..lanes {
+        let factor = exp(shared[start + lane] - max, conversion);
+        shared[comptime!(start + lanes) + lane] *= factor;
+        if comptime!(rescaled.is_some()) {
+            shared[comptime!(rescaled.unwrap_or(0)) + lane] *= factor;
+        }
+    }
+    let sum = serial_tree(shared, comptime!(start + lanes), lanes);
+    shared[comptime!(start + lanes)] = sum;
+    shared[start] = max;
+}
+
 /// The row of lanes that are entries of shared memory: maxima, then sums, then totals.
 #[cube]
 fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPlan) -> Lane {
     let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
     sync_cube();
     if UNIT_POS == 0u32 {
-        let mut max = shared[0];
-        for lane in 1..lanes {
-            max = largest_of(max, shared[lane]);
-        }
-        for lane in 0..lanes {
-            shared[lanes + lane] *= exp(shared[lane] - max, conversion);
-        }
-        let sum = serial_tree(shared, lanes, lanes);
-        shared[lanes] = sum;
+        combine_sums(shared, 0usize, None, lanes, conversion);
         let total = serial_tree(shared, comptime!(2 * lanes), lanes);
         shared[comptime!(2 * lanes)] = total;
-        shared[0] = max;
     }
     sync_cube();
     let row = Lane {
@@ -289,7 +318,7 @@ fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPla
 }
 
 #[cube]
-pub(super) fn largest_of(a: f32, b: f32) -> f32 {
+fn largest_of(a: f32, b: f32) -> f32 {
     max(a, b)
 }
 

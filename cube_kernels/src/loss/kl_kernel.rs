@@ -3,8 +3,8 @@
 use cubecl::prelude::*;
 
 use super::kernel::{
-    GROUP, LOWEST, Lane, NEGATIVE_INFINITY, RowSize, combine_planes, exp, largest, largest_of,
-    load_group, row_walk, serial_tree,
+    GROUP, LOWEST, Lane, NEGATIVE_INFINITY, RowSize, combine_planes, combine_sums, exp,
+    exponentials, largest, load_group, row_walk, serial_tree,
 };
 use crate::cube::{
     activation::ln,
@@ -87,17 +87,6 @@ fn scaled<F: Numeric, N: Size>(
     values
 }
 
-/// The exponentials of a block, below `max`.
-#[cube]
-fn exponentials(values: &Array<f32>, max: f32, #[comptime] conversion: Conversion) -> Array<f32> {
-    let mut terms = Array::<f32>::new(ROW_BLOCK);
-    #[unroll]
-    for i in 0..ROW_BLOCK {
-        terms[i] = exp(values[i] - max, conversion);
-    }
-    terms
-}
-
 /// Adds a group of blocks to a lane of both.
 #[cube]
 fn fold_group<F: Numeric, N: Size>(
@@ -176,24 +165,9 @@ fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: KlDivergencePla
     let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
     sync_cube();
     if UNIT_POS == 0u32 {
-        #[unroll]
-        for of in 0..2usize {
-            let start = comptime!(2 * of * lanes);
-            let mut max = shared[start];
-            for lane in 1..lanes {
-                max = largest_of(max, shared[start + lane]);
-            }
-            for lane in 0..lanes {
-                let factor = exp(shared[start + lane] - max, conversion);
-                shared[start + lanes + lane] *= factor;
-                if comptime!(of == 1) {
-                    shared[comptime!(4 * lanes) + lane] *= factor;
-                }
-            }
-            let sum = serial_tree(shared, comptime!(start + lanes), lanes);
-            shared[comptime!(start + lanes)] = sum;
-            shared[start] = max;
-        }
+        let (teacher, total) = comptime!((2 * lanes, Some(4 * lanes)));
+        combine_sums(shared, 0usize, None, lanes, conversion);
+        combine_sums(shared, teacher, total, lanes, conversion);
         let total = serial_tree(shared, comptime!(4 * lanes), lanes);
         shared[comptime!(4 * lanes)] = total;
     }
