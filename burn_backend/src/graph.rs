@@ -60,6 +60,8 @@ pub struct GraphSteps {
     /// Forwards of each layer in a step.
     forwards: Option<u64>,
     ordinary: usize,
+    /// Whether kernels of the graph overlap.
+    overlaps: bool,
     graph: Option<BackendGraph<Dispatch>>,
 }
 
@@ -86,8 +88,20 @@ impl GraphSteps {
             offset: Tensor::from_dispatch(offset),
             forwards: None,
             ordinary: 0,
+            overlaps: false,
             graph: None,
         })
+    }
+
+    /// Has kernels of the graph begin before those in front of them have ended, where they can
+    /// (programmatic dependent launch, from compute capability 9.0 on): the steps of decoding, whose
+    /// kernels take a few microseconds each. Call it before the capture.
+    ///
+    /// # Safety
+    /// No step writes a packed weight of a GEMM, or, before the attention of a layer, the cache of
+    /// that layer or where its sequences begin: kernels read these before they wait.
+    pub unsafe fn overlap_kernels(&mut self) {
+        self.overlaps = true;
     }
 
     /// Whether steps are replays by now.
@@ -129,6 +143,10 @@ impl GraphSteps {
         let device = self.device.as_dispatch().clone();
         Dispatch::graph_start_capture(&device).map_err(|error| failed("capture", error))?;
         let launched = self.launch(step);
+        if self.overlaps {
+            let offset = Dispatch::nvfp4_overlap_kernels(self.offset.clone().into_dispatch());
+            self.offset = Tensor::from_dispatch(offset);
+        }
         let graph =
             Dispatch::graph_stop_capture(&device).map_err(|error| failed("capture", error))?;
         launched?;

@@ -78,6 +78,9 @@ pub(crate) struct CostOfDecoding {
     /// Store keys and values so
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     kv: KvName,
+    /// Have the head in NVFP4, too
+    #[arg(long)]
+    packed_head: bool,
     /// Launch the kernels of a step one by one, and not as a CUDA graph
     #[arg(long)]
     no_graph: bool,
@@ -114,6 +117,7 @@ impl CostOfDecoding {
             rounds: self.rounds,
             graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
             kv: self.kv.precision(),
+            packed_head: self.packed_head,
         };
         let mut results = Vec::new();
         for shape in &self.shapes {

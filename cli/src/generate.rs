@@ -63,6 +63,9 @@ pub(crate) struct Generate {
     /// bf16]
     #[arg(long, value_name = "TYPE")]
     kv: Option<KvName>,
+    /// Have the head in NVFP4, too (W4A16): faster decoding, logits that differ a little
+    #[arg(long)]
+    packed_head: bool,
     /// Launch the kernels of a step one by one on a GPU, and not as a CUDA graph
     #[arg(long)]
     no_graph: bool,
@@ -88,6 +91,7 @@ impl Generate {
         for (option, is_given) in [
             ("scheme", self.scheme.is_some()),
             ("kv", self.kv.is_some()),
+            ("packed-head", self.packed_head),
             ("no-graph", self.no_graph),
             ("dtype", self.dtype.is_some()),
         ] {
@@ -141,7 +145,10 @@ impl Generate {
     fn with_decoder(self, name: DeviceName) -> Result<()> {
         let dtype = ComputeType::or_of(self.dtype, name);
         let device: Device = name.open()?.without_autodiff();
-        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
+        let mut model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
+        if self.packed_head {
+            model = model.with_packed_head()?;
+        }
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         let prompt = tokenizer.encode(&self.prompt, true)?;

@@ -147,6 +147,13 @@ pub(crate) fn conversion_of(client: &Client) -> Conversion {
     ))
 }
 
+/// Whether kernels can begin before the one in front of them has ended (programmatic dependent
+/// launch): from compute capability 9.0 on.
+pub(crate) fn overlaps_kernels(client: &Client) -> bool {
+    client.name() == "cuda"
+        && compute_capability(&client.properties().identity.fingerprint) >= Some(90)
+}
+
 /// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
 fn compute_capability(fingerprint: &str) -> Option<u32> {
     let (_, rest) = fingerprint.rsplit_once("sm")?;

@@ -202,6 +202,36 @@ pub fn submit<N: 'static>(
     });
 }
 
+/// Has `visit` look at the stream of the calling thread, behind what the thread has launched. It
+/// queues nothing that uses memory.
+pub(crate) fn visit(
+    client: &Client,
+    visit: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
+) {
+    let device = client.service_id().device;
+    let stream_id = StreamId::current();
+    DeviceHandle::<CudaServer>::new(device).submit(move |server| {
+        let visited = || -> Result<(), String> {
+            let mut streams = server
+                .write_streams()
+                .resolve(stream_id, std::iter::empty())
+                .map_err(|error| error.to_string())?;
+            let is_captured = streams.current().capturing.is_recording();
+            let stream = streams.current().sys;
+            make_current(stream)?;
+            visit(&ForeignPlace {
+                device,
+                stream: stream.cast(),
+                addresses: Vec::new(),
+                is_captured,
+            })
+        };
+        if let Err(error) = visited() {
+            tracing::warn!("a stream could not be visited: {error}");
+        }
+    });
+}
+
 /// On the device thread: finds the stream and the addresses.
 fn queue(
     server: &mut CudaServer,

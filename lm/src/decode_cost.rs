@@ -72,6 +72,8 @@ pub struct Effort {
     pub graph: bool,
     /// How keys and values are stored.
     pub kv: KvPrecision,
+    /// Whether the head is in NVFP4, too.
+    pub packed_head: bool,
 }
 
 /// What was found. Times are in seconds.
@@ -85,7 +87,9 @@ pub struct DecodeCost {
     pub prompt: usize,
     /// Bytes of the packed weights: codes and scales.
     pub packed_bytes: usize,
-    /// Bytes of all weights that a step reads: these, the head in bf16, norms.
+    /// Whether the head is one of them.
+    pub packed_head: bool,
+    /// Bytes of all weights that a step reads: these, the head, norms.
     pub step_bytes: usize,
     /// Bytes a second of a copy on the device, those read and those written; none where it has no
     /// such copy.
@@ -127,6 +131,7 @@ pub fn measure(
         rounds,
         graph,
         kv,
+        packed_head,
     } = effort;
     for (name, value) in [
         ("prompt", prompt),
@@ -136,7 +141,10 @@ pub fn measure(
     ] {
         ensure!(value > 0, "{name} is 0, but must be at least 1");
     }
-    let model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?;
+    let mut model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?;
+    if packed_head {
+        model = model.with_packed_head()?;
+    }
     let wait = || -> Result<()> {
         device
             .sync()
@@ -204,6 +212,7 @@ pub fn measure(
         batch,
         prompt,
         packed_bytes,
+        packed_head,
         step_bytes,
         copy_bandwidth,
         first_token,
@@ -255,6 +264,7 @@ mod tests {
             rounds: 2,
             graph: false,
             kv: KvPrecision::Activations,
+            packed_head: false,
         };
         let device = Device::flex();
         let found = measure(Shape::Tiny, &device, FloatDType::F32, effort).unwrap();
@@ -264,6 +274,14 @@ mod tests {
         let others = 288 * 64 * 4 + 5 * 64 * 4;
         assert_eq!(found.step_bytes, found.packed_bytes + others);
         assert!(found.step > 0.0 && found.prefill > 0.0 && !found.is_graph);
+        let with_head = Effort {
+            packed_head: true,
+            ..effort
+        };
+        let found = measure(Shape::Tiny, &device, FloatDType::F32, with_head).unwrap();
+        let weights = weights + 288 * 64;
+        assert_eq!(found.packed_bytes, weights * 9 / 16 + (2 * 4 + 1) * 4);
+        assert_eq!(found.step_bytes, found.packed_bytes + 5 * 64 * 4);
         let none = Effort {
             rounds: 0,
             ..effort

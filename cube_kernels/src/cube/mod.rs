@@ -13,6 +13,7 @@ pub mod eden;
 pub mod exact;
 pub mod hadamard;
 pub mod mx;
+pub mod overlap;
 pub mod philox;
 pub mod plane;
 pub mod ptx;

@@ -3,15 +3,13 @@
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cubecl::{client::Client, device_handle::DeviceHandle};
-use cubecl_environment::stream::StreamId;
-use cubecl_server::stream::WriteScoped;
+use cubecl::client::Client;
 use cudarc::driver::result::event;
 use cudarc::driver::sys::{
     CUevent, CUevent_flags, cuEventCreate, cuEventDestroy_v2, cuEventRecord, cuEventSynchronize,
 };
 
-use super::{CudaServer, ForeignPlace, make_current};
+use super::{ForeignPlace, visit};
 
 /// A point of a stream: when the device has done what was queued before.
 struct Point(CUevent);
@@ -111,29 +109,14 @@ pub fn mark(
     client: &Client,
     mark: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
 ) {
-    let device = client.service_id().device;
-    let stream_id = StreamId::current();
-    DeviceHandle::<CudaServer>::new(device).submit(move |server| {
-        let marked = || -> Result<(), String> {
-            let mut streams = server
-                .write_streams()
-                .resolve(stream_id, std::iter::empty())
-                .map_err(|error| error.to_string())?;
-            let is_captured = streams.current().capturing.is_recording();
-            let stream = streams.current().sys;
-            make_current(stream)?;
-            match is_captured {
-                true => Ok(()),
-                false => mark(&ForeignPlace {
-                    device,
-                    stream: stream.cast(),
-                    addresses: Vec::new(),
-                    is_captured,
-                }),
-            }
+    visit(client, |place| {
+        let marked = match place.is_captured {
+            true => Ok(()),
+            false => mark(place),
         };
-        if let Err(error) = marked() {
+        if let Err(error) = marked {
             tracing::warn!("a point of a stream was not recorded: {error}");
         }
+        Ok(())
     });
 }

@@ -5,9 +5,13 @@
 //! are queued before it. See [`quantize::advance_offset`](crate::quantize::advance_offset) too.
 
 mod copy;
+#[cfg(feature = "cuda")]
+mod overlap;
 mod words;
 
 pub use copy::copy_words;
+#[cfg(feature = "cuda")]
+pub use overlap::overlap_kernels;
 pub use words::set_words;
 
 use crate::registry::instance::{DummyDevice, Instance};

@@ -291,7 +291,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
-            load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
+            load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
             let grad = unpack_raw(&loaded.grad, k * words, plan);
             let x = unpack_raw(&loaded.x, k * words, plan);
             dot = add_dot(&grad, &x, &gain, &stats, dot, plan);
@@ -309,7 +309,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
             #[unroll]
             for k in 0..kept {
                 let at = block_at(row, k, place, cols);
-                load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
+                load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
                 let mut grad = unpack_raw(&loaded.grad, k * words, plan);
                 let x = unpack_raw(&loaded.x, k * words, plan);
                 #[unroll(unrolled)]
@@ -424,7 +424,7 @@ fn long_part<F: Numeric, N: Size, G: Size>(
             let grad = unpack_raw(&loaded, 0usize, plan);
             load_raw::<F, N>(&inputs.x, &at, &mut loaded, 0usize, plan);
             let x = unpack_raw(&loaded, 0usize, plan);
-            load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
+            load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
             dot = add_dot(&grad, &x, &gain, &stats, dots.get(dot, block, plan), plan);
             dots.set(dot, block, plan);
             if comptime!(layer) {
@@ -445,7 +445,7 @@ fn long_part<F: Numeric, N: Size, G: Size>(
             let mut grad = unpack_raw(&loaded, 0usize, plan);
             load_raw::<F, N>(&inputs.x, &at, &mut loaded, 0usize, plan);
             let x = unpack_raw(&loaded, 0usize, plan);
-            load_factors::<G>(&inputs.gain, &at, &mut gain, plan);
+            load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
             if comptime!(plan.residual) {
                 load_raw::<F, N>(&inputs.sum_grad, &at, &mut loaded, 0usize, plan);
                 let sum_grad = unpack_raw(&loaded, 0usize, plan);

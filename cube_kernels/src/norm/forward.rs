@@ -10,7 +10,10 @@ use super::{
     },
 };
 use crate::{
-    cube::exact::{fma, reciprocal, sqrt},
+    cube::{
+        exact::{fma, reciprocal, sqrt},
+        overlap::{let_next_begin, wait_for_previous, written_before},
+    },
     reference::Norm,
 };
 
@@ -63,6 +66,17 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     let place = place(plan);
     let slots = comptime!(plan.slots());
     let mut sums = RowSum::new(plan);
+    written_before(&inputs.x, plan.overlaps);
+    written_before(&inputs.residual, plan.overlaps);
+    let mut gain = Array::<f32>::new(comptime!(plan.ready_gains()));
+    if comptime!(plan.ready_gains() > 0) {
+        #[unroll]
+        for k in 0..plan.kept {
+            let at = block_at(0usize, k, &place, cols);
+            load_factors::<G>(&inputs.gain, &at, &mut gain, k * BLOCK, plan);
+        }
+    }
+    wait_for_previous(plan.overlaps);
     let mut first = CUBE_POS * slots;
     while first < rows {
         let these = Rows {
@@ -71,7 +85,15 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
             cols,
         };
         if comptime!(plan.kept > 0) {
-            kept_rows::<F, N, G>(&inputs, &mut outputs, &mut sums, &place, &these, plan);
+            kept_rows::<F, N, G>(
+                &inputs,
+                &mut outputs,
+                &mut sums,
+                &gain,
+                &place,
+                &these,
+                plan,
+            );
         } else {
             long_row::<F, N, G>(&inputs, &mut outputs, &mut sums, &place, &these, plan);
         }
@@ -118,7 +140,7 @@ fn add_block(
 /// A block, normalised, in place.
 #[cube]
 fn normalize<G: Size>(
-    gains: &[Vector<f32, G>],
+    gain: &Array<f32>,
     biases: &[Vector<f32, G>],
     values: &mut Array<f32>,
     at: &At,
@@ -127,11 +149,9 @@ fn normalize<G: Size>(
     #[comptime] plan: NormPlan,
 ) {
     let unrolled = comptime!(plan.conversion.has_ptx());
-    let mut gain = Array::<f32>::new(BLOCK);
-    load_factors::<G>(gains, at, &mut gain, plan);
     if comptime!(plan.bias) {
         let mut bias = Array::<f32>::new(BLOCK);
-        load_factors::<G>(biases, at, &mut bias, plan);
+        load_factors::<G>(biases, at, &mut bias, 0usize, plan);
         #[unroll(unrolled)]
         for i in 0..BLOCK {
             let normed = (values[i] - mean) * rstd;
@@ -173,6 +193,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
     outputs: &mut NormOutputs<Vector<F, N>>,
     sums: &mut RowSum,
+    ready: &Array<f32>,
     place: &Place,
     rows: &Rows,
     #[comptime] plan: NormPlan,
@@ -229,6 +250,8 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
         own = add_block(&values, &at, mean, own, true, plan);
     }
     let squares = sums.total(own, place, plan);
+    // Not before the rows are here: the weights that a GEMM brings early would be in their way.
+    let_next_begin(plan.overlaps);
     let rstd = row_factor(squares, cols, inputs.epsilon, plan);
     if is_row {
         #[unroll]
@@ -236,15 +259,16 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
             let at = block_at(row, k, place, cols);
             if at.block < blocks {
                 let mut values = unpack_raw(&x, k * words, plan);
-                normalize::<G>(
-                    &inputs.gain,
-                    &inputs.bias,
-                    &mut values,
-                    &at,
-                    mean,
-                    rstd,
-                    plan,
-                );
+                let mut gain = Array::<f32>::new(BLOCK);
+                if comptime!(plan.ready_gains() > 0) {
+                    #[unroll]
+                    for i in 0..BLOCK {
+                        gain[i] = ready[comptime!(k * BLOCK + i)];
+                    }
+                } else {
+                    load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
+                }
+                normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
                 pack_raw(&values, &mut x, k * words, plan);
                 store_raw::<F, N>(&mut outputs.normed, &at, &x, k * words, plan);
             }
@@ -331,15 +355,9 @@ fn long_row<F: Numeric, N: Size, G: Size>(
             load_raw::<F, N>(&inputs.x, &at, &mut x, 0usize, plan);
         }
         let mut values = unpack_raw(&x, 0usize, plan);
-        normalize::<G>(
-            &inputs.gain,
-            &inputs.bias,
-            &mut values,
-            &at,
-            mean,
-            rstd,
-            plan,
-        );
+        let mut gain = Array::<f32>::new(BLOCK);
+        load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
+        normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
         pack_raw(&values, &mut x, 0usize, plan);
         store_raw::<F, N>(&mut outputs.normed, &at, &x, 0usize, plan);
         block += place.units;

@@ -110,6 +110,8 @@ fn plan(
         row_lanes: pass.row_lanes(),
         kept: pass.kept(cols),
         whole: cols.is_multiple_of(16),
+        overlaps: pass == Pass::Forward && device.overlaps,
+        few: pass == Pass::Forward && norm == Norm::Rms && cols <= 4096,
         kind,
         conversion: device.conversion,
     }

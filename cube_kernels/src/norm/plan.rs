@@ -3,7 +3,7 @@
 use cubecl::{ir::ElemType, prelude::*};
 
 use crate::{
-    capabilities::{conversion_of, is_cpu},
+    capabilities::{conversion_of, is_cpu, overlaps_kernels},
     cube::codec::Conversion,
     launch::{buffer, tile_grid, units},
     reference::{GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_planes},
@@ -14,6 +14,9 @@ use crate::{
 pub(crate) const BLOCK: usize = 16;
 /// Planes of a cube, where a row has no more.
 pub(crate) const PLANES: usize = 8;
+
+/// Most rows that are few: those of the steps of decoding.
+const FEW_ROWS: usize = 16;
 
 /// The forward of a norm or its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +71,10 @@ pub struct NormPlan {
     pub kept: usize,
     /// Whether rows are whole blocks that start at multiples of 16 bytes.
     pub whole: bool,
+    /// Whether the kernel can begin before the one in front of it has ended.
+    pub overlaps: bool,
+    /// Whether there are few rows: time is that of loads, not of memory.
+    pub few: bool,
     /// The element type of matrices.
     pub kind: FloatKind,
     /// Who computes.
@@ -95,6 +102,8 @@ impl NormPlan {
             row_lanes: pass.row_lanes(),
             kept: if has_planes { pass.kept(cols) } else { 0 },
             whole: cols.is_multiple_of(BLOCK) && aligned,
+            overlaps: pass == Pass::Forward && overlaps_kernels(client),
+            few: pass == Pass::Forward && x.rows <= FEW_ROWS,
             kind,
             conversion: conversion_of(client),
         }
@@ -115,6 +124,15 @@ impl NormPlan {
             self.planes
         } else {
             PLANES
+        }
+    }
+
+    /// Gains that a unit loads before it waits for the rows: of all blocks that it keeps, where
+    /// there are few rows.
+    pub const fn ready_gains(&self) -> usize {
+        match self.few {
+            true => BLOCK * self.kept,
+            false => 0,
         }
     }
 

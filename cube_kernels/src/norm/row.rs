@@ -184,12 +184,14 @@ pub fn pack_raw(
     }
 }
 
-/// The factors of the columns of a block: zeros behind the end of the row.
+/// The factors of the columns of a block, to `values` from `first` on: zeros behind the end of the
+/// row.
 #[cube]
 pub fn load_factors<G: Size>(
     factors: &[Vector<f32, G>],
     at: &At,
     values: &mut Array<f32>,
+    first: usize,
     #[comptime] plan: NormPlan,
 ) {
     if comptime!(plan.whole) {
@@ -201,7 +203,7 @@ pub fn load_factors<G: Size>(
             let loaded = factors[start + part];
             #[unroll]
             for i in 0..4usize {
-                values[comptime!(part * 4 + i)] = select(inside, loaded.extract(i), 0.0f32);
+                values[first + comptime!(part * 4 + i)] = select(inside, loaded.extract(i), 0.0f32);
             }
         }
     } else {
@@ -211,7 +213,7 @@ pub fn load_factors<G: Size>(
             if column < at.cols {
                 value = factors[column].extract(0usize);
             }
-            values[i] = value;
+            values[first + i] = value;
         }
     }
 }

@@ -22,12 +22,19 @@ pub struct DummyDevice {
     pub target: Arc<TargetProperties>,
     /// How it converts.
     pub conversion: Conversion,
+    /// Whether its kernels can overlap (compute capability 9.0 and later).
+    pub overlaps: bool,
 }
 
 impl DummyDevice {
-    /// A CUDA GPU with `conversion`; `target` is that of CubeCL's CUDA runtime. Any client will do:
+    /// A CUDA GPU with `conversion`, whose kernels can overlap or not; `target` is that of CubeCL's CUDA runtime. Any client will do:
     /// it allocates memory, and nothing else.
-    pub fn new(client: Client, target: TargetProperties, conversion: Conversion) -> Self {
+    pub fn new(
+        client: Client,
+        target: TargetProperties,
+        conversion: Conversion,
+        overlaps: bool,
+    ) -> Self {
         let mut properties = (*client.properties_shared()).clone();
         properties.features.plane.insert(Plane::Ops);
         (
@@ -47,6 +54,7 @@ impl DummyDevice {
             target: Arc::new(target),
             client,
             conversion,
+            overlaps,
         }
     }
 

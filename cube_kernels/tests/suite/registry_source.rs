@@ -65,10 +65,11 @@ fn is_not_block_scaled(instance: &Instance) -> bool {
     !is_block_scaled(instance)
 }
 
-fn instances(conversion: Conversion) -> Vec<Instance> {
+fn instances(conversion: Conversion, arch: &str) -> Vec<Instance> {
     let client = cubecl::Device::Cpu(Default::default()).client();
     let target = cubecl::cuda::CudaRuntime::target_properties();
-    registry::instances(&DummyDevice::new(client, target, conversion))
+    let overlaps = !arch.starts_with("sm_8");
+    registry::instances(&DummyDevice::new(client, target, conversion, overlaps))
 }
 
 /// `found` is what was expected, or nothing was.
@@ -143,7 +144,7 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
 /// Compiles the chosen kernels of a device with `conversion` for `arch`, on all cores.
 fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: IsChosen) {
     let tools = tools!(test);
-    let mut instances = instances(conversion);
+    let mut instances = instances(conversion, arch);
     if !is_full() && ["sm_90a", "sm_100a"].contains(&arch) {
         keep_those_of_ci(&mut instances, arch);
     }
@@ -263,7 +264,7 @@ fn emulated_compiles_for_sm_90a() {
 fn other_architectures() {
     let test = "registry_source::other_architectures";
     if !is_full() {
-        let count = instances(Conversion::Hardware).len();
+        let count = instances(Conversion::Hardware, "sm_100a").len();
         let archs = OTHER_ARCHITECTURES.map(|(arch, ..)| arch).join(", ");
         println!("SKIPPED: {test}: {count} instances for {archs}: `cargo xtask test --full`");
         return;
@@ -278,7 +279,7 @@ fn other_architectures() {
 #[test]
 fn instructions_are_refused_where_they_do_not_exist() {
     let tools = tools!("registry_source::instructions_are_refused_where_they_do_not_exist");
-    let instances = instances(Conversion::Hardware);
+    let instances = instances(Conversion::Hardware, "sm_100a");
     let is_small_m = |instance: &Instance| matches!(instance.gemm, Some(GemmInstance::SmallM(_)));
     let has_instruction = |instance: &Instance| match instance.gemm {
         Some(GemmInstance::Sm120BlockScaled(plan)) => plan.tile.multiply == Multiply::Instruction,
@@ -315,7 +316,7 @@ fn instructions_are_refused_where_they_do_not_exist() {
 #[test]
 fn stochastic_conversion_is_refused_where_it_does_not_exist() {
     let tools = tools!("registry_source::stochastic_conversion_is_refused_where_it_does_not_exist");
-    let instances = instances(Conversion::Hardware);
+    let instances = instances(Conversion::Hardware, "sm_100a");
     let is_stochastic = |instance: &&Instance| {
         (instance.expected.e2m1_rn, instance.expected.e2m1_rs) == (Some(false), Some(true))
     };
@@ -357,7 +358,7 @@ fn statements(source: &str) -> Vec<String> {
 /// in MXFP8 a wrong place of scales only changes the order of statements.
 #[test]
 fn injected_faults_are_in_the_source() {
-    let instances = instances(Conversion::Hardware);
+    let instances = instances(Conversion::Hardware, "sm_100a");
     for form in [Sm100Form::OneCta, Sm100Form::TwoCta] {
         let source = |fault: Fault| {
             let plan = Sm100Plan {
@@ -427,7 +428,7 @@ fn a_run_without_full_compiles_every_kernel() {
                 .map(Instance::function)
                 .collect()
         };
-        let mut instances = instances(Conversion::Hardware);
+        let mut instances = instances(Conversion::Hardware, "sm_100a");
         let all = functions(&instances);
         keep_those_of_ci(&mut instances, arch);
         assert_eq!(functions(&instances), all, "{arch}");
@@ -444,7 +445,7 @@ fn the_registry_has_every_kernel() {
         .collect();
     assert!(defined.len() > 40, "only {defined:?}");
     let mut registered = BTreeSet::new();
-    for instance in instances(Conversion::Hardware) {
+    for instance in instances(Conversion::Hardware, "sm_100a") {
         let function = instance.function().to_owned();
         assert!(instance.name.starts_with(&function), "{}", instance.name);
         registered.insert(function);
@@ -462,7 +463,7 @@ fn hashes_of_kernels_are_their_own() {
     let mut found: BTreeMap<StableHash, (KernelId, String)> = BTreeMap::new();
     let mut alike = Vec::new();
     for conversion in [Conversion::Hardware, Conversion::Sm89] {
-        for Instance { name, kernel, .. } in instances(conversion) {
+        for Instance { name, kernel, .. } in instances(conversion, "sm_90a") {
             let id = kernel.id();
             match found.entry(id.stable_hash()) {
                 Entry::Vacant(entry) => {

@@ -26,6 +26,7 @@ pub mod lora;
 pub mod names;
 pub mod observe;
 mod packed;
+mod packed_head;
 mod packed_rows;
 pub mod positions;
 pub mod projection;
@@ -47,7 +48,7 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nvfp4::decode::KvFormat;
-use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm};
+use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4PackedLinear, ResidualStream, RmsNorm};
 
 use crate::hf::DecoderConfig;
 use crate::model::cast;
@@ -68,6 +69,8 @@ pub struct Decoder {
     pub norm: RmsNorm,
     /// From features to logits; `None` where it is the embedding.
     pub head: Option<LmHead>,
+    /// The head in NVFP4, for inference: logits are computed with it where it is there.
+    packed_head: Option<Nvfp4PackedLinear>,
     #[module(skip)]
     config: DecoderConfig,
     #[module(skip)]
@@ -296,9 +299,10 @@ impl Decoder {
         let mut dims = features.dims();
         let rows = dims[..D - 1].iter().product();
         let x: Tensor<2> = features.reshape([rows, dims[D - 1]]);
-        let logits = match &self.head {
-            Some(head) => head.logits(x),
-            None => {
+        let logits = match (&self.packed_head, &self.head) {
+            (Some(head), _) => head.forward(x),
+            (None, Some(head)) => head.logits(x),
+            (None, None) => {
                 let table = cast(self.embedding.weight.val(), x.dtype().into());
                 x.matmul(table.transpose())
             }

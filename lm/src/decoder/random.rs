@@ -59,6 +59,7 @@ impl Decoder {
             layers: layers.collect::<Result<_>>()?,
             norm: random.norm(),
             head,
+            packed_head: None,
             config: config.clone(),
             dtype,
             positions: Positions::new(config.rope.clone(), config.head),
@@ -94,10 +95,11 @@ impl Decoder {
             }
             others += norm(&layer.attention_norm) + norm(&layer.feed_forward_norm);
         }
-        let head = match &self.head {
-            Some(head) => head.weight.val(),
-            None => self.embedding.weight.val(),
-        };
+        if let Some(head) = &self.packed_head {
+            packed += head.weight.bytes();
+            return (packed, packed + others);
+        }
+        let head = self.head_weight();
         others += head.shape().num_elements() * head.dtype().size();
         (packed, packed + others)
     }

@@ -64,7 +64,13 @@ impl<'a> DecodeSteps<'a> {
         let counts: Vec<usize> = goes_on.iter().map(|on| usize::from(*on)).collect();
         let next = NextTokens::try_new(tokens, &starts, &words(&counts), RING, &device)?;
         let graph = match graph {
-            true => Some(GraphSteps::begin(model, &device)?),
+            true => {
+                let mut graph = GraphSteps::begin(model, &device)?;
+                // SAFETY: a step writes activations, new keys and values of a layer by its own
+                // attention, and at its end where texts begin.
+                unsafe { graph.overlap_kernels() };
+                Some(graph)
+            }
             false => None,
         };
         Ok(Self {
@@ -241,10 +247,10 @@ impl Decoder {
 
     /// The logits of `features` (`[rows, d_model]`), `f32[rows, vocab]`, as a constant to autodiff.
     pub(super) fn next_logits(&self, features: Tensor<2>) -> Result<Tensor<2>> {
-        let weight = match &self.head {
-            Some(head) => head.weight.val(),
-            None => self.embedding.weight.val().transpose(),
-        };
+        if self.packed_head.is_some() {
+            return Ok(self.logits(features));
+        }
+        let weight = self.head_weight();
         let both = [features.dtype(), weight.dtype()].map(FloatDType::from);
         if both == [FloatDType::BF16; 2] {
             return Ok(burn_nvfp4::functions::try_logits(features, weight)?);

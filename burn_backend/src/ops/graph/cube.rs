@@ -65,6 +65,15 @@ impl GraphOps for CubeBackend {
         offset
     }
 
+    fn nvfp4_overlap_kernels(offset: IntTensor<Self>) -> IntTensor<Self> {
+        // SAFETY: the caller of the op keeps the contract.
+        #[cfg(feature = "cuda")]
+        unsafe {
+            graph::overlap_kernels(&offset.client);
+        }
+        offset
+    }
+
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
         let client = &offset.client;
         let usage = settle(client).usage();

@@ -24,6 +24,10 @@ impl GraphOps for Flex {
         unreachable!("{NO_GRAPHS}")
     }
 
+    fn nvfp4_overlap_kernels(_offset: IntTensor<Self>) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
+
     fn nvfp4_make_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
         unreachable!("{NO_GRAPHS}")
     }

@@ -41,6 +41,11 @@ pub trait GraphOps: Backend {
     #[fusion(meta = meta::mark_step)]
     fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 
+    /// `offset`, after the kernels of the graph that is being captured on its device overlap, as far
+    /// as it goes: see `nvfp4_kernels::graph::overlap_kernels`, whose contract the caller keeps.
+    #[fusion(meta = meta::overlap_kernels)]
+    fn nvfp4_overlap_kernels(offset: IntTensor<Self>) -> IntTensor<Self>;
+
     /// `offset`, after the pools of its device got more free memory than they have: the same step
     /// in a capture, in which no page can be added, may find that its free memory is in other
     /// pieces.
@@ -61,6 +66,10 @@ mod meta {
     }
 
     pub(super) fn make_room(offset: &TensorSpec) -> TensorSpec {
+        offset.clone()
+    }
+
+    pub(super) fn overlap_kernels(offset: &TensorSpec) -> TensorSpec {
         offset.clone()
     }
 
@@ -88,6 +97,10 @@ impl<B: GraphOps, C: CheckpointStrategy> GraphOps for Autodiff<B, C> {
 
     fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self> {
         B::nvfp4_mark_step(offset, begins)
+    }
+
+    fn nvfp4_overlap_kernels(offset: IntTensor<Self>) -> IntTensor<Self> {
+        B::nvfp4_overlap_kernels(offset)
     }
 
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {

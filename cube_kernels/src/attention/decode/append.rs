@@ -38,6 +38,8 @@ pub struct DecodePlan {
     pub unroll: bool,
     /// Whether each key of a tile has a unit, in planes of 32.
     pub planes: bool,
+    /// Whether the kernels can begin before the one in front of them has ended.
+    pub overlaps: bool,
     /// Type of queries, and of new keys and values.
     pub kind: FloatKind,
     /// What is in the cache.

@@ -49,6 +49,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 softcap: rows == 8,
                 unroll: true,
                 planes: true,
+                overlaps: device.overlaps,
                 kind,
                 cache,
                 conversion: device.conversion,

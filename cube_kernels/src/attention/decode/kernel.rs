@@ -11,6 +11,7 @@ use crate::{
     cube::{
         codec::{MAGNITUDE, load, store},
         exact::{fma, reciprocal},
+        overlap::{let_next_begin, wait_for_previous, written_before},
         plane::plane_largest,
     },
     reference::attention::DECODE_TILE,
@@ -193,6 +194,10 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
         out: Shared::new_slice(comptime!(plan.rows * plan.head)),
         state: Shared::new_slice(comptime!(3 * plan.rows)),
     };
+    let_next_begin(plan.overlaps);
+    written_before(&new.q.data, plan.overlaps);
+    written_before(&new.k.data, plan.overlaps);
+    written_before(&new.v.data, plan.overlaps);
     let run = CUBE_POS_X;
     let sequence = CUBE_POS_Z;
     let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
@@ -217,6 +222,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
         let from = max(first, own.start);
         let old = min(from, first + tile_at.count) - first;
         ahead.load(k_cache, v_cache, &tile_at, 0u32, old, plan);
+        wait_for_previous(plan.overlaps);
         // This run's new keys and values.
         let mut item = UNIT_POS;
         while from < last && item < (last - from) * columns {
@@ -290,6 +296,9 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             parts[part as usize * comptime!(rows * plan.part()) + item as usize] = value;
             item += CUBE_DIM;
         }
+    } else {
+        // Else the kernel could end before those in front of it.
+        wait_for_previous(plan.overlaps);
     }
 }
 
@@ -572,11 +581,14 @@ pub fn merge_runs_kernel<F: Numeric>(
     let mut highest_of = Shared::<[f32]>::new_slice(MOST_RUNS);
     let mut sums = Shared::<[f32]>::new_slice(MOST_RUNS);
     let mut factors = Shared::<[f32]>::new_slice(MOST_RUNS);
+    written_before(parts, plan.overlaps);
     let sequence = CUBE_POS_Z;
     let blocks = (shape.group * time).div_ceil(rows);
     let kv_head = CUBE_POS_Y / blocks;
     let row = (CUBE_POS_Y - kv_head * blocks) * rows + CUBE_POS_X;
     let own = extent(starts, counts, time, &shape, sequence);
+    wait_for_previous(plan.overlaps);
+    let_next_begin(plan.overlaps);
     let part = (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize * shape.splits as usize;
     let pitch = comptime!(plan.rows * plan.part());
     let first = part * pitch + CUBE_POS_X as usize * comptime!(plan.part());

@@ -19,7 +19,7 @@ use self::kernel::{decode_run_kernel, merge_runs_kernel};
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
-    capabilities::{conversion_of, is_cpu},
+    capabilities::{conversion_of, is_cpu, overlaps_kernels},
     launch::{buffer, grid, units},
     memory::{address_type, allocate, check_memory, is_aligned},
     reference::attention::decode_splits,
@@ -306,6 +306,7 @@ fn plan(
         unroll: !is_cpu(client),
         planes: !is_cpu(client)
             && units(client).min(UNITS) == crate::reference::attention::DECODE_TILE,
+        overlaps: overlaps_kernels(client),
         kind: new.q.dtype,
         cache: cache.kind,
         conversion: conversion_of(client),

@@ -1,5 +1,4 @@
-//! Loads and stores by address. PTX ISA "Data Movement and Conversion Instructions: ld,
-//! ld.global.nc, st".
+//! Loads and stores by address. PTX ISA "Data Movement and Conversion Instructions: ld, st".
 //!
 //! Of several accesses a constant apart, each is one instruction with the constant in it; indices
 //! of a shared array are multiplied and added for each.
@@ -55,49 +54,49 @@ pub fn st_shared_v2(address: u32, low: u32, high: u32) {
     );
 }
 
-/// Loads one byte of device memory that nobody writes: `ld.global.nc.u8`.
+/// Loads one byte of device memory: `ld.global.u8`.
 ///
-/// PTX 3.1; sm_32 and later.
+/// PTX 1.0; all targets.
 #[cube]
-pub fn ld_global_nc_u8(address: u64) -> u32 {
+pub fn ld_global_u8(address: u64) -> u32 {
     let value: u32;
-    gpu_asm!("ld.global.nc.u8 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    gpu_asm!("ld.global.u8 {v}, [{a}];", v = out(_) value, a = in(_) address);
     u32::reinterpret(value)
 }
 
-/// Loads two bytes of device memory that nobody writes, aligned to two: `ld.global.nc.u16`.
+/// Loads two bytes of device memory, aligned to two: `ld.global.u16`.
 ///
-/// PTX 3.1; sm_32 and later.
+/// PTX 1.0; all targets.
 #[cube]
-pub fn ld_global_nc_u16(address: u64) -> u32 {
+pub fn ld_global_u16(address: u64) -> u32 {
     let value: u32;
-    gpu_asm!("ld.global.nc.u16 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    gpu_asm!("ld.global.u16 {v}, [{a}];", v = out(_) value, a = in(_) address);
     u32::reinterpret(value)
 }
 
-/// Loads two words of device memory, aligned to eight bytes, that nobody writes and this SM reads
-/// once: `ld.global.nc.L1::no_allocate.L2::256B.v2.b32`.
+/// Loads two words of device memory, aligned to eight bytes, that this SM reads once:
+/// `ld.global.L1::no_allocate.L2::256B.v2.b32`.
 ///
 /// PTX 7.4; sm_80 and later.
 #[cube]
-pub fn ld_global_nc_no_allocate_v2(address: u64) -> Vector<u32, Const<2>> {
+pub fn ld_global_no_allocate_v2(address: u64) -> Vector<u32, Const<2>> {
     let words: Vector<u32, Const<2>>;
     gpu_asm!(
-        "ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {w}, [{a}];",
+        "ld.global.L1::no_allocate.L2::256B.v2.b32 {w}, [{a}];",
         w = out(_) words, a = in(_) address
     );
     Vector::<u32, Const<2>>::reinterpret(words)
 }
 
-/// Loads four words of device memory, aligned to sixteen bytes, that nobody writes and this SM
-/// reads once: `ld.global.nc.L1::no_allocate.L2::256B.v4.b32`.
+/// Loads four words of device memory, aligned to sixteen bytes, that this SM reads once:
+/// `ld.global.L1::no_allocate.L2::256B.v4.b32`.
 ///
 /// PTX 7.4; sm_80 and later.
 #[cube]
-pub fn ld_global_nc_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
+pub fn ld_global_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
     let words: Vector<u32, Const<4>>;
     gpu_asm!(
-        "ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {w}, [{a}];",
+        "ld.global.L1::no_allocate.L2::256B.v4.b32 {w}, [{a}];",
         w = out(_) words, a = in(_) address
     );
     Vector::<u32, Const<4>>::reinterpret(words)

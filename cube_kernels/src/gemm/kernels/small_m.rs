@@ -13,12 +13,13 @@ use cubecl::{prelude::*, server::Handle};
 use super::{sm90_bf16::check_sm90, sm120_block_scaled::check_sm120};
 use crate::{
     BLOCK, Nvfp4Error,
-    capabilities::{Capabilities, GemmBackend},
+    capabilities::{Capabilities, GemmBackend, overlaps_kernels},
     cube::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
+        overlap::{let_next_begin, wait_for_previous, written_before},
         ptx::{
-            cvta_to_global, ld_global_nc_no_allocate_v2, ld_global_nc_no_allocate_v4,
-            ld_global_nc_u8, ld_global_nc_u16, mma_m16n8k16_bf16,
+            cvta_to_global, ld_global_no_allocate_v2, ld_global_no_allocate_v4, ld_global_u8,
+            ld_global_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
@@ -79,6 +80,9 @@ pub struct SmallMShape {
     /// The next rows of `a` are loaded behind the products of a chunk instead of ahead of them: see
     /// `loads_a_late`.
     pub late: bool,
+    /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
+    /// while it waits.
+    pub overlaps: bool,
 }
 
 impl SmallMShape {
@@ -125,8 +129,8 @@ impl Source {
         let address = self.codes + u64::cast_from(block) * 8u64;
         if comptime!(halves) {
             let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
-            let low = ld_global_nc_no_allocate_v2(address);
-            let high = ld_global_nc_no_allocate_v2(self.codes + u64::cast_from(second) * 8u64);
+            let low = ld_global_no_allocate_v2(address);
+            let high = ld_global_no_allocate_v2(self.codes + u64::cast_from(second) * 8u64);
             let mut words = Vector::<u32, Const<4>>::new(0u32);
             words.insert(0usize, low.extract(0usize));
             words.insert(1usize, low.extract(1usize));
@@ -134,7 +138,7 @@ impl Source {
             words.insert(3usize, high.extract(1usize));
             words
         } else {
-            ld_global_nc_no_allocate_v4(address)
+            ld_global_no_allocate_v4(address)
         }
     }
 
@@ -144,10 +148,10 @@ impl Source {
         let address = self.scales + u64::cast_from(block);
         if comptime!(halves) {
             let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
-            let high = ld_global_nc_u8(self.scales + u64::cast_from(second));
-            u16::cast_from(ld_global_nc_u8(address) | (high << 8u32))
+            let high = ld_global_u8(self.scales + u64::cast_from(second));
+            u16::cast_from(ld_global_u8(address) | (high << 8u32))
         } else {
-            u16::cast_from(ld_global_nc_u16(address))
+            u16::cast_from(ld_global_u16(address))
         }
     }
 }
@@ -226,10 +230,23 @@ pub fn small_m_kernel(
     let mut exchange: Shared<[f32]> =
         Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
     let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
+    let_next_begin(shape.overlaps);
+    if comptime!(shape.left == SmallMLeft::Bf16) {
+        written_before(&a.dense, shape.overlaps);
+    }
+    written_before(&epilogue.a_amax, shape.overlaps);
+    written_before(&epilogue.c, shape.overlaps);
+    // A weight's as well: it is here before the sums are.
+    written_before(&epilogue.b_amax, shape.overlaps);
+    let tile_factor = epilogue.b_tile_factor(0u32);
     let sums = mainloop(&a, &b, &problem, row0, shape);
     stage_sums(&sums, &mut exchange, shape);
     sync_cube();
-    write_rows(&exchange, &problem, row0, &epilogue, out, shape);
+    let rows = OutputRows {
+        first: row0,
+        tile_factor,
+    };
+    write_rows(&exchange, &problem, &rows, &epilogue, out, shape);
 }
 
 /// The sums of one warp: every `shape.warps`th chunk of 128 columns.
@@ -274,15 +291,22 @@ fn mainloop(
     for set in 0..sets {
         let chunk = warp + comptime!((set * shape.warps) as u32);
         let at = min(chunk * 4u32 + quarter, width - 1u32);
-        if comptime!(is_packed) {
+        #[unroll]
+        for i in 0..comptime!(2 * strips) {
+            b_rows.load(b_source, at, i, comptime!(set * 2 * strips + i), halves);
+        }
+    }
+    // A weight is written long before; what else is read may be the output of the last kernel.
+    wait_for_previous(shape.overlaps);
+    if comptime!(is_packed) {
+        #[unroll]
+        for set in 0..sets {
+            let chunk = warp + comptime!((set * shape.warps) as u32);
+            let at = min(chunk * 4u32 + quarter, width - 1u32);
             #[unroll]
             for j in 0..columns {
                 a_rows.load(a_source, at, j, comptime!(set * columns + j), halves);
             }
-        }
-        #[unroll]
-        for i in 0..comptime!(2 * strips) {
-            b_rows.load(b_source, at, i, comptime!(set * 2 * strips + i), halves);
         }
     }
     let mut first = warp;
@@ -480,12 +504,21 @@ fn stage_sums(
     }
 }
 
+/// The rows of `b` that a cube multiplies.
+#[derive(CubeType, Clone, Copy)]
+struct OutputRows {
+    /// The first of them.
+    first: u32,
+    /// Their factor, where all have one.
+    tile_factor: f32,
+}
+
 /// Adds the sums of all warps, applies the epilogue and writes two neighbours at a time.
 #[cube]
 fn write_rows(
     exchange: &[f32],
     problem: &ProblemShape,
-    row0: u32,
+    rows: &OutputRows,
     epilogue: &Epilogue,
     out: &mut [u32],
     #[comptime] shape: SmallMShape,
@@ -493,7 +526,7 @@ fn write_rows(
     let kind = comptime!(epilogue.kind);
     let stride = comptime!(shape.stride() as u32);
     let n = problem.n;
-    let tile_factor = epilogue.b_tile_factor(0u32);
+    let (row0, tile_factor) = (rows.first, rows.tile_factor);
     let pairs = comptime!(shape.rows() as u32 / 2);
     let mut largest = 0u32;
     let mut item = UNIT_POS;
@@ -577,6 +610,13 @@ fn shape(
         1 => (16, 1),
         _ => (8, 2),
     };
+    let (warps, strips, ahead) = match std::env::var(format!("SM_{n}_{k}")) {
+        Ok(v) => {
+            let v: Vec<usize> = v.split(',').map(|x| x.parse().unwrap()).collect();
+            (v[0], v[1], v[2])
+        }
+        Err(_) => (warps, strips, ahead),
+    };
     SmallMShape {
         warps,
         strips,
@@ -587,6 +627,7 @@ fn shape(
         left,
         converts: capabilities.compute_capability >= Some(89),
         late: loads_a_late(columns, left, capabilities.compute_capability),
+        overlaps: overlaps_kernels(client),
     }
 }
 

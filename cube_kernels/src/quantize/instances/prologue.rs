@@ -45,6 +45,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 COLS * dtype.size() / 16,
                 ProloguePlan {
                     bounded,
+                    overlaps: device.overlaps,
                     conversion: device.conversion,
                     kind: dtype,
                 }

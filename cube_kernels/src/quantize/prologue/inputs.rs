@@ -7,6 +7,7 @@ use crate::{
     cube::{
         activation::{swiglu, swiglu_backward},
         codec::Conversion,
+        overlap::written_before,
         words::{pack, unpack},
     },
     tensor::FloatKind,
@@ -181,6 +182,19 @@ impl PrologueInputs {
                 vector,
                 of_up: false.runtime(),
             },
+        }
+    }
+
+    /// Kernels in front of this one may write what is read beside `x`, but for gains.
+    pub fn written_before(&self, #[comptime] overlaps: bool) {
+        #[comptime]
+        match self {
+            PrologueInputs::Plain => {}
+            PrologueInputs::RmsNorm(norm) => written_before(&norm.rstd, overlaps),
+            PrologueInputs::SwiGlu(inputs) | PrologueInputs::SwiGluBackward(inputs) => {
+                written_before(&inputs.gate, overlaps);
+                written_before(&inputs.up, overlaps);
+            }
         }
     }
 

@@ -10,6 +10,7 @@ use crate::{
     cube::{
         activation::SquareSum,
         codec::Conversion,
+        overlap::{let_next_begin, wait_for_previous, written_before},
         words::{block_words, load_block_words, unpack_block},
     },
     tensor::FloatKind,
@@ -311,6 +312,8 @@ pub fn normalized_block(
 pub struct ProloguePlan {
     /// Whether the rows end in device memory.
     pub bounded: bool,
+    /// Whether the kernel can begin before the one in front of it has ended.
+    pub overlaps: bool,
     /// Who converts.
     pub conversion: Conversion,
     /// The element type.
@@ -330,6 +333,13 @@ pub fn prologue_kernel<N: Size>(
     #[comptime] plan: ProloguePlan,
 ) {
     let (conversion, kind) = comptime!((plan.conversion, plan.kind));
+    written_before(x, plan.overlaps);
+    prologue.written_before(plan.overlaps);
+    if comptime!(plan.bounded) {
+        written_before(end, plan.overlaps);
+    }
+    wait_for_previous(plan.overlaps);
+    let_next_begin(plan.overlaps);
     let rows = if comptime!(plan.bounded) {
         min(rows, end[0] as usize)
     } else {

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    capabilities::{conversion_of, is_cpu},
+    capabilities::{conversion_of, is_cpu, overlaps_kernels},
     launch::{Words, buffer, cubes, grid},
     memory::{address_type, allocate, check_memory, is_aligned},
     moe::GroupOffsets,
@@ -332,6 +332,7 @@ pub fn run_prologue_of_groups(
             row_vectors,
             ProloguePlan {
                 bounded,
+                overlaps: overlaps_kernels(client),
                 conversion: conversion_of(client),
                 kind: x.dtype,
             },
