@@ -186,12 +186,14 @@ pub fn quantization_config(data: &[u8]) {
     }
 }
 
-/// The tensors of a quantized folder of either dialect.
+/// The tensors of a quantized folder of either dialect, and of ModelOpt's with scales of inputs.
 pub fn checkpoint(data: &[u8]) {
-    let modelopt = serde_json::json!({"quantization_config": {
-        "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
-        "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
-    }});
+    let modelopt = |algorithm: &str| {
+        serde_json::json!({"quantization_config": {
+            "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"],
+            "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
+        }})
+    };
     let weights = serde_json::json!({
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
         "symmetric": true, "dynamic": false,
@@ -201,7 +203,11 @@ pub fn checkpoint(data: &[u8]) {
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }});
-    for (name, config) in [("modelopt", modelopt), ("compressed", compressed)] {
+    for (name, config) in [
+        ("modelopt", modelopt("NVFP4")),
+        ("awq", modelopt("NVFP4_AWQ")),
+        ("compressed", compressed),
+    ] {
         let folder = folder(name);
         write(&folder.join("config.json"), config.to_string().as_bytes());
         write(&folder.join("model.safetensors"), data);
@@ -211,7 +217,7 @@ pub fn checkpoint(data: &[u8]) {
         {
             for module in checkpoint.layers().keys() {
                 if let Ok(weight) = checkpoint.weight(module) {
-                    let _ = weight.dequantize(dialect.arithmetic());
+                    let _ = weight.effective(dialect.arithmetic());
                 }
             }
         }

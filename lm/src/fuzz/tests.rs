@@ -59,7 +59,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Memory that any input may take, and what each byte of one may take beside it: a code of half a
-/// byte becomes a value of four, in two copies and both dialects; a byte of JSON a map's node.
+/// byte becomes a value of four, in two copies; a byte of JSON a map's node.
 const BOUND: (usize, usize) = (16 << 20, 512);
 
 /// A generator of SplitMix64: the same inputs for the same seed.
