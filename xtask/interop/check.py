@@ -119,7 +119,7 @@ def check_compressed(name, folder, config, mine):
     (scheme,) = parsed.config_groups.values()
     w4a4 = scheme.input_activations is not None
     stored = tensors(folder)
-    modules = sorted(key.removesuffix(".weight_packed") for key in stored if key.endswith("_packed"))
+    modules = sorted(of_modules(stored, ".weight_packed"))
     same = 0
     values, inputs = {}, {}
     for module in modules:
@@ -147,7 +147,8 @@ def check_compressed(name, folder, config, mine):
         }
         if extra:
             check(name, f"{module} has the tensors of the scheme only", False, sorted(extra))
-    what = f"compressed-tensors decompresses {'W4A4' if w4a4 else 'W4A16'} to our values, bit for bit"
+    format = "W4A4" if w4a4 else "W4A16"
+    what = f"compressed-tensors decompresses {format} to our values, bit for bit"
     check(name, what, modules and same == len(modules), f"{same} of {len(modules)} modules")
     if not any("experts" in module for module in modules):
         # transformers 5 fuses experts, for which it has no NVFP4 layer.
@@ -174,7 +175,7 @@ def check_modelopt(name, folder, config, mine):
     figure = {key: [inline.get(key), expected.get(key)] for key in different} or "equal"
     check(name, "config.json is what modelopt makes of hf_quant_config.json", not different, figure)
     stored = tensors(folder)
-    modules = sorted(key.removesuffix(".weight_scale_2") for key in stored if key.endswith("_scale_2"))
+    modules = sorted(of_modules(stored, ".weight_scale_2"))
     same = 0
     values = {}
     for module in modules:
@@ -304,7 +305,7 @@ def check_logits(name, folder, config, stored, quantization, mine):
 
 @functools.cache
 def base_of(family):
-    """The base model: its logits, norms, and the largest inputs and cached values in calibration."""
+    """The base model: its logits, norms, and largest inputs and cached values in calibration."""
     folder = os.path.join(base, family)
     model, _ = load(folder)
     with open(os.path.join(base, "text.txt"), encoding="utf-8") as file:
@@ -341,7 +342,8 @@ def check_calibration(name, stored, inputs, caches):
     if smoothed:
         norms = expected["norms"]
         kept = sum(torch.equal(stored[key].float(), gain) for key, gain in norms.items())
-        check(name, "smoothing changes the gains", kept < len(norms), f"{kept} of {len(norms)} kept")
+        figure = f"{kept} of {len(norms)} kept"
+        check(name, "smoothing changes the gains", kept < len(norms), figure)
     largest, compared = 0.0, 0
     for module, scale in inputs.items():
         layer, _, leaf = module.rpartition(".")

@@ -1,8 +1,9 @@
 //! `cargo xtask test --interop`: what nvfp4 writes, read by the tools that it is written for.
 //!
-//! A Python environment in the target folder has transformers, compressed-tensors, ModelOpt and PEFT.
-//! Tiny models that transformers makes are quantized, converted and finetuned by the command `nvfp4`;
-//! `check.py` compares what the tools read with what nvfp4 reads. All of it runs on the CPU.
+//! A Python environment in the target folder has transformers, compressed-tensors, ModelOpt and
+//! PEFT. Tiny models that transformers makes are quantized, converted and finetuned by the command
+//! `nvfp4`; `check.py` compares what the tools read with what nvfp4 reads, and the logits. `awq.py`
+//! has ModelOpt export what nvfp4 reads but does not write. All of it runs on the CPU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ const REQUIREMENTS: &str = include_str!("../requirements/interop.txt");
 /// The models that `models.py` makes.
 const MODELS: [&str; 4] = ["llama3", "mixtral", "qwen3", "qwen3moe"];
 
-/// Those that ModelOpt exports as `NVFP4_AWQ`. It does not know the experts of transformers 5 there.
+/// Those that ModelOpt exports as `NVFP4_AWQ`: not those with experts, as transformers 5 has them.
 const AWQ: [&str; 2] = ["llama3", "qwen3"];
 
 /// The test that writes the values which nvfp4 reads.

@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use crate::eval::Question;
 use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer, gguf};
 use crate::interchange::{Checkpoint, QuantConfig};
+use crate::quantize::journal::{JOURNAL, Journal, MadeFrom};
 use crate::tokens::chat::{ChatTemplate, Message};
 use crate::tokens::encode::Encoder;
 use crate::tokens::shard::Shard;
@@ -49,6 +50,10 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "index",
         run: index,
+    },
+    Target {
+        name: "journal",
+        run: journal,
     },
     Target {
         name: "lines",
@@ -222,6 +227,33 @@ pub fn checkpoint(data: &[u8]) {
             }
         }
     }
+}
+
+/// What a killed quantization left: a line of JSON, the report of its calibration and of its first
+/// layer, and behind it the safetensors file of both.
+pub fn journal(data: &[u8]) {
+    let out = folder("journal");
+    let own = out.join(JOURNAL);
+    let end = data.iter().position(|byte| *byte == b'\n');
+    let (report, tensors) = data.split_at(end.unwrap_or(data.len()));
+    for entry in ["calibration", "part-00000"] {
+        let entry = own.join(entry);
+        fs::create_dir_all(&entry).expect("the folder for temporary files can be written");
+        write(&entry.join("report.json"), report);
+        write(
+            &entry.join("model.safetensors"),
+            tensors.get(1..).unwrap_or_default(),
+        );
+    }
+    let made_from = MadeFrom::new();
+    write(&own.join("made_from.json"), b"{}");
+    let journal = Journal::resume(&out, &made_from).expect("it is made from the same");
+    if let Ok(Some(calibration)) = journal.calibration() {
+        for stats in calibration.inputs.values() {
+            assert_eq!(stats.mean_squares().len(), stats.k());
+        }
+    }
+    let _ = journal.part(0);
 }
 
 /// A GGUF file, imported.

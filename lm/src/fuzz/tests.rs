@@ -266,6 +266,25 @@ fn every_target_has_seeds_and_a_binary() {
     }
 }
 
+/// The seeds whose parsers read several files reach all of them.
+#[test]
+fn seeds_of_folders_are_read() {
+    if !repository().join("fuzz/seeds").exists() {
+        println!("SKIPPED: fuzz::tests::seeds_of_folders_are_read: no folder fuzz/seeds");
+        return;
+    }
+    let seed = |name: &str| fs::read(repository().join("fuzz/seeds").join(name)).unwrap();
+    checkpoint(&seed("checkpoint/modelopt-awq.safetensors"));
+    let awq = Checkpoint::open(&folder("awq")).unwrap();
+    assert_eq!(awq.layers().values().filter(|l| l.pre_quant).count(), 4);
+    let resume = || Journal::resume(&folder("journal"), &MadeFrom::new()).unwrap();
+    journal(&seed("journal/calibration"));
+    let calibration = resume().calibration().unwrap().unwrap();
+    assert_eq!((calibration.inputs.len(), calibration.caches.len()), (3, 1));
+    journal(&seed("journal/part"));
+    assert!(resume().part(0).unwrap().is_some());
+}
+
 #[test]
 fn the_bound_is_one() {
     fn greedy(data: &[u8]) {
