@@ -45,7 +45,8 @@ pub(crate) struct Quantize {
     ///
     /// `awq` tries powers from 0 to 1 of the size for each input and keeps the one with the
     /// smallest error. Norms and the layers before take the division over: the model computes the
-    /// same, at no cost. This needs --calibration.
+    /// same, at no cost. This needs --calibration. With --kv fp8 the input of o_proj stays as it
+    /// is, because the values before it are cached.
     #[arg(long, value_name = "SMOOTHING", default_value = "none")]
     smooth: Smoothing,
     /// Go on with a run into the same folder that was killed

@@ -106,6 +106,9 @@ ALL = {
     ),
 }
 
+# What reads the norms of a decoder layer.
+READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "mlp.gate")
+
 for seed, (name, model) in enumerate(ALL.items()):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -116,6 +119,12 @@ for seed, (name, model) in enumerate(ALL.items()):
                 weight.mul_(1 + 2 * torch.rand(weight.shape[-1], generator=generator))
             else:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+            # Features that are far larger than others, as large models have them: what smoothing is
+            # for.
+            if key.endswith("layernorm.weight"):
+                weight[3::7] *= 24.0
+            elif key.removesuffix(".weight").endswith(READERS):
+                weight[..., 3::7] /= 6.0
             if key.endswith("layers.0.self_attn.q_proj.weight"):
                 # A block of zeros, a block of scales that underflow, and an outlier.
                 weight[0, :16] = 0.0

@@ -1,8 +1,9 @@
 //! `cargo xtask test --interop`: what nvfp4 writes, read by the tools that it is written for.
 //!
-//! A Python environment in the target folder has transformers, compressed-tensors, ModelOpt and PEFT.
-//! Tiny models that transformers makes are quantized, converted and finetuned by the command `nvfp4`;
-//! `check.py` compares what the tools read with what nvfp4 reads. All of it runs on the CPU.
+//! A Python environment in the target folder has transformers, compressed-tensors, ModelOpt and
+//! PEFT. Tiny models that transformers makes are quantized, converted and finetuned by the command
+//! `nvfp4`; `check.py` compares what the tools read with what nvfp4 reads, and the logits. `awq.py`
+//! has ModelOpt export what nvfp4 reads but does not write. All of it runs on the CPU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,44 +18,82 @@ const REQUIREMENTS: &str = include_str!("../requirements/interop.txt");
 /// The models that `models.py` makes.
 const MODELS: [&str; 4] = ["llama3", "mixtral", "qwen3", "qwen3moe"];
 
+/// Those that ModelOpt exports as `NVFP4_AWQ`: not those with experts, as transformers 5 has them.
+const AWQ: [&str; 2] = ["llama3", "qwen3"];
+
 /// The test that writes the values which nvfp4 reads.
 const VALUES: &str = "interchange::tools::values_for_the_tools";
 
 /// A quantization by `nvfp4 quantize`: its dialect, the other one, and options.
+///
+/// `check.py` knows by the name: what has `awq-` in it is smoothed, and is compared with the export
+/// that has the name without.
 struct Export {
     name: &'static str,
     dialect: &'static str,
     /// Converted to this dialect too.
     other: Option<&'static str>,
+    /// Calibrated on the text.
+    calibrated: bool,
     options: &'static [&'static str],
 }
 
-const CALIBRATED: &[&str] = &["--scheme", "w4a4", "--kv", "fp8"];
-
-const EXPORTS: [Export; 4] = [
+const EXPORTS: [Export; 8] = [
     Export {
         name: "ct-w4a16",
         dialect: "compressed-tensors",
         other: None,
+        calibrated: false,
         options: &["--method", "rtn"],
     },
     Export {
         name: "ct-w4a4",
         dialect: "compressed-tensors",
         other: Some("modelopt"),
-        options: CALIBRATED,
+        calibrated: true,
+        options: &["--scheme", "w4a4", "--kv", "fp8"],
     },
     Export {
         name: "modelopt-w4a16",
         dialect: "modelopt",
         other: Some("compressed-tensors"),
+        calibrated: false,
         options: &["--method", "rtn"],
     },
     Export {
         name: "modelopt-w4a4",
         dialect: "modelopt",
         other: Some("compressed-tensors"),
-        options: CALIBRATED,
+        calibrated: true,
+        options: &["--scheme", "w4a4", "--kv", "fp8"],
+    },
+    Export {
+        name: "ct-awq-w4a16",
+        dialect: "compressed-tensors",
+        other: Some("modelopt"),
+        calibrated: true,
+        options: &["--method", "rtn", "--smooth", "awq"],
+    },
+    Export {
+        name: "ct-awq-w4a4",
+        dialect: "compressed-tensors",
+        other: None,
+        calibrated: true,
+        options: &["--scheme", "w4a4", "--smooth", "awq", "--kv", "fp8"],
+    },
+    Export {
+        name: "modelopt-awq-w4a16",
+        dialect: "modelopt",
+        other: None,
+        calibrated: true,
+        options: &["--method", "rtn", "--smooth", "awq", "--kv", "fp8"],
+    },
+    Export {
+        name: "modelopt-awq-w4a4",
+        dialect: "modelopt",
+        other: Some("compressed-tensors"),
+        calibrated: true,
+        options: &["--scheme", "w4a4", "--smooth", "awq"],
     },
 ];
 
@@ -72,10 +111,14 @@ pub fn run() -> Result<()> {
     fs::create_dir_all(&made).with_context(|| made.display().to_string())?;
     let base = work.join("base");
     workspace::spawn(script(&python, "models.py").arg(&base))?;
+    workspace::spawn(script(&python, "awq.py").args([&base, &made]).args(AWQ))?;
     let stage = Stage { base, made };
     for model in MODELS {
         stage.quantize(model)?;
         stage.finetune(model)?;
+    }
+    for model in AWQ {
+        stage.rewrite(model)?;
     }
     stage.adapt("llama3")?;
     stage.adapt("qwen3")?;
@@ -86,7 +129,7 @@ pub fn run() -> Result<()> {
         .env("NVFP4_INTEROP", &work);
     workspace::spawn(&mut values)?;
     let mut check = script(&python, "check.py");
-    check.arg(&stage.made).arg(work.join("ours"));
+    check.args([&stage.base, &stage.made, &work.join("ours")]);
     workspace::spawn(check.arg(folder.join("report.json")))
 }
 
@@ -158,7 +201,7 @@ impl Stage {
             let fixed = ["quantize", "--device", "flex", "--dialect", export.dialect];
             let mut paths = vec![("--out", out.clone()), ("", self.base.join(model))];
             let mut arguments = [&fixed[..], export.options].concat();
-            if export.options == CALIBRATED {
+            if export.calibrated {
                 let text = ["--calibration-length", "64", "--calibration-sequences", "4"];
                 arguments.extend(text);
                 paths.insert(0, ("--calibration", self.base.join("text.txt")));
@@ -171,6 +214,16 @@ impl Stage {
             }
         }
         Ok(())
+    }
+
+    /// What ModelOpt exported, in its own dialect.
+    fn rewrite(&self, model: &str) -> Result<()> {
+        let from = self.made(model, "awq-by-modelopt");
+        let out = self.made(model, "awq-by-modelopt-to-modelopt");
+        self.nvfp4(
+            &["convert", "--to", "modelopt"],
+            &[("--out", out), ("", from)],
+        )
     }
 
     /// Two steps on all parameters; saved in bf16, and quantized with activations.

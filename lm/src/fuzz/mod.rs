@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use crate::eval::Question;
 use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer, gguf};
 use crate::interchange::{Checkpoint, QuantConfig};
+use crate::quantize::journal::{JOURNAL, Journal, MadeFrom};
 use crate::tokens::chat::{ChatTemplate, Message};
 use crate::tokens::encode::Encoder;
 use crate::tokens::shard::Shard;
@@ -49,6 +50,10 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "index",
         run: index,
+    },
+    Target {
+        name: "journal",
+        run: journal,
     },
     Target {
         name: "lines",
@@ -186,12 +191,14 @@ pub fn quantization_config(data: &[u8]) {
     }
 }
 
-/// The tensors of a quantized folder of either dialect.
+/// The tensors of a quantized folder of either dialect, and of ModelOpt's with scales of inputs.
 pub fn checkpoint(data: &[u8]) {
-    let modelopt = serde_json::json!({"quantization_config": {
-        "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
-        "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
-    }});
+    let modelopt = |algorithm: &str| {
+        serde_json::json!({"quantization_config": {
+            "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"],
+            "kv_cache_scheme": {"dynamic": false, "num_bits": 8, "type": "float"},
+        }})
+    };
     let weights = serde_json::json!({
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
         "symmetric": true, "dynamic": false,
@@ -201,7 +208,11 @@ pub fn checkpoint(data: &[u8]) {
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }});
-    for (name, config) in [("modelopt", modelopt), ("compressed", compressed)] {
+    for (name, config) in [
+        ("modelopt", modelopt("NVFP4")),
+        ("awq", modelopt("NVFP4_AWQ")),
+        ("compressed", compressed),
+    ] {
         let folder = folder(name);
         write(&folder.join("config.json"), config.to_string().as_bytes());
         write(&folder.join("model.safetensors"), data);
@@ -211,11 +222,38 @@ pub fn checkpoint(data: &[u8]) {
         {
             for module in checkpoint.layers().keys() {
                 if let Ok(weight) = checkpoint.weight(module) {
-                    let _ = weight.dequantize(dialect.arithmetic());
+                    let _ = weight.effective(dialect.arithmetic());
                 }
             }
         }
     }
+}
+
+/// What a killed quantization left: a line of JSON, the report of its calibration and of its first
+/// layer, and behind it the safetensors file of both.
+pub fn journal(data: &[u8]) {
+    let out = folder("journal");
+    let own = out.join(JOURNAL);
+    let end = data.iter().position(|byte| *byte == b'\n');
+    let (report, tensors) = data.split_at(end.unwrap_or(data.len()));
+    for entry in ["calibration", "part-00000"] {
+        let entry = own.join(entry);
+        fs::create_dir_all(&entry).expect("the folder for temporary files can be written");
+        write(&entry.join("report.json"), report);
+        write(
+            &entry.join("model.safetensors"),
+            tensors.get(1..).unwrap_or_default(),
+        );
+    }
+    let made_from = MadeFrom::new();
+    write(&own.join("made_from.json"), b"{}");
+    let journal = Journal::resume(&out, &made_from).expect("it is made from the same");
+    if let Ok(Some(calibration)) = journal.calibration() {
+        for stats in calibration.inputs.values() {
+            assert_eq!(stats.mean_squares().len(), stats.k());
+        }
+    }
+    let _ = journal.part(0);
 }
 
 /// A GGUF file, imported.

@@ -59,7 +59,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Memory that any input may take, and what each byte of one may take beside it: a code of half a
-/// byte becomes a value of four, in two copies and both dialects; a byte of JSON a map's node.
+/// byte becomes a value of four, in two copies; a byte of JSON a map's node.
 const BOUND: (usize, usize) = (16 << 20, 512);
 
 /// A generator of SplitMix64: the same inputs for the same seed.
@@ -264,6 +264,25 @@ fn every_target_has_seeds_and_a_binary() {
     for name in &names {
         assert!(manifest.contains(&format!("name = \"{name}\"")), "{name}");
     }
+}
+
+/// The seeds whose parsers read several files reach all of them.
+#[test]
+fn seeds_of_folders_are_read() {
+    if !repository().join("fuzz/seeds").exists() {
+        println!("SKIPPED: fuzz::tests::seeds_of_folders_are_read: no folder fuzz/seeds");
+        return;
+    }
+    let seed = |name: &str| fs::read(repository().join("fuzz/seeds").join(name)).unwrap();
+    checkpoint(&seed("checkpoint/modelopt-awq.safetensors"));
+    let awq = Checkpoint::open(&folder("awq")).unwrap();
+    assert_eq!(awq.layers().values().filter(|l| l.pre_quant).count(), 4);
+    let resume = || Journal::resume(&folder("journal"), &MadeFrom::new()).unwrap();
+    journal(&seed("journal/calibration"));
+    let calibration = resume().calibration().unwrap().unwrap();
+    assert_eq!((calibration.inputs.len(), calibration.caches.len()), (3, 1));
+    journal(&seed("journal/part"));
+    assert!(resume().part(0).unwrap().is_some());
 }
 
 #[test]

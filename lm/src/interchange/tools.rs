@@ -29,38 +29,6 @@ fn bytes(values: &[f32]) -> Vec<u8> {
         .collect()
 }
 
-/// `folder` without its quantization: the values as compressed-tensors has them, in bf16.
-fn decompressed(folder: &Path, checkpoint: &Checkpoint, out: &Path) {
-    fs::create_dir_all(out).unwrap();
-    let mut json = checkpoint.json().clone();
-    json.as_object_mut().unwrap().remove("quantization_config");
-    fs::write(out.join("config.json"), json.to_string()).unwrap();
-    let mut writer = TensorWriter::create(out, u64::MAX).unwrap();
-    for module in checkpoint.layers().keys() {
-        let weight = checkpoint.weight(module).unwrap();
-        let values = weight.dequantize(Arithmetic::CompressedTensors);
-        let half = |value: &f32| half::bf16::from_f32(*value).to_le_bytes();
-        let halves: Vec<u8> = values.iter().flat_map(half).collect();
-        let shape = [weight.n(), weight.k()];
-        let name = format!("{module}.weight");
-        writer.add(&name, Dtype::BF16, &shape, &halves).unwrap();
-    }
-    let tensors = TensorFolder::open(folder).unwrap();
-    for tensor in tensors.iter().filter(|tensor| {
-        let module = tensor
-            .name
-            .rsplit_once('.')
-            .map_or("", |(module, _)| module);
-        !checkpoint.layers().contains_key(module) && !tensor.name.ends_with("_scale")
-    }) {
-        let shape = tensor.shape.to_vec();
-        writer
-            .add(tensor.name, tensor.dtype, &shape, tensor.bytes)
-            .unwrap();
-    }
-    writer.finish().unwrap();
-}
-
 #[test]
 #[ignore = "cargo xtask test --interop runs it"]
 fn values_for_the_tools() {
@@ -87,18 +55,21 @@ fn values_for_the_tools() {
             }
         }
         let name = path.file_name().unwrap();
-        let (device, f32) = (Device::flex(), FloatDType::F32);
-        let (key, model) = match checkpoint.config() {
-            None => ("logits", Decoder::load(&path, &device, f32)),
-            Some(_) => {
-                let plain = folder.join("decompressed").join(name);
-                decompressed(&path, &checkpoint, &plain);
-                ("logits_bf16", Decoder::load(&plain, &device, f32))
-            }
+        // Weights stay packed where they are quantized.
+        let schemes = match checkpoint.config().map(|config| config.scheme) {
+            None => vec![("logits", None)],
+            Some(Scheme::W4a16) => vec![("logits", Some(Scheme::W4a16))],
+            Some(Scheme::W4a4) => vec![
+                ("logits", Some(Scheme::W4a16)),
+                ("logits_w4a4", Some(Scheme::W4a4)),
+            ],
         };
-        let model = model.unwrap();
-        let shape = vec![TOKENS[0], TOKENS[1], model.config().vocab];
-        values.insert(key.to_owned(), (shape, logits(&model)));
+        for (key, scheme) in schemes {
+            let (device, f32) = (Device::flex(), FloatDType::F32);
+            let model = Decoder::load_for_inference(&path, &device, f32, scheme).unwrap();
+            let shape = vec![TOKENS[0], TOKENS[1], model.config().vocab];
+            values.insert(key.to_owned(), (shape, logits(&model)));
+        }
 
         let out = folder.join("ours").join(name);
         fs::create_dir_all(&out).unwrap();

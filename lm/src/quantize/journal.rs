@@ -41,7 +41,7 @@ const PARTIAL: &str = ".partial";
 pub type MadeFrom = BTreeMap<String, Value>;
 
 /// The journal of a run.
-pub(super) struct Journal {
+pub(crate) struct Journal {
     out: PathBuf,
     folder: PathBuf,
 }

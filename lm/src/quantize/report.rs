@@ -36,7 +36,7 @@ pub struct Quantized {
 
 /// The part of it that one decoder layer is.
 #[derive(Debug, Default, Clone, PartialEq)]
-pub(super) struct PartReport {
+pub(crate) struct PartReport {
     pub layers: Vec<LayerReport>,
     pub unseen: Vec<String>,
 }
