@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What PyTorch takes for prefill and decoding in bf16, on the same GPU as `nvfp4 decode-cost`.
 
-Usage: pytorch_decode.py [llama-3.2-1b] [llama-3.1-8b] [--prompt N] [--tokens N] [--json FILE]
+Usage: pytorch_decode.py [llama-3.2-1b] [llama-3.1-8b] [--prompt N] [--tokens N] [--decode-only]
+                         [--json FILE]
 
 Random weights in the shapes of the models; no network. Kept fair: `torch.compile` of the whole
 model with a static cache of keys and values, decoding with `mode="reduce-overhead"` (CUDA graphs),
@@ -98,7 +99,7 @@ class Model(nn.Module):
         return self.head(self.norm(x[:, -1:])).float()
 
 
-def measure(name, prompt, tokens, rounds):
+def measure(name, prompt, tokens, rounds, decode_only):
     layers, width, hidden, heads, kv_heads, tied = MODELS[name]
     device = torch.device("cuda")
     torch.manual_seed(0)
@@ -119,9 +120,11 @@ def measure(name, prompt, tokens, rounds):
     model.tables(device)
     model.eval()
 
-    @torch.compile(mode="max-autotune-no-cudagraphs", fullgraph=True)
     def prefill(ids, positions):
         return model(ids, positions, False)
+
+    if not decode_only:
+        prefill = torch.compile(prefill, mode="max-autotune-no-cudagraphs", fullgraph=True)
 
     @torch.compile(mode="reduce-overhead", fullgraph=True)
     def step(token, position):
@@ -132,7 +135,7 @@ def measure(name, prompt, tokens, rounds):
     ids, positions = ids[None], torch.arange(prompt, device=device)
     with torch.inference_mode():
         prefills = []
-        for _ in range(rounds + 2):
+        for _ in range(1 if decode_only else rounds + 2):
             torch.cuda.synchronize()
             started = time.perf_counter()
             logits = prefill(ids, positions)
@@ -165,7 +168,7 @@ def measure(name, prompt, tokens, rounds):
         "shape": name,
         "prompt": prompt,
         "step_bytes": weights,
-        "prefill": statistics.median(prefills[2:]),
+        "prefill": None if decode_only else statistics.median(prefills[2:]),
         "step": statistics.median(steps),
     }
 
@@ -176,6 +179,9 @@ def main():
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--decode-only", action="store_true", help="do not compile and time the prefill"
+    )
     parser.add_argument("--json")
     options = parser.parse_args()
     unknown = set(options.models) - set(MODELS)
@@ -184,9 +190,14 @@ def main():
     torch.set_float32_matmul_precision("high")
     results = []
     for name in options.models:
-        found = measure(name, options.prompt, options.tokens, options.rounds)
+        found = measure(
+            name, options.prompt, options.tokens, options.rounds, options.decode_only
+        )
+        prefill = "not timed"
+        if found["prefill"] is not None:
+            prefill = f"{1e3 * found['prefill']:.2f} ms"
         print(
-            f"{name}: prefill of {found['prompt']} tokens {1e3 * found['prefill']:.2f} ms, a step"
+            f"{name}: prefill of {found['prompt']} tokens {prefill}, a step"
             f" {1e3 * found['step']:.3f} ms ({1 / found['step']:.0f} tokens/s)",
             flush=True,
         )

@@ -77,6 +77,8 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
         }
     }
     wait_for_previous(plan.overlaps);
+    // Not before: cubes of a GEMM that begin beside those of another are not shared out evenly.
+    let_next_begin(plan.overlaps);
     let mut first = CUBE_POS * slots;
     while first < rows {
         let these = Rows {
@@ -250,8 +252,6 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
         own = add_block(&values, &at, mean, own, true, plan);
     }
     let squares = sums.total(own, place, plan);
-    // Not before the rows are here: the weights that a GEMM brings early would be in their way.
-    let_next_begin(plan.overlaps);
     let rstd = row_factor(squares, cols, inputs.epsilon, plan);
     if is_row {
         #[unroll]
