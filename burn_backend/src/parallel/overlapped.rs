@@ -39,8 +39,8 @@ impl Reparameterization for Averaged {
 }
 
 /// `module`, which all ranks have, with gradients that are handed over as soon as the backward has
-/// them. Where `group` [is connected](ProcessGroup::connect), they travel at its end, all at once and
-/// without copies into buckets, or while it goes on. Parameters of fewer than `smallest` elements
+/// them. Where `group` [is connected](ProcessGroup::connect), they travel between the kernels of the
+/// backward, many at once and without copies into buckets, or beside them. Parameters of fewer than `smallest` elements
 /// ([`SMALLEST_ALONE`]) are left to the buckets of
 /// [`average_gradients`](super::average_gradients).
 ///
