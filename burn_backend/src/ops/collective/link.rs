@@ -42,6 +42,11 @@ impl fmt::Debug for Link {
 }
 
 impl Link {
+    /// Whether both are connections of this rank to the others of one group.
+    pub(crate) fn is_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.host, &other.host)
+    }
+
     /// Whether there are connections from device to device.
     pub(crate) fn is_connected(&self) -> bool {
         #[cfg(feature = "cuda")]

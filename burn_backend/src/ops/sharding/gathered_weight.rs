@@ -5,13 +5,13 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
-use super::{FormedSpec, LinearSharding, Role, ShardedDim};
+use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Exchange, Step, exchange_beside};
 use crate::ops::form::WeightForms;
 use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
-use crate::ops::tensors::{AmaxPair, Operand, RowGroups};
+use crate::ops::tensors::{Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
 /// How the rows of a weight become those of all ranks.
@@ -45,12 +45,17 @@ impl GatheredWeight {
         })
     }
 
+    /// The ranks.
+    pub(in crate::ops) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
     /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if
-    /// the optimizer found it and the operand is made from it.
+    /// it was found before and the operand is made from it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
         rows: FloatTensor<B>,
-        known: Option<FloatTensor<B>>,
+        known: Option<FoundAmax<B>>,
         asked: FormedSpec<'_>,
         dtype: FloatDType,
     ) -> Operand<B> {
@@ -58,20 +63,21 @@ impl GatheredWeight {
         w.expect("asked for")
     }
 
-    /// The operand of dgrad.
+    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can be.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
         rows: FloatTensor<B>,
+        known: Option<FoundAmax<B>>,
         spec: &LinearSpec,
         forms: WeightForms,
         dtype: FloatDType,
     ) -> Operand<B> {
         let asked = (&spec.dgrad_w, forms.dgrad);
         if spec.has_weight_pair() {
-            let (w, _) = self.quantize(rows, None, (Some(asked), None), dtype);
+            let (w, _) = self.quantize(rows, known, (Some(asked), None), dtype);
             return w.expect("asked for");
         }
-        let forward = self.fprop_operand(rows, None, (&spec.fprop_w, forms.fprop), dtype);
+        let forward = self.fprop_operand(rows, known, (&spec.fprop_w, forms.fprop), dtype);
         let (spec, form) = asked;
         requantize::<B>(
             forward,
@@ -84,11 +90,11 @@ impl GatheredWeight {
     }
 
     /// The operands, as far as they are asked for, of the weight of which this rank has the rows
-    /// `w`; `known` is their amax, if the optimizer found it and the operands are made from it.
+    /// `w`; `known` is their amax, if it was found before and the operands are made from it.
     fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
-        known: Option<FloatTensor<B>>,
+        known: Option<FoundAmax<B>>,
         specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
@@ -96,7 +102,7 @@ impl GatheredWeight {
         // Rows of a weight are gathered as rows of tokens are.
         let part = rows.part(Role::Input, w.shape()[0]);
         let specs = rows.readable(Role::Input, specs);
-        rows.quantize_part(w, known.map(AmaxPair::of_both), &part, specs, dtype)
+        rows.quantize_part(w, known, &part, specs, dtype)
     }
 
     /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
