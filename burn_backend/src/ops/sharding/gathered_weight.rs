@@ -26,6 +26,8 @@ pub(crate) struct GatheredWeight {
     /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
     /// gradient goes to this rank's rows, which are made of those of several parameters.
     parameter: Option<u64>,
+    /// How the gradients of ranks become one.
+    reduction: Reduction,
 }
 
 impl GatheredWeight {
@@ -33,7 +35,7 @@ impl GatheredWeight {
     /// if blocks or rotation groups of an operand would have rows of two ranks.
     pub(crate) fn new(
         group: &ProcessGroup,
-        parameter: Option<u64>,
+        (parameter, reduction): (Option<u64>, Reduction),
         rows: usize,
         spec: &LinearSpec,
     ) -> Option<Self> {
@@ -42,6 +44,7 @@ impl GatheredWeight {
         operands.into_iter().all(fits).then(|| Self {
             group: group.clone(),
             parameter,
+            reduction,
         })
     }
 
@@ -106,14 +109,14 @@ impl GatheredWeight {
     }
 
     /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
-    /// ranks, which have a part of the batch each. None if it
+    /// ranks, which have a part of the batch each, or their sum. None if it
     /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
-    pub(in crate::ops) fn average<B: Nvfp4KernelOps>(
+    pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
         &self,
         grad: FloatTensor<B>,
     ) -> Option<FloatTensor<B>> {
-        let mean = Step::ReduceScatter(Reduction::Avg);
-        let exchange = Exchange::constant(self.group.link(), mean);
+        let reduced = Step::ReduceScatter(self.reduction);
+        let exchange = Exchange::constant(self.group.link(), reduced);
         match self.parameter {
             Some(id) => {
                 exchange_beside::<B>(id, grad, exchange);
