@@ -100,7 +100,7 @@ pub fn run<T: Send + 'static>(
 ///
 /// [`fork`](Self::fork) has it wait for all that was launched before, [`join`](Self::join) has
 /// CubeCL's stream wait for all that was queued on it, [`wait_for`](Self::wait_for) for what was
-/// queued before a [`mark`](Self::mark). A graph that is captured between a fork and its join has
+/// queued before a [`point`](Self::point). A graph that is captured between a fork and its join has
 /// both. CubeCL does not know of the stream: whoever forks keeps the memory that the work uses, both
 /// what it reads and what it writes, until a wait for it is queued.
 #[derive(Debug)]
@@ -166,37 +166,37 @@ impl SideStream {
 
 /// What was queued on a [`SideStream`] until now.
 #[derive(Debug)]
-pub struct SideMark(CUevent);
+pub struct SidePoint(CUevent);
 
 // SAFETY: an event may be used from any thread.
-unsafe impl Send for SideMark {}
+unsafe impl Send for SidePoint {}
 
 impl SideStream {
-    /// A mark behind all that was queued on this stream.
+    /// The point behind all that was queued on this stream.
     ///
     /// # Errors
     /// When the driver fails.
-    pub fn mark(&self) -> Result<SideMark, String> {
-        let mark = SideMark(new_event()?);
+    pub fn point(&self) -> Result<SidePoint, String> {
+        let point = SidePoint(new_event()?);
         // SAFETY: stream and event are alive.
-        let recorded = unsafe { cuEventRecord(mark.0, self.stream) }.result();
+        let recorded = unsafe { cuEventRecord(point.0, self.stream) }.result();
         recorded.map_err(|error| error.to_string())?;
-        Ok(mark)
+        Ok(point)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one before `mark`. A join has to
+    /// Has the stream of `place` wait for what was queued on this one before `point`. A join has to
     /// follow still.
     ///
     /// # Errors
     /// When the driver fails.
-    pub fn wait_for(&self, mark: &SideMark, place: &ForeignPlace) -> Result<(), String> {
+    pub fn wait_for(&self, point: &SidePoint, place: &ForeignPlace) -> Result<(), String> {
         // SAFETY: stream and event are alive.
-        let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), mark.0, 0) }.result();
+        let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), point.0, 0) }.result();
         waiting.map_err(|error| error.to_string())
     }
 }
 
-impl Drop for SideMark {
+impl Drop for SidePoint {
     fn drop(&mut self) {
         // SAFETY: nobody else has the event, and those who wait for it have queued that.
         let destroyed = unsafe { cuEventDestroy_v2(self.0) }.result();

@@ -105,13 +105,13 @@ mod nccl {
                 }
                 work => {
                     work.queue(&mut link.communicator(), &link.side.fork(place)?)?;
-                    let mark = link.side.mark()?;
+                    let point = link.side.point()?;
                     let past = {
                         let mut window = link.running();
                         window.push(
                             held,
                             Running {
-                                mark,
+                                point,
                                 _input: input,
                             },
                         );
@@ -119,7 +119,7 @@ mod nccl {
                     };
                     match past.last() {
                         // It is behind the others.
-                        Some(last) => waits.timed(place, || link.side.wait_for(&last.mark, place)),
+                        Some(last) => waits.timed(place, || link.side.wait_for(&last.point, place)),
                         None => Ok(()),
                     }
                 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 #[cfg(feature = "cuda")]
 use cubecl::{client::Client, server::Handle};
 #[cfg(feature = "cuda")]
-use nvfp4_kernels::foreign::{self, SideMark, SideStream};
+use nvfp4_kernels::foreign::{self, SidePoint, SideStream};
 #[cfg(feature = "cuda")]
 use nvfp4_parallel::nccl::Communicator;
 use nvfp4_parallel::{Collective, HostGroup};
@@ -81,7 +81,7 @@ pub(super) struct Deferred {
 #[cfg(feature = "cuda")]
 pub(super) struct Running {
     /// Behind it.
-    pub(super) mark: SideMark,
+    pub(super) point: SidePoint,
     /// As that of [`Deferred`].
     pub(super) _input: Handle,
 }

@@ -12,7 +12,7 @@ mod flex;
 mod host;
 mod link;
 mod waiting;
-#[cfg(any(test, feature = "cuda"))]
+#[cfg(feature = "cuda")]
 mod window;
 
 use burn_core as burn;
