@@ -154,6 +154,10 @@ impl GraphSteps {
         unsafe { Dispatch::graph_replay(&device, &graph) }
             .map_err(|error| failed("replay", error))?;
         self.graph = Some(graph);
+        let offset = Dispatch::nvfp4_give_back_room(self.offset.clone().into_dispatch());
+        self.offset = Tensor::from_dispatch(offset);
+        // Now, and not when something else is queued: replays queue nothing.
+        let _ = self.device.sync();
         Ok(TakenBy::Capture)
     }
 

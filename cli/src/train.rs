@@ -14,7 +14,7 @@ use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::groups::ParallelGroups;
-use nvfp4_lm::memory::MemoryBudget;
+use nvfp4_lm::memory::{MemoryBudget, MemoryUsed, shown};
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, ParallelTransformer, Transformer};
 use nvfp4_lm::ranks::{agree, text_of_first};
@@ -77,6 +77,11 @@ struct Summary {
     /// Of the steps of several ranks, with `recipe`, the share in which compute waited for
     /// collectives; none if it was not measured.
     exposed_communication_percent: Option<f64>,
+    /// Bytes of device memory, with `recipe`, on the rank with most: the most that tensors had at
+    /// once in a step; none if it was not measured.
+    peak_tensor_bytes: Option<u64>,
+    /// What the memory pools held at the end.
+    pool_bytes: Option<u64>,
     /// Of rank 0.
     device: String,
     /// The hardware's own name.
@@ -96,6 +101,8 @@ struct RecipeResult {
     exposed_communication_percent: Option<f64>,
     /// Steps that this was measured in.
     exposed_communication_steps: u64,
+    peak_tensor_bytes: Option<u64>,
+    pool_bytes: Option<u64>,
 }
 
 /// How much higher a loss is than the baseline's, in percent of it.
@@ -116,6 +123,7 @@ struct Trained {
     rows: Vec<Row>,
     seconds: f64,
     communication: ExposedCommunication,
+    memory: Option<MemoryUsed>,
 }
 
 impl Trained {
@@ -375,6 +383,7 @@ impl Training<'_> {
                 rows: run.rows().to_vec(),
                 seconds: run.seconds(),
                 communication: run.communication(),
+                memory: run.memory(),
             });
         }
         Ok(results)
@@ -472,6 +481,8 @@ fn report(
                     tokens_per_s: result.tokens_per_s(),
                     exposed_communication_percent: result.communication.percent(),
                     exposed_communication_steps: result.communication.steps,
+                    peak_tensor_bytes: result.memory.map(|memory| memory.tensors),
+                    pool_bytes: result.memory.map(|memory| memory.pools),
                 })
             })
             .collect::<Result<_>>()?,
@@ -485,6 +496,8 @@ fn report(
         tokens_per_s: main.tokens_per_s(),
         baseline_tokens_per_s: baseline.and_then(Trained::tokens_per_s),
         exposed_communication_percent: main.communication.percent(),
+        peak_tensor_bytes: main.memory.map(|memory| memory.tensors),
+        pool_bytes: main.memory.map(|memory| memory.pools),
         device: config.device.clone(),
         hardware,
         train_bytes: corpus.fingerprint().train_bytes,
@@ -517,6 +530,21 @@ fn report(
     if config.dp.is_some() {
         for result in results {
             println!("{}", communication(config, result));
+        }
+    }
+    for result in results {
+        if let Some(MemoryUsed { tensors, pools }) = result.memory {
+            let whose = match config.dp {
+                Some(_) => ", on the rank with most",
+                None => "",
+            };
+            println!(
+                "device memory: {} in tensors at the peak of a step, {} in pools at the end{whose} \
+                 ({})",
+                shown(tensors),
+                shown(pools),
+                result.recipe
+            );
         }
     }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());

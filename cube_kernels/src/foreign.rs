@@ -99,9 +99,10 @@ pub fn run<T: Send + 'static>(
 /// A second stream of a device, on which foreign work runs beside what CubeCL launches.
 ///
 /// [`fork`](Self::fork) has it wait for all that was launched before, [`join`](Self::join) has
-/// CubeCL's stream wait for all that was queued on it. A graph that is captured between a fork and
-/// its join has both. CubeCL does not know of the stream: whoever forks keeps the memory that the
-/// work uses, both what it reads and what it writes, until the join is queued.
+/// CubeCL's stream wait for all that was queued on it, [`wait_for`](Self::wait_for) for what was
+/// queued before a [`point`](Self::point). A graph that is captured between a fork and its join has
+/// both. CubeCL does not know of the stream: whoever forks keeps the memory that the work uses, both
+/// what it reads and what it writes, until a wait for it is queued.
 #[derive(Debug)]
 pub struct SideStream {
     stream: CUstream,
@@ -159,6 +160,48 @@ impl SideStream {
         match self.forked.swap(false, Ordering::Relaxed) {
             true => wait(place.stream.cast(), self.stream),
             false => Ok(()),
+        }
+    }
+}
+
+/// What was queued on a [`SideStream`] until now.
+#[derive(Debug)]
+pub struct SidePoint(CUevent);
+
+// SAFETY: an event may be used from any thread.
+unsafe impl Send for SidePoint {}
+
+impl SideStream {
+    /// The point behind all that was queued on this stream.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn point(&self) -> Result<SidePoint, String> {
+        let point = SidePoint(new_event()?);
+        // SAFETY: stream and event are alive.
+        let recorded = unsafe { cuEventRecord(point.0, self.stream) }.result();
+        recorded.map_err(|error| error.to_string())?;
+        Ok(point)
+    }
+
+    /// Has the stream of `place` wait for what was queued on this one before `point`. A join has to
+    /// follow still.
+    ///
+    /// # Errors
+    /// When the driver fails.
+    pub fn wait_for(&self, point: &SidePoint, place: &ForeignPlace) -> Result<(), String> {
+        // SAFETY: stream and event are alive.
+        let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), point.0, 0) }.result();
+        waiting.map_err(|error| error.to_string())
+    }
+}
+
+impl Drop for SidePoint {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the event, and those who wait for it have queued that.
+        let destroyed = unsafe { cuEventDestroy_v2(self.0) }.result();
+        if let Err(error) = destroyed {
+            tracing::warn!("an event could not be destroyed: {error}");
         }
     }
 }
@@ -285,19 +328,27 @@ fn queue(
 /// *allocated*: a kernel that writes the buffer later, behind that wait, is missed. A graph that is
 /// being captured takes no such wait: it would draw the other stream into the capture.
 fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
-    let mut event: CUevent = ptr::null_mut();
-    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    let event = new_event()?;
     // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is
     // queued.
     unsafe {
-        cuEventCreate(&mut event, flags).result().and_then(|()| {
-            let waiting = cuEventRecord(event, origin)
-                .result()
-                .and_then(|()| cuStreamWaitEvent(stream, event, 0).result());
-            waiting.and(cuEventDestroy_v2(event).result())
-        })
+        let waiting = cuEventRecord(event, origin)
+            .result()
+            .and_then(|()| cuStreamWaitEvent(stream, event, 0).result());
+        waiting.and(cuEventDestroy_v2(event).result())
     }
     .map_err(|error| error.to_string())
+}
+
+/// An event without a time.
+fn new_event() -> Result<CUevent, String> {
+    let mut event: CUevent = ptr::null_mut();
+    let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: the result is written to a local.
+    unsafe { cuEventCreate(&mut event, flags) }
+        .result()
+        .map_err(|error| error.to_string())?;
+    Ok(event)
 }
 
 /// Makes the context of a stream the current one, as CubeCL does before each of its own launches.

@@ -397,19 +397,16 @@ pub(crate) mod observe {
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) mod observe {
     use std::collections::BTreeMap;
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
-    use std::thread;
 
     use burn::tensor::Device;
     use nvfp4_kernels::cubecl::future::block_on;
     use nvfp4_kernels::cubecl::logging::{
         Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
     };
-    use nvfp4_kernels::cubecl::prelude::Client;
 
     use super::{Kernel, KernelClass, Memory};
-    use crate::memory::{client, usage};
+    use crate::memory::{client, peak_of, usage};
 
     pub(crate) fn release(device: &Device) {
         if let Some(client) = client(device) {
@@ -424,17 +421,17 @@ pub(crate) mod observe {
         let Some(client) = client(device) else {
             return (None, Vec::new());
         };
-        let peak = peak(&client, &mut step);
-        let memory = Memory {
+        let ((), peak) = peak_of(device, &mut step);
+        let memory = peak.map(|peak| Memory {
             peak,
             reserved: usage(&client).bytes_reserved,
             kept: 0,
-        };
+        });
         let watch = Arc::new(Watch::default());
         let observation = LaunchObservation::new(watch.clone());
         step();
         drop(observation);
-        (Some(memory), watch.kernels())
+        (memory, watch.kernels())
     }
 
     /// The memory that what `make` gives keeps in use.
@@ -447,27 +444,6 @@ pub(crate) mod observe {
         let before = in_use();
         let _made = make();
         Some(in_use().saturating_sub(before))
-    }
-
-    /// Between two polls, each of which interrupts the device's thread for a moment.
-    const PAUSE: std::time::Duration = std::time::Duration::from_micros(100);
-
-    /// The most memory in use that a thread sees, which polls it while `step` runs.
-    fn peak(client: &Client, step: &mut impl FnMut()) -> u64 {
-        let done = AtomicBool::new(false);
-        thread::scope(|scope| {
-            let polls = scope.spawn(|| {
-                let mut peak = 0;
-                while !done.load(Ordering::Relaxed) {
-                    peak = peak.max(usage(client).bytes_in_use);
-                    thread::sleep(PAUSE);
-                }
-                peak
-            });
-            step();
-            done.store(true, Ordering::Relaxed);
-            polls.join().expect("it only polls")
-        })
     }
 
     /// Keeps the measurement of every launch, unread, so that kernels run as they do without.

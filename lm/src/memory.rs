@@ -4,6 +4,8 @@
 //! that would read it are skipped, and the first value that is read back panics with the whole
 //! chain. [`MemoryBudget::guard`] turns that into [`OutOfMemory`].
 
+mod used;
+
 use std::any::Any;
 use std::fmt;
 use std::panic::{self, AssertUnwindSafe};
@@ -13,6 +15,9 @@ use anyhow::Result;
 use burn::tensor::Device;
 
 use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
+
+pub use used::MemoryUsed;
+pub(crate) use used::peak_of;
 
 /// Bytes of one device that a training step holds at once, at the least.
 ///
@@ -116,7 +121,7 @@ pub struct OutOfMemory {
 }
 
 /// Bytes in the largest fitting decimal unit.
-fn shown(bytes: u64) -> String {
+pub fn shown(bytes: u64) -> String {
     let bytes = bytes as f64;
     match bytes {
         1e9.. => format!("{:.1} GB", bytes / 1e9),

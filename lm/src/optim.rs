@@ -135,6 +135,7 @@ impl Optimizer {
                 };
                 let zero = ZeroAdamW::try_new(config, groups.batch)?;
                 let zero = zero.with_experts(groups.experts, groups.data);
+                let zero = zero.with_loss(groups.loss);
                 Ok(Self::Zero(Box::new(zero.with_split(split))))
             }
             _ => bail!("optimizer is muon, but state is sharded of adamw alone"),

@@ -24,7 +24,7 @@ use crate::checkpoint::{self, Checkpoint, State, Timing};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::Corpus;
 use crate::groups::ParallelGroups;
-use crate::memory::MemoryBudget;
+use crate::memory::{DeviceMemory, MemoryBudget, MemoryUsed, peak_of};
 use crate::metrics::{Clock, MetricsLog, Row, is_due, read_lossy, whole_lines};
 use crate::model::LanguageModel;
 use crate::optim::{Optimizer, learning_rate};
@@ -38,6 +38,10 @@ pub const TELEMETRY: &str = "telemetry.csv";
 pub const MEASURED_EVERY: u64 = 50;
 /// The first of them: kernels are compiled and tuned by then.
 const MEASURED_FIRST: u64 = 10;
+
+/// The step of [`Run::train`] whose memory is measured, counted from one: the first makes the state of
+/// the optimizer, and those of a graph allocate nothing.
+const MEMORY_MEASURED: u64 = 2;
 
 /// Receives the events of a run.
 pub trait Observer {
@@ -86,6 +90,10 @@ pub struct Run<'a, M> {
     meter: CommunicationMeter,
     /// What it has measured, on all ranks.
     communication: ExposedCommunication,
+    /// Ordinary steps of this process.
+    taken: u64,
+    /// Of the rank with most, if it was measured.
+    memory: Option<MemoryUsed>,
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
@@ -195,6 +203,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             saved: None,
             meter,
             communication: ExposedCommunication::default(),
+            taken: 0,
+            memory: None,
         };
         if let Some((state, timing)) = resumed {
             run.resume(state, timing)
@@ -263,6 +273,12 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.communication
     }
 
+    /// The device memory of [`train`](Self::train), of the rank with most: tensors of its second
+    /// step, and pools at its end. None where the runtime does not tell, or there was no such step.
+    pub fn memory(&self) -> Option<MemoryUsed> {
+        self.memory
+    }
+
     /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
     /// stops it. Writes a checkpoint at the end in any case.
     ///
@@ -325,7 +341,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
                 if measures {
                     self.meter.begin();
                 }
-                self.train_step(lr, Watched::No)?;
+                self.plain_step(lr)?;
                 self.meter.end();
                 clock.steps += 1;
             }
@@ -372,6 +388,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             self.save(observer)?;
         }
         self.communication = self.all_communication()?;
+        self.memory = self.all_memory()?;
         Ok(if self.step == steps {
             Outcome::Finished
         } else {
@@ -407,6 +424,20 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         })
     }
 
+    /// The memory of the rank with most; all ranks call this.
+    fn all_memory(&self) -> Result<Option<MemoryUsed>> {
+        let pools = DeviceMemory::of(&self.rank.device).reserved;
+        let own = self.memory.zip(pools);
+        let own = own.map_or(MemoryUsed::default(), |(own, pools)| MemoryUsed {
+            pools,
+            ..own
+        });
+        let all = ranks::gathered_bytes(self.groups.world(), own.to_bytes())?;
+        let all = all.into_iter().map(MemoryUsed::from_bytes);
+        let most = all.fold(own, MemoryUsed::max);
+        Ok((most != MemoryUsed::default()).then_some(most))
+    }
+
     /// Whether this rank writes what ranks share.
     fn is_first(&self) -> bool {
         self.groups.world().rank() == 0
@@ -435,6 +466,21 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         self.rank.step(own, lr, watched)?;
         self.step += 1;
         Ok(())
+    }
+
+    /// A step at which nobody looks on.
+    fn plain_step(&mut self, lr: f64) -> Result<()> {
+        self.taken += 1;
+        if self.taken != MEMORY_MEASURED {
+            return self.train_step(lr, Watched::No);
+        }
+        let device = self.rank.device.clone();
+        let (taken, peak) = peak_of(&device, || {
+            self.train_step(lr, Watched::No)?;
+            Ok(device.sync()?)
+        });
+        self.memory = peak.map(|tensors| MemoryUsed { tensors, pools: 0 });
+        taken
     }
 
     /// A step that telemetry samples, into [`TELEMETRY`].

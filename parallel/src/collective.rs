@@ -181,6 +181,12 @@ impl HostGroup {
         self.activity.meter()
     }
 
+    /// Collectives that this rank has begun so far, in this group and all others, over the memory of
+    /// the host and on devices.
+    pub fn calls(&self) -> u64 {
+        self.activity.snapshot().sequence
+    }
+
     pub(crate) fn activity(&self) -> &Activity {
         &self.activity
     }

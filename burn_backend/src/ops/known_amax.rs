@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn_core::backend::{Backend, tensor::FloatTensor};
 
+use super::collective::Link;
 use super::context::WeightIdentity;
 
 /// Where the amax of a weight is: an entry of a tensor.
@@ -18,6 +19,19 @@ pub(crate) struct KnownAmax<B: Backend> {
     /// to them in place.
     pub(crate) maxima: FloatTensor<B>,
     /// The entry of this one.
+    pub(crate) entry: usize,
+    /// Of a weight of which ranks have parts: the largest amax of all parts.
+    pub(crate) of_group: Option<GroupAmax<B>>,
+}
+
+/// Where the largest amax of the parts that the ranks of a group have of a weight is.
+#[derive(Clone, Debug)]
+pub(crate) struct GroupAmax<B: Backend> {
+    /// The ranks.
+    pub(crate) group: Link,
+    /// As [`KnownAmax::maxima`].
+    pub(crate) maxima: FloatTensor<B>,
+    /// As [`KnownAmax::entry`].
     pub(crate) entry: usize,
 }
 
@@ -65,6 +79,16 @@ impl Drop for KnownWeights {
 /// The weight with this autodiff node has this amax.
 pub(super) fn remember<B: Backend>(node: u64, amax: KnownAmax<B>) {
     known().insert(node, Box::new(amax));
+}
+
+/// The weight with this autodiff node, whose amax is known, is a part of one of which the ranks of a
+/// group have this amax.
+pub(super) fn remember_of_group<B: Backend>(node: u64, amax: GroupAmax<B>) {
+    let mut known = known();
+    let own = known.get_mut(&node);
+    if let Some(own) = own.and_then(|own| own.downcast_mut::<KnownAmax<B>>()) {
+        own.of_group = Some(amax);
+    }
 }
 
 /// The amax of a weight, if it is known.

@@ -8,6 +8,7 @@ use burn_core::module::{Module, ModuleMapper, Param, ParamId, ParamMapper};
 use burn_core::tensor::{DType, Device, FloatDType, GradientCheckpointingStrategy, Int, Tensor};
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
+use nvfp4_parallel::Reduction;
 
 use super::clip::clip_factor;
 use super::config::{AdamWConfig, MomentType, learning_rate};
@@ -126,6 +127,9 @@ struct Maxima {
     /// to the same memory: one that is captured in a graph reads in its forward what the one before
     /// it wrote.
     batches: Vec<(Vec<u64>, Tensor<1>)>,
+    /// For each set of shards, the largest of all its ranks, of all batches one after the other; in
+    /// the same memory, too. Those of parameters that are not of the set mean nothing.
+    of_groups: Vec<Tensor<1>>,
     /// Those whose layers know of it.
     known: KnownWeights,
 }
@@ -144,11 +148,52 @@ impl Maxima {
         (own == ids).then_some(maxima)
     }
 
-    /// Has layers with `weight`, a new parameter, quantize it from entry `entry` of `maxima`.
-    fn tell<const D: usize>(&mut self, (maxima, entry): (Tensor<1>, usize), weight: &Tensor<D>) {
-        if let Some(node) = WeightIdentity::of([weight]).and_then(|weight| weight.node()) {
-            Dispatch::nvfp4_remember_amax(maxima.into_dispatch(), entry, node);
-            self.known.push(node);
+    /// Takes those of a step, and finds the largest of the ranks of each of `shards`, which all take
+    /// the step: one collective a set, instead of one for each weight that is quantized.
+    fn found(&mut self, batches: Vec<(Vec<u64>, Tensor<1>)>, shards: &[Shards]) {
+        let before = std::mem::take(&mut self.of_groups);
+        let same = self.batches.len() == batches.len() && before.len() == shards.len();
+        self.batches = batches;
+        if self.batches.is_empty() {
+            return;
+        }
+        let mut before = before.into_iter().filter(|_| same);
+        for shards in shards {
+            let all = self.batches.iter().map(|(_, maxima)| maxima.clone());
+            let all = Tensor::cat(all.collect(), 0);
+            let largest = shards.group.all_reduce(all, Reduction::Max);
+            self.of_groups.push(match before.next() {
+                Some(before) => {
+                    let (before, largest) = (before.into_dispatch(), largest.into_dispatch());
+                    Tensor::from_dispatch(Dispatch::nvfp4_write_maxima(before, largest))
+                }
+                None => largest,
+            });
+        }
+    }
+
+    /// Has layers with `weight`, the new parameter `id`, quantize it from entry `entry` of the
+    /// maxima of batch number `batch`; of `shards` it is a part or none.
+    fn tell<const D: usize>(
+        &mut self,
+        (batch, entry): (usize, usize),
+        (id, weight): (ParamId, &Tensor<D>),
+        shards: &[Shards],
+    ) {
+        let Some(node) = WeightIdentity::of([weight]).and_then(|weight| weight.node()) else {
+            return;
+        };
+        let Some((_, maxima)) = self.batches.get(batch) else {
+            return;
+        };
+        Dispatch::nvfp4_remember_amax(maxima.clone().into_dispatch(), entry, node);
+        self.known.push(node);
+        for (shards, largest) in shards.iter().zip(&self.of_groups) {
+            if shards.contains(id) {
+                let (largest, entry) = (largest.clone().into_dispatch(), batch * BATCH + entry);
+                let group = shards.group.link();
+                Dispatch::nvfp4_remember_group_amax(largest, entry, node, group);
+            }
         }
     }
 }
@@ -378,11 +423,11 @@ impl AdamW {
             let maxima = amax.map(Tensor::<1>::from_dispatch);
             for (entry, (taken, state)) in batch.iter_mut().zip(states).enumerate() {
                 taken.state = Some(state);
-                taken.amax = maxima.clone().map(|maxima| (maxima, entry));
+                taken.amax = maxima.as_ref().map(|_| (number, entry));
             }
             batches.extend(maxima.map(|maxima| (ids, maxima)));
         }
-        self.maxima.batches = batches;
+        self.maxima.found(batches, &self.shards);
     }
 }
 
@@ -399,8 +444,9 @@ struct Taken {
     id: ParamId,
     gradient: Option<FloatTensor<Dispatch>>,
     state: Option<ParameterState<Dispatch>>,
-    /// Where the amax of the new parameter is, once it was found.
-    amax: Option<(Tensor<1>, usize)>,
+    /// Where the amax of the new parameter is, once it was found: the number of its batch, and its
+    /// entry there.
+    amax: Option<(usize, usize)>,
     /// What the parameter is for autodiff.
     tracked: Tracking,
     /// A `ParamMapper<Tensor<D>>`.
@@ -583,7 +629,8 @@ impl ModuleMapper for Give<'_> {
         self.optimizer.moments.insert(id.val(), moments);
         let weight = tracked.restore(weight, id);
         if let Some(amax) = amax {
-            self.optimizer.maxima.tell(amax, &weight);
+            let AdamW { maxima, shards, .. } = &mut *self.optimizer;
+            maxima.tell(amax, (id, &weight), shards);
         }
         let mapper = mapper.downcast::<ParamMapper<Tensor<D>>>();
         let mapper = mapper.expect("modules are traversed in the same order");

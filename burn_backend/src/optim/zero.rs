@@ -6,14 +6,13 @@ use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_optim::GradientsParams;
 use nvfp4_kernels::Nvfp4Error;
-use nvfp4_parallel::Reduction;
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use crate::functions::or_panic;
 use crate::parallel::{
-    ExpertGroups, ProcessGroup, Shards, SplitParameters, average_expert_gradients, is_shardable,
-    part,
+    ExpertGroups, ProcessGroup, RankLoss, Shards, SplitParameters, average_expert_gradients,
+    is_shardable, part,
 };
 
 /// AdamW for a model that all ranks have whole, each with a part of the batch (ZeRO-1): each rank
@@ -31,6 +30,7 @@ pub struct ZeroAdamW {
     /// Parameters of experts, and the ranks with the same ones.
     experts: Vec<ParamId>,
     data: ProcessGroup,
+    loss: RankLoss,
     split: Option<SplitParameters>,
 }
 
@@ -45,6 +45,7 @@ impl ZeroAdamW {
             group: group.clone(),
             experts: Vec::new(),
             data: group.clone(),
+            loss: RankLoss::Mean,
             split: None,
         })
     }
@@ -58,6 +59,11 @@ impl ZeroAdamW {
             data: data.clone(),
             ..self
         }
+    }
+
+    /// The same for ranks that differentiate this loss.
+    pub fn with_loss(self, loss: RankLoss) -> Self {
+        Self { loss, ..self }
     }
 
     /// The same for a model of which parameters are `split` before: the norm of all gradients is
@@ -99,6 +105,7 @@ impl ZeroAdamW {
             batch: &self.group,
             experts: &self.experts,
             data: &self.data,
+            loss: self.loss,
         };
         let mut scatter = Scatter {
             groups,
@@ -149,13 +156,17 @@ impl ModuleVisitor for Scatter<'_> {
         }
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
             self.ids.insert(param.id.val());
-            let mean = group.reduce_scatter(gradient, Reduction::Avg);
+            let reduced = group.reduce_scatter(gradient, self.groups.reduction());
             // Of an expert it is of the tokens of all ranks that the experts are on already.
-            let mean = match self.groups.batch.size() / group.size() {
-                1 => mean,
-                ranks => mean.div_scalar(ranks as f64),
+            let divisor = match self.groups.experts.contains(&param.id) {
+                true => self.groups.expert_divisor(),
+                false => 1,
             };
-            self.parts.register(param.id, mean);
+            let reduced = match divisor {
+                1 => reduced,
+                ranks => reduced.div_scalar(ranks as f64),
+            };
+            self.parts.register(param.id, reduced);
         }
     }
 }

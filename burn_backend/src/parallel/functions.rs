@@ -68,31 +68,30 @@ pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup
 /// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
 /// this rank's part of the mean of all ranks' gradients.
 pub fn gather_mean<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
-    exchange(x, group, Step::AllGather, scattered_mean())
+    let mean = Step::ReduceScatter(Reduction::Avg);
+    exchange(x, group, Step::AllGather, mean)
 }
 
-/// [`gather_mean`] of the parameter `id`, whose gradient is averaged beside the rest of the backward.
-pub(super) fn gather_mean_beside<const D: usize>(
+/// [`gather_mean`] of the parameter `id`, whose gradient is reduced by `reduction`, beside the rest of
+/// the backward.
+pub(super) fn gather_beside<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
-    id: u64,
+    (id, reduction): (u64, Reduction),
 ) -> Tensor<D> {
-    exchange_beside(x, group, [Step::AllGather, scattered_mean()], id)
+    let reduced = Step::ReduceScatter(reduction);
+    exchange_beside(x, group, [Step::AllGather, reduced], id)
 }
 
-/// `x`, the parameter `id`, for parts of a batch on each rank: its gradient is the mean of all ranks'
-/// gradients, taken beside the rest of the backward.
-pub(super) fn copy_mean_beside<const D: usize>(
+/// `x`, the parameter `id`, for parts of a batch on each rank: its gradient is the reduction by
+/// `reduction` of all ranks' gradients, taken beside the rest of the backward.
+pub(super) fn copy_beside<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
-    id: u64,
+    (id, reduction): (u64, Reduction),
 ) -> Tensor<D> {
-    let mean = Step::AllReduce(Reduction::Avg);
-    exchange_beside(x, group, [Step::Identity, mean], id)
-}
-
-fn scattered_mean() -> Step {
-    Step::ReduceScatter(Reduction::Avg)
+    let reduced = Step::AllReduce(reduction);
+    exchange_beside(x, group, [Step::Identity, reduced], id)
 }
 
 /// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this

@@ -10,7 +10,7 @@ use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
 use super::buckets::Buckets;
-use super::shards::{ExpertGroups, Shards};
+use super::shards::{ExpertGroups, RankLoss, Shards};
 use crate::ops::collective::CollectiveOps;
 
 /// Elements of a bucket: one collective of so many is as fast as the connection.
@@ -52,7 +52,7 @@ pub fn average_gradients<M: Module>(
     gradients: &mut GradientsParams,
     group: &ProcessGroup,
 ) {
-    average(model, gradients, group, |_| true);
+    reduce(model, gradients, (group, Reduction::Avg), |_| true);
     join(model, gradients, group);
 }
 
@@ -63,7 +63,8 @@ pub fn average_gradients<M: Module>(
 /// When the group fails.
 pub fn reduce_gradients<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
     let group = &shards.group;
-    average(model, gradients, group, |id| !shards.contains(id));
+    let mean = (group, Reduction::Avg);
+    reduce(model, gradients, mean, |id| !shards.contains(id));
     join(model, gradients, group);
 }
 
@@ -102,7 +103,8 @@ impl ModuleVisitor for Join<'_> {
 ///
 /// The gradient of a parameter that all ranks have is the mean over them. That of an expert is of
 /// the tokens of all ranks that the experts are on already: it is summed over
-/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`. Of a model of
+/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`. Where the ranks have
+/// differentiated [their shares](super::RankLoss::Share) of that mean, both are sums. Of a model of
 /// [`average_replicated_in_backward`](super::average_replicated_in_backward) the backward has begun
 /// most of it.
 ///
@@ -129,21 +131,18 @@ pub fn reduce_expert_gradients<M: Module>(
 ) {
     let is_whole = |id: ParamId| !sharded.contains(&id.val());
     let is_expert = |id: ParamId| groups.experts.contains(&id);
-    average(model, gradients, groups.batch, |id| {
+    let of_batch = (groups.batch, groups.reduction());
+    reduce(model, gradients, of_batch, |id| {
         is_whole(id) && !is_expert(id)
     });
     join(model, gradients, groups.batch);
-    let [ranks, same] = [groups.batch, groups.data].map(|group| group.size() as f64);
+    let ranks = groups.batch.size() as f64;
     if ranks == 1.0 || groups.experts.is_empty() {
         return;
     }
-    if same == 1.0 {
-        let ids = groups.experts.to_vec();
-        model.visit(&mut Divide {
-            gradients,
-            ids,
-            by: ranks,
-        });
+    let by = groups.expert_divisor() as f64;
+    if groups.data.size() == 1 {
+        divide(model, gradients, groups.experts.to_vec(), by);
         return;
     }
     let is_whole_expert = |id| is_expert(id) && is_whole(id);
@@ -151,14 +150,23 @@ pub fn reduce_expert_gradients<M: Module>(
         let sums = flat
             .into_iter()
             .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
-        sums.map(|sum| sum.div_scalar(ranks)).collect()
+        match groups.loss {
+            RankLoss::Mean => sums.map(|sum| sum.div_scalar(ranks)).collect(),
+            RankLoss::Share => sums.collect(),
+        }
     });
     let parts = groups.experts.iter().filter(|id| !is_whole(**id));
     let ids: Vec<ParamId> = parts.copied().collect();
     if !ids.is_empty() {
-        // Their means over the ranks that shard them.
+        // Reduced over the ranks that shard them.
         join(model, gradients, groups.data);
-        let by = ranks / same;
+        divide(model, gradients, ids, by);
+    }
+}
+
+/// Divides the gradients of `ids` by `by`; a pass over them, unless that is one.
+fn divide<M: Module>(model: &M, gradients: &mut GradientsParams, ids: Vec<ParamId>, by: f64) {
+    if by != 1.0 {
         model.visit(&mut Divide { gradients, ids, by });
     }
 }
@@ -181,19 +189,19 @@ impl ModuleVisitor for Divide<'_> {
     }
 }
 
-fn average<M: Module>(
+fn reduce<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
-    group: &ProcessGroup,
+    (group, reduction): (&ProcessGroup, Reduction),
     takes: impl Fn(ParamId) -> bool,
 ) {
     if group.size() == 1 {
         return;
     }
     Buckets::new(BUCKET, takes).exchange(model, gradients, |flat| {
-        let means = flat.into_iter();
-        means
-            .map(|flat| group.all_reduce(flat, Reduction::Avg))
+        let reduced = flat.into_iter();
+        reduced
+            .map(|flat| group.all_reduce(flat, reduction))
             .collect()
     });
 }

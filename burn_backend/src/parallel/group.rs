@@ -80,8 +80,9 @@ impl ProcessGroup {
     /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
     /// All ranks call it, each with its device. What NCCL does not take still travels through the
     /// memory of the host: sums of `f16`, and slices.
-    /// Gradients that are averaged in the backward travel at its end, all at once, or with `overlaps`
-    /// as soon as there are, on a second stream: there NCCL takes SMs from the kernels beside it.
+    /// Gradients that are averaged in the backward travel as soon as there are 64 MiB of them, between
+    /// its kernels, or with `overlaps` each at once, on a second stream: there NCCL takes SMs from the
+    /// kernels beside it. What of them is whole is freed then.
     ///
     /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
     ///

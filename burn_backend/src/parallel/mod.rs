@@ -38,4 +38,4 @@ pub use overlapped::{
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};
-pub use shards::{ExpertGroups, Shards, SplitParameters};
+pub use shards::{ExpertGroups, RankLoss, Shards, SplitParameters};

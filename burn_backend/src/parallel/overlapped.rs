@@ -1,9 +1,10 @@
 //! Gradients that are averaged from within the backward.
 
-use burn_core::module::{Content, Module, Param, ParamId, Reparameterization, Reparameterizer};
+use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
 use burn_core::tensor::Tensor;
+use nvfp4_parallel::Reduction;
 
-use super::functions::copy_mean_beside;
+use super::functions::copy_beside;
 use super::{ExpertGroups, ProcessGroup};
 use crate::parameterless::{Parameterless, parameterless_module};
 
@@ -18,6 +19,7 @@ pub struct Averaged {
     group: ProcessGroup,
     /// The parameter's id, under which its gradient waits.
     id: u64,
+    reduction: Reduction,
 }
 
 impl Parameterless for Averaged {
@@ -34,13 +36,13 @@ impl Reparameterization for Averaged {
     const NAME: &'static str = "averaged";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        copy_mean_beside(base, &self.group, self.id)
+        copy_beside(base, &self.group, (self.id, self.reduction))
     }
 }
 
 /// `module`, which all ranks have, with gradients that are handed over as soon as the backward has
-/// them. Where `group` [is connected](ProcessGroup::connect), they travel at its end, all at once and
-/// without copies into buckets, or while it goes on. Parameters of fewer than `smallest` elements
+/// them. Where `group` [is connected](ProcessGroup::connect), they travel between the kernels of the
+/// backward, many at once and without copies into buckets, or beside them. Parameters of fewer than `smallest` elements
 /// ([`SMALLEST_ALONE`]) are left to the buckets of
 /// [`average_gradients`](super::average_gradients).
 ///
@@ -50,7 +52,7 @@ impl Reparameterization for Averaged {
 ///
 /// Modules need not know of it. All ranks call `module` at the same points of their program.
 pub fn average_in_backward<M: Module>(module: M, group: &ProcessGroup, smallest: usize) -> M {
-    average_some_in_backward(module, group, smallest, &[])
+    average_replicated_in_backward(module, ExpertGroups::none(group), smallest)
 }
 
 /// [`average_in_backward`] of a model with experts on several ranks, over
@@ -61,31 +63,16 @@ pub fn average_replicated_in_backward<M: Module>(
     groups: ExpertGroups<'_>,
     smallest: usize,
 ) -> M {
-    average_some_in_backward(module, groups.batch, smallest, groups.experts)
-}
-
-/// [`average_in_backward`] of all parameters but those of `except`.
-fn average_some_in_backward<M: Module>(
-    module: M,
-    group: &ProcessGroup,
-    smallest: usize,
-    except: &[ParamId],
-) -> M {
-    if group.size() == 1 {
+    if groups.batch.size() == 1 {
         return module;
     }
-    module.apply_reparameterization(Average {
-        group,
-        smallest,
-        except,
-    })
+    module.apply_reparameterization(Average { groups, smallest })
 }
 
 /// Marks the parameters that are large enough.
 struct Average<'a> {
-    group: &'a ProcessGroup,
+    groups: ExpertGroups<'a>,
     smallest: usize,
-    except: &'a [ParamId],
 }
 
 impl Reparameterizer for Average<'_> {
@@ -97,10 +84,14 @@ impl Reparameterizer for Average<'_> {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Averaged>) {
         let is_small = param.lazy_shape().num_elements() < self.smallest;
-        if is_small || self.except.contains(&param.id) {
+        if is_small || self.groups.experts.contains(&param.id) {
             return (param, None);
         }
-        let (group, id) = (self.group.clone(), param.id.val());
-        (param, Some(Averaged { group, id }))
+        let averaged = Averaged {
+            group: self.groups.batch.clone(),
+            id: param.id.val(),
+            reduction: self.groups.reduction(),
+        };
+        (param, Some(averaged))
     }
 }

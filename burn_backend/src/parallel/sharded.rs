@@ -6,9 +6,10 @@ use burn_core::module::{
     Content, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
 use burn_core::tensor::Tensor;
+use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
-use super::functions::gather_mean_beside;
+use super::functions::gather_beside;
 use super::shards::{ExpertGroups, Shards};
 use crate::ops::LinearSpec;
 use crate::ops::sharding::GatheredWeight;
@@ -23,6 +24,7 @@ pub struct Sharded {
     group: ProcessGroup,
     /// The parameter's id, under which its gradient waits.
     id: u64,
+    reduction: Reduction,
 }
 
 impl Parameterless for Sharded {
@@ -39,7 +41,7 @@ impl Reparameterization for Sharded {
     const NAME: &'static str = "sharded";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        gather_mean_beside(base, &self.group, self.id)
+        gather_beside(base, &self.group, (self.id, self.reduction))
     }
 }
 
@@ -53,7 +55,13 @@ impl Sharded {
         rows: usize,
         spec: &LinearSpec,
     ) -> Option<GatheredWeight> {
-        GatheredWeight::new(&self.group, is_alone.then_some(self.id), rows, spec)
+        let reduction = self.reduction;
+        GatheredWeight::new(
+            &self.group,
+            (is_alone.then_some(self.id), reduction),
+            rows,
+            spec,
+        )
     }
 }
 
@@ -129,7 +137,13 @@ impl Reparameterizer for Shard<'_> {
         }
         let id = param.id.val();
         let param = param.map(|whole| like(&whole, part(whole.clone(), &group)));
-        (param, Some(Sharded { group, id }))
+        let reduction = self.groups.reduction();
+        let sharded = Sharded {
+            group,
+            id,
+            reduction,
+        };
+        (param, Some(sharded))
     }
 }
 

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 
 use burn_core::module::ParamId;
 
+use nvfp4_parallel::Reduction;
+
 use super::ProcessGroup;
 
 /// Parameters of which ranks have a part each, and the ranks that together have a whole one. The
@@ -57,6 +59,19 @@ pub struct SplitParameters {
     pub all: ProcessGroup,
 }
 
+/// The loss that each rank differentiates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RankLoss {
+    /// The mean over its own tokens: gradients of what all ranks have are averaged. Those of experts
+    /// are of the tokens of all ranks already, and are divided in a pass of their own.
+    #[default]
+    Mean,
+    /// That, divided by the number of ranks with a part of the batch: all gradients are sums, and
+    /// nothing is divided. Where that number is a power of two, they have the bits of
+    /// [`Mean`](Self::Mean), as long as no value is too small for its type.
+    Share,
+}
+
 /// The ranks that the gradients of a model with experts on several ranks are reduced over.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertGroups<'a> {
@@ -66,6 +81,8 @@ pub struct ExpertGroups<'a> {
     pub experts: &'a [ParamId],
     /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
     pub data: &'a ProcessGroup,
+    /// What each rank differentiates.
+    pub loss: RankLoss,
 }
 
 impl<'a> ExpertGroups<'a> {
@@ -75,6 +92,23 @@ impl<'a> ExpertGroups<'a> {
             batch: group,
             experts: &[],
             data: group,
+            loss: RankLoss::Mean,
+        }
+    }
+
+    /// How the gradients of ranks with the same parameter become one.
+    pub(crate) fn reduction(&self) -> Reduction {
+        match self.loss {
+            RankLoss::Mean => Reduction::Avg,
+            RankLoss::Share => Reduction::Sum,
+        }
+    }
+
+    /// By what the gradients of experts, so reduced over [`data`](Self::data), are to be divided.
+    pub(crate) fn expert_divisor(&self) -> usize {
+        match self.loss {
+            RankLoss::Mean => self.batch.size() / self.data.size(),
+            RankLoss::Share => 1,
         }
     }
 

@@ -11,8 +11,9 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::parallel::{
-    ExpertGroups, ProcessGroup, SMALLEST_ALONE, Shards, SplitParameters, average_expert_gradients,
-    average_replicated_in_backward, fully_shard_experts, reduce_expert_gradients,
+    ExpertGroups, ProcessGroup, RankLoss, SMALLEST_ALONE, Shards, SplitParameters,
+    average_expert_gradients, average_replicated_in_backward, fully_shard_experts,
+    reduce_expert_gradients,
 };
 
 use super::digest::check_equal;
@@ -54,6 +55,18 @@ enum Averaging {
     Sharded(Replicas, BTreeSet<u64>),
 }
 
+impl Averaging {
+    /// The ranks, if there are several.
+    fn replicas(&self) -> Option<&Replicas> {
+        match self {
+            Self::None => None,
+            Self::Optimizer(replicas) | Self::Ranks(replicas) | Self::Sharded(replicas, _) => {
+                Some(replicas)
+            }
+        }
+    }
+}
+
 /// The ranks with other parts of the batch, and the same parameters.
 #[derive(Debug, Clone)]
 struct Replicas {
@@ -80,6 +93,16 @@ impl Replicas {
             batch: &self.batch,
             experts: &self.experts,
             data: &self.data,
+            loss: self.loss(),
+        }
+    }
+
+    /// What a rank differentiates: with experts on several ranks its share of the loss, so that
+    /// their gradients need no division.
+    fn loss(&self) -> RankLoss {
+        match self.experts.is_empty() {
+            true => RankLoss::Mean,
+            false => RankLoss::Share,
         }
     }
 
@@ -311,6 +334,12 @@ impl<M: LanguageModel> Rank<M> {
         let model = self.model();
         let loss = model.training_loss(inputs, targets);
         let kept = loss.clone().without_autodiff();
+        let loss = match self.averaging.replicas() {
+            Some(replicas) if replicas.loss() == RankLoss::Share => {
+                loss.div_scalar(replicas.batch.size() as f64)
+            }
+            _ => loss,
+        };
         let mut gradients = GradientsParams::from_grads(loss.backward(), model);
         match &self.averaging {
             Averaging::None | Averaging::Optimizer(_) => {}

@@ -47,7 +47,7 @@ mod nccl {
 
     use super::super::super::cube::tensors::new_tensor;
     use super::super::exchange::{Exchange, Step, reduced_type};
-    use super::super::link::Link;
+    use super::super::link::{Deferred, DeviceLink, Link, Running};
 
     /// What CubeCL's reports call a collective.
     struct NcclCollective;
@@ -79,19 +79,50 @@ mod nccl {
         let what = format!("NCCL, {exchange:?}");
         let forks = exchange.forks;
         let stream = out.stream;
-        let meter = exchange.group.host.meter().clone();
-        let records = meter.is_recording();
+        let waits = Waits::of(exchange.group.host.meter());
+        let held = dims.iter().product::<usize>() * width;
+        let input = forks.then(|| x.handle.clone());
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
-            match (forks, work) {
-                (true, Work::Equal(call)) if !link.overlaps => {
-                    let addresses = [place.addresses[0], place.addresses[1]];
-                    link.deferred().push((call, addresses));
-                    Ok(())
+            let Some(input) = input else {
+                return waits.timed(place, || work.queue(&mut link.communicator(), place));
+            };
+            match work {
+                Work::Equal(call) if !link.overlaps => {
+                    let deferred = Deferred {
+                        call,
+                        addresses: [place.addresses[0], place.addresses[1]],
+                        _input: input,
+                    };
+                    let calls = {
+                        let mut window = link.deferred();
+                        window.push(held, deferred);
+                        match window.is_full() {
+                            true => window.take(),
+                            false => return Ok(()),
+                        }
+                    };
+                    waits.timed(place, || queue_all(&link, calls, place))
                 }
-                (true, work) => work.queue(&mut link.communicator(), &link.side.fork(place)?),
-                (false, work) => timed(&meter, records, place, || {
-                    work.queue(&mut link.communicator(), place)
-                }),
+                work => {
+                    work.queue(&mut link.communicator(), &link.side.fork(place)?)?;
+                    let point = link.side.point()?;
+                    let past = {
+                        let mut window = link.running();
+                        window.push(
+                            held,
+                            Running {
+                                point,
+                                _input: input,
+                            },
+                        );
+                        window.take_excess()
+                    };
+                    match past.last() {
+                        // It is behind the others.
+                        Some(last) => waits.timed(place, || link.side.wait_for(&last.point, place)),
+                        None => Ok(()),
+                    }
+                }
             }
         });
         new_tensor(&x, out, Shape::from(shape), x.dtype)
@@ -107,43 +138,69 @@ mod nccl {
         };
         let what = format!("NCCL, joining {group:?}");
         let stream = x.handle.stream;
-        let meter = group.host.meter().clone();
-        let records = meter.is_recording();
+        let waits = Waits::of(group.host.meter());
         foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
-            let deferred = std::mem::take(&mut *link.deferred());
+            let deferred = link.deferred().take();
             if deferred.is_empty() && !link.side.is_forked() {
                 return Ok(());
             }
-            timed(&meter, records, place, || {
-                if !deferred.is_empty() {
-                    let mut communicator = link.communicator();
-                    // SAFETY: as of `Work::queue`; whoever joins has kept the memory.
-                    let queued = unsafe { communicator.queue_all(&deferred, place.stream) };
-                    queued.map_err(|error| error.to_string())?;
-                }
+            waits.timed(place, || {
+                queue_all(&link, deferred, place)?;
                 link.side.join(place)
-            })
+            })?;
+            link.running().take();
+            Ok(())
         });
         x
     }
 
-    /// `work`, which has the stream of `place` do something that is not compute: a collective, or
-    /// the wait for those of the second stream. If `records`, `meter` gets the time.
-    fn timed(
-        meter: &Meter,
-        records: bool,
+    /// Queues `calls` on the stream of `place`, and then lets go of their tensors.
+    fn queue_all(
+        link: &DeviceLink,
+        calls: Vec<Deferred>,
         place: &ForeignPlace,
-        work: impl FnOnce() -> Result<(), String>,
     ) -> Result<(), String> {
-        if !records || place.is_captured {
-            return work();
+        if calls.is_empty() {
+            return Ok(());
         }
-        let span = StreamSpan::default();
-        span.begin(place)?;
-        work()?;
-        span.end(place)?;
-        meter.push(Waited(span));
-        Ok(())
+        let queued: Vec<_> = calls.iter().map(|own| (own.call, own.addresses)).collect();
+        // SAFETY: as of `Work::queue`; `calls` has the inputs, and whoever joins the outputs.
+        let queued = unsafe { link.communicator().queue_all(&queued, place.stream) };
+        queued.map_err(|error| error.to_string())
+    }
+
+    /// Measures how long the stream of the kernels does something else.
+    struct Waits {
+        meter: Meter,
+        records: bool,
+    }
+
+    impl Waits {
+        /// As `meter` records now.
+        fn of(meter: &Meter) -> Self {
+            Self {
+                meter: meter.clone(),
+                records: meter.is_recording(),
+            }
+        }
+
+        /// `work`, which has the stream of `place` do something that is not compute: a collective,
+        /// or the wait for those of the second stream.
+        fn timed(
+            &self,
+            place: &ForeignPlace,
+            work: impl FnOnce() -> Result<(), String>,
+        ) -> Result<(), String> {
+            if !self.records || place.is_captured {
+                return work();
+            }
+            let span = StreamSpan::default();
+            span.begin(place)?;
+            work()?;
+            span.end(place)?;
+            self.meter.push(Waited(span));
+            Ok(())
+        }
     }
 
     /// A span in which the compute stream waited.

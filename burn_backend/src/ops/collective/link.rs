@@ -6,14 +6,21 @@ use std::sync::Arc;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[cfg(feature = "cuda")]
-use cubecl::client::Client;
+use cubecl::{client::Client, server::Handle};
 #[cfg(feature = "cuda")]
-use nvfp4_kernels::foreign::{self, SideStream};
+use nvfp4_kernels::foreign::{self, SidePoint, SideStream};
 #[cfg(feature = "cuda")]
 use nvfp4_parallel::nccl::Communicator;
 use nvfp4_parallel::{Collective, HostGroup};
 
 use super::waiting::Waiting;
+#[cfg(feature = "cuda")]
+use super::window::Window;
+
+/// Bytes of whole gradients that a backward holds beside the last one while their collectives have
+/// not run. A collective of so many is as fast as the connection.
+#[cfg(feature = "cuda")]
+const HELD: usize = 64 << 20;
 
 /// A rank's connections to the others of a group. Clones are the same connections.
 #[derive(Clone)]
@@ -35,6 +42,11 @@ impl fmt::Debug for Link {
 }
 
 impl Link {
+    /// Whether both are connections of this rank to the others of one group.
+    pub(crate) fn is_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.host, &other.host)
+    }
+
     /// Whether there are connections from device to device.
     pub(crate) fn is_connected(&self) -> bool {
         #[cfg(feature = "cuda")]
@@ -55,9 +67,24 @@ impl From<Arc<HostGroup>> for Link {
     }
 }
 
-/// A call with the addresses of its input and output.
+/// A collective that is not queued yet.
 #[cfg(feature = "cuda")]
-type Deferred = (nvfp4_parallel::Call, [u64; 2]);
+pub(super) struct Deferred {
+    pub(super) call: nvfp4_parallel::Call,
+    /// Of its input and output.
+    pub(super) addresses: [u64; 2],
+    /// While it is here, nobody writes to the input. The output [waits](Waiting).
+    pub(super) _input: Handle,
+}
+
+/// A collective on the second stream.
+#[cfg(feature = "cuda")]
+pub(super) struct Running {
+    /// Behind it.
+    pub(super) point: SidePoint,
+    /// As that of [`Deferred`].
+    pub(super) _input: Handle,
+}
 
 /// A rank's end of an NCCL communicator.
 #[cfg(feature = "cuda")]
@@ -68,8 +95,10 @@ pub(crate) struct DeviceLink {
     pub(super) overlaps: bool,
     /// Where they do.
     pub(super) side: Arc<SideStream>,
-    /// Where they do not: those that the next join queues, with their addresses.
-    deferred: Arc<Mutex<Vec<Deferred>>>,
+    /// Those that run there, and that kernels do not wait for yet.
+    running: Arc<Mutex<Window<Running>>>,
+    /// Where they do not run beside: those that are not queued yet.
+    deferred: Arc<Mutex<Window<Deferred>>>,
 }
 
 #[cfg(feature = "cuda")]
@@ -78,8 +107,12 @@ impl DeviceLink {
         (self.communicator.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn deferred(&self) -> MutexGuard<'_, Vec<Deferred>> {
+    pub(super) fn deferred(&self) -> MutexGuard<'_, Window<Deferred>> {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn running(&self) -> MutexGuard<'_, Window<Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The communicator of `group` on the device of `client`; whether its collectives of gradients
@@ -100,7 +133,8 @@ impl DeviceLink {
             communicator: Arc::new(Mutex::new(communicator)),
             overlaps,
             side: Arc::new(side),
-            deferred: Arc::default(),
+            running: Arc::new(Mutex::new(Window::new(HELD))),
+            deferred: Arc::new(Mutex::new(Window::new(HELD))),
         })
     }
 }

@@ -12,6 +12,8 @@ mod flex;
 mod host;
 mod link;
 mod waiting;
+#[cfg(feature = "cuda")]
+mod window;
 
 use burn_core as burn;
 
@@ -154,8 +156,7 @@ pub(super) fn exchange_beside<B: CollectiveOps>(id: u64, grad: FloatTensor<B>, e
         forks: true,
         ..exchange
     };
-    let mean = B::nvfp4_exchange(grad.clone(), exchange);
-    waiting.push::<B>(id, grad, mean);
+    waiting.push::<B>(id, B::nvfp4_exchange(grad, exchange));
 }
 
 impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {

@@ -14,14 +14,10 @@ pub struct Waiting {
     entries: Arc<Mutex<Entries>>,
 }
 
-/// By the parameter's id, a [`Reduced`] of the backend of the backward for each of its uses.
+/// By the parameter's id, a `FloatTensor` of the backend of the backward for each of its uses: the
+/// result of the collective, which is written until it is joined. What the collective reads is kept
+/// where it is queued, and no longer than it takes: a rank has few whole gradients at a time.
 type Entries = BTreeMap<u64, Vec<Box<dyn Any + Send>>>;
-
-/// A gradient before and after the collective, which reads and writes them until it is joined.
-struct Reduced<B: Backend> {
-    before: FloatTensor<B>,
-    after: FloatTensor<B>,
-}
 
 impl fmt::Debug for Waiting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,13 +35,10 @@ impl Waiting {
         self.entries().contains_key(&id)
     }
 
-    /// Adds the gradient of a use of the parameter `id`.
-    pub(super) fn push<B: Backend>(&self, id: u64, before: FloatTensor<B>, after: FloatTensor<B>) {
-        let reduced = Reduced::<B> { before, after };
-        self.entries()
-            .entry(id)
-            .or_default()
-            .push(Box::new(reduced));
+    /// Adds the reduced gradient of a use of the parameter `id`.
+    pub(super) fn push<B: Backend>(&self, id: u64, reduced: FloatTensor<B>) {
+        let mut entries = self.entries();
+        entries.entry(id).or_default().push(Box::new(reduced));
     }
 
     /// The sum over all uses of the parameter `id`, each behind `wait`, which has what follows wait
@@ -60,13 +53,10 @@ impl Waiting {
     ) -> FloatTensor<B> {
         let own = self.entries().remove(&id);
         let joined = own.unwrap_or_default().into_iter().map(|reduced| {
-            let Ok(reduced) = reduced.downcast::<Reduced<B>>() else {
+            let Ok(reduced) = reduced.downcast::<FloatTensor<B>>() else {
                 panic!("the gradient of {id:x} is of another device");
             };
-            let after = wait(reduced.after);
-            // Nothing takes its memory before the wait is queued.
-            drop(reduced.before);
-            after
+            wait(*reduced)
         });
         joined
             .reduce(B::float_add)

@@ -70,6 +70,19 @@ impl OptimizerOps for CubeBackend {
         out
     }
 
+    fn nvfp4_write_maxima(out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self> {
+        // In place whoever holds it too: layers read this buffer.
+        let [out, from] = [out, from].map(into_contiguous);
+        let words = out.meta.shape().num_elements();
+        launched(graph::copy_words(
+            &out.client,
+            &from.handle,
+            &out.handle,
+            words,
+        ));
+        out
+    }
+
     fn nvfp4_adamw(
         batch: GradientBatch<Self>,
         parameters: AdamWBatch<Self>,

@@ -106,6 +106,10 @@ impl OptimizerOps for Flex {
         out
     }
 
+    fn nvfp4_write_maxima(_out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self> {
+        from
+    }
+
     fn nvfp4_adamw(
         gradients: GradientBatch<Self>,
         batch: AdamWBatch<Self>,

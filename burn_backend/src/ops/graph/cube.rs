@@ -86,4 +86,40 @@ impl GraphOps for CubeBackend {
         drop(pieces);
         offset
     }
+
+    fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self> {
+        // What is left is only held longer.
+        let _ = offset.client.memory_cleanup();
+        offset
+    }
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use burn_core::backend::ops::{FloatTensorOps, IntTensorOps};
+    use burn_core::tensor::{FloatDType, IntDType, Shape};
+
+    use super::*;
+
+    /// Pools are those of this thread's stream.
+    #[test]
+    fn room_is_made_and_given_back() {
+        const ELEMENTS: usize = 16 << 20;
+        let device = CubeDevice::Cpu(Default::default());
+        let offset = CubeBackend::int_zeros(Shape::new([2]), &device, IntDType::U32);
+        let held = CubeBackend::float_zeros(Shape::new([ELEMENTS]), &device, FloatDType::F32);
+        drop(held);
+        let client = offset.client.clone();
+        let reserved = || settle(&client).usage().bytes_reserved;
+        let before = reserved();
+        assert!(before >= 4 * ELEMENTS as u64, "{before}");
+        let offset = CubeBackend::nvfp4_make_room(offset);
+        let with_room = reserved();
+        assert!(with_room > before, "{with_room}");
+        let offset = CubeBackend::nvfp4_give_back_room(offset);
+        let after = reserved();
+        assert!(after <= before, "{after}, but {before} before the room");
+        let kept = client.read_one(offset.handle).expect("it is held");
+        assert_eq!(kept[..], [0; 8]);
+    }
 }

@@ -31,4 +31,8 @@ impl GraphOps for Flex {
     fn nvfp4_make_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
         unreachable!("{NO_GRAPHS}")
     }
+
+    fn nvfp4_give_back_room(_offset: IntTensor<Self>) -> IntTensor<Self> {
+        unreachable!("{NO_GRAPHS}")
+    }
 }

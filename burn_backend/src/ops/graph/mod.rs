@@ -51,6 +51,11 @@ pub trait GraphOps: Backend {
     /// pieces.
     #[fusion(meta = meta::make_room)]
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
+
+    /// `offset`, after the pools of its device have given back the pages that nothing holds, a graph
+    /// neither: what a capture did not need of the room that was made for it.
+    #[fusion(meta = meta::make_room)]
+    fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -105,5 +110,9 @@ impl<B: GraphOps, C: CheckpointStrategy> GraphOps for Autodiff<B, C> {
 
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self> {
         B::nvfp4_make_room(offset)
+    }
+
+    fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self> {
+        B::nvfp4_give_back_room(offset)
     }
 }

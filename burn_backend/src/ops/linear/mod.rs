@@ -112,7 +112,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             .zip(col)
             .map(|(x, dy)| B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype));
         let w = match (&self.context.gathered, w) {
-            (Some(gathered), Some(grad)) => gathered.average::<B>(grad),
+            (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad),
             (_, grad) => grad,
         };
         LinearGradients { x, w, bias }

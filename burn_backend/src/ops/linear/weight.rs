@@ -13,12 +13,14 @@ use crate::ops::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
 };
 use crate::ops::segments::narrow;
-use crate::ops::sharding::{GatheredWeight, Role};
+use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
 use crate::ops::stored::StoredForm;
+use crate::ops::tensors::AmaxPair;
 use crate::ops::{
     BackwardSource, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams,
     QuantUsages, RowGroups,
 };
+use crate::parallel::ProcessGroup;
 
 /// What dgrad's operand of `w` comes from.
 #[derive(Clone, Debug)]
@@ -30,6 +32,8 @@ pub(crate) enum SavedWeight<B: Backend> {
     Rows {
         gathered: GatheredWeight,
         rows: FloatTensor<B>,
+        /// Of all rows, if dgrad's operand is made from it.
+        amax: Option<FoundAmax<B>>,
         forms: WeightForms,
     },
 }
@@ -41,8 +45,9 @@ impl<B: Nvfp4KernelOps> SavedWeight<B> {
             Self::Rows {
                 gathered,
                 rows,
+                amax,
                 forms,
-            } => gathered.dgrad_operand(rows, spec, forms, dtype),
+            } => gathered.dgrad_operand(rows, amax, spec, forms, dtype),
         }
     }
 }
@@ -74,29 +79,61 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let (forward, backward) = self.whole_weight(dtype, forms);
             return (forward, backward.map(SavedWeight::Operand));
         };
-        let known = self.known_part_amax([&self.spec.fprop_w].into_iter());
+        let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
         let forms = WeightForms {
             fprop: forms.fprop.kept,
             dgrad: forms.dgrad.kept,
         };
         let asked = (&self.spec.fprop_w, forms.fprop);
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
-        let rows = || SavedWeight::Rows {
+        let saved = self.requires_grad.x.then(|| SavedWeight::Rows {
             gathered: gathered.clone(),
             rows: self.w.clone(),
+            amax: self.amax_of_dgrad(&forward),
             forms,
-        };
-        (forward, self.requires_grad.x.then(rows))
+        });
+        (forward, saved)
     }
 
-    /// The amax that the optimizer found of `w`, a part of a weight, as
-    /// [`known_amax`](Self::known_amax).
+    /// The amax that the optimizer found of `w`, a part of a weight of which the ranks of `group`
+    /// have the others, as [`known_amax`](Self::known_amax).
     fn known_part_amax<'a>(
         &self,
         specs: impl Iterator<Item = &'a OperandSpec>,
-    ) -> Option<FloatTensor<B>> {
-        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
-        Some(narrow::<B>(maxima, 0, entry, 1))
+        group: &ProcessGroup,
+    ) -> Option<FoundAmax<B>> {
+        let KnownAmax {
+            maxima,
+            entry,
+            of_group,
+        } = self.known_amax(specs)?;
+        let of_group = of_group.filter(|amax| amax.group.is_of(&group.link()));
+        Some(FoundAmax {
+            of_part: AmaxPair::of_both(narrow::<B>(maxima, 0, entry, 1)),
+            // A copy: what is kept for the backward may outlive the optimizer's next step.
+            of_group: of_group.map(|amax| {
+                let own = narrow::<B>(amax.maxima, 0, amax.entry, 1);
+                B::float_mul_scalar(own, 1.0.into())
+            }),
+        })
+    }
+
+    /// The amax that `forward`, the gathered operand of fprop, was made from, if that of dgrad is
+    /// made from it too.
+    fn amax_of_dgrad(&self, forward: &Operand<B>) -> Option<FoundAmax<B>> {
+        let Operand::Quantized(forward) = forward else {
+            return None;
+        };
+        let specs = [&self.spec.fprop_w, &self.spec.dgrad_w];
+        let shares = |spec: &OperandSpec| spec.params().is_some_and(QuantParams::shares_amax);
+        if !specs.into_iter().all(shares) {
+            return None;
+        }
+        let amax = forward.amax.clone().into_option()?;
+        Some(FoundAmax {
+            of_part: AmaxPair::of_both(amax.clone()),
+            of_group: Some(amax),
+        })
     }
 
     /// `w`, of which this rank has all or a part that is no part of its rows alone, for the
@@ -146,7 +183,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         );
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
         let (forward, backward) = if let Some(sharding) = &self.context.sharding {
-            let known = self.known_part_amax(pair.into_iter().chain([fprop_w]));
+            let specs = pair.into_iter().chain([fprop_w]);
+            let known = self.known_part_amax(specs, &sharding.group);
             let specs = (pair.map(|spec| (spec, row_form)), Some((fprop_w, col_form)));
             let (row, col) = sharding.quantize_weight(self.w.clone(), known, specs, dtype);
             (col.expect("asked for"), row)
@@ -196,7 +234,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         dgrad: Option<(&OperandSpec, StoredForm)>,
     ) -> Option<(Operand<B>, Option<Operand<B>>)> {
         let specs = dgrad.map(|(spec, _)| spec).into_iter().chain([fprop]);
-        let KnownAmax { maxima, entry } = self.known_amax(specs)?;
+        let KnownAmax { maxima, entry, .. } = self.known_amax(specs)?;
         let col = *fprop.params()?;
         let rowwise = match dgrad {
             None => None,

@@ -23,7 +23,8 @@ pub use batch::{
 };
 
 use super::MaybeTensor;
-use super::known_amax::{self, KnownAmax};
+use super::collective::Link;
+use super::known_amax::{self, GroupAmax, KnownAmax};
 
 /// How a step of AdamW is taken.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -87,10 +88,35 @@ pub trait OptimizerOps: Backend {
         let amax = KnownAmax {
             maxima: maxima.clone(),
             entry,
+            of_group: None,
         };
         known_amax::remember::<Self>(node, amax);
         maxima
     }
+
+    /// Of the weight with the autodiff node `node`, which has a known amax, the ranks of `group` have
+    /// a part each: the largest amax of these is in entry `entry` of `maxima`.
+    #[fusion(default)]
+    fn nvfp4_remember_group_amax(
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        node: u64,
+        group: Link,
+    ) -> FloatTensor<Self> {
+        let amax = GroupAmax {
+            group,
+            maxima: maxima.clone(),
+            entry,
+        };
+        known_amax::remember_of_group::<Self>(node, amax);
+        maxima
+    }
+
+    /// The elements of `from` in the buffer of `out`, in place whoever holds it too: a captured step
+    /// reads where the one before it wrote. Both are `f32` of one shape. Flex, which has no graphs,
+    /// returns `from`.
+    #[fusion(meta = meta::write_maxima)]
+    fn nvfp4_write_maxima(out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self>;
 }
 
 #[cfg(feature = "cubecl-backend")]
@@ -110,6 +136,10 @@ mod meta {
 
     pub(super) fn clip_factor(_sums: &TensorSpec, _max_norm: &f32) -> TensorSpec {
         TensorSpec::new(Shape::new([2]), DType::F32)
+    }
+
+    pub(super) fn write_maxima(out: &TensorSpec, _from: &TensorSpec) -> TensorSpec {
+        out.clone()
     }
 
     pub(super) fn set_words(out: &TensorSpec, _words: &[u32; 4]) -> TensorSpec {
@@ -152,6 +182,21 @@ impl<B: OptimizerOps, C: CheckpointStrategy> OptimizerOps for Autodiff<B, C> {
         node: u64,
     ) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_remember_amax(maxima.into_primitive(), entry, node))
+    }
+
+    fn nvfp4_remember_group_amax(
+        maxima: FloatTensor<Self>,
+        entry: usize,
+        node: u64,
+        group: Link,
+    ) -> FloatTensor<Self> {
+        let maxima = maxima.into_primitive();
+        Self::from_inner(B::nvfp4_remember_group_amax(maxima, entry, node, group))
+    }
+
+    fn nvfp4_write_maxima(out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self> {
+        let [out, from] = [out, from].map(|tensor| tensor.into_primitive());
+        Self::from_inner(B::nvfp4_write_maxima(out, from))
     }
 
     fn nvfp4_adamw(

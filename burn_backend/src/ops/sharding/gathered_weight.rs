@@ -5,13 +5,13 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
-use super::{FormedSpec, LinearSharding, Role, ShardedDim};
+use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Exchange, Step, exchange_beside};
 use crate::ops::form::WeightForms;
 use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
-use crate::ops::tensors::{AmaxPair, Operand, RowGroups};
+use crate::ops::tensors::{Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
 /// How the rows of a weight become those of all ranks.
@@ -26,6 +26,8 @@ pub(crate) struct GatheredWeight {
     /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
     /// gradient goes to this rank's rows, which are made of those of several parameters.
     parameter: Option<u64>,
+    /// How the gradients of ranks become one.
+    reduction: Reduction,
 }
 
 impl GatheredWeight {
@@ -33,7 +35,7 @@ impl GatheredWeight {
     /// if blocks or rotation groups of an operand would have rows of two ranks.
     pub(crate) fn new(
         group: &ProcessGroup,
-        parameter: Option<u64>,
+        (parameter, reduction): (Option<u64>, Reduction),
         rows: usize,
         spec: &LinearSpec,
     ) -> Option<Self> {
@@ -42,15 +44,21 @@ impl GatheredWeight {
         operands.into_iter().all(fits).then(|| Self {
             group: group.clone(),
             parameter,
+            reduction,
         })
     }
 
+    /// The ranks.
+    pub(in crate::ops) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
     /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if
-    /// the optimizer found it and the operand is made from it.
+    /// it was found before and the operand is made from it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
         rows: FloatTensor<B>,
-        known: Option<FloatTensor<B>>,
+        known: Option<FoundAmax<B>>,
         asked: FormedSpec<'_>,
         dtype: FloatDType,
     ) -> Operand<B> {
@@ -58,20 +66,21 @@ impl GatheredWeight {
         w.expect("asked for")
     }
 
-    /// The operand of dgrad.
+    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can be.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
         rows: FloatTensor<B>,
+        known: Option<FoundAmax<B>>,
         spec: &LinearSpec,
         forms: WeightForms,
         dtype: FloatDType,
     ) -> Operand<B> {
         let asked = (&spec.dgrad_w, forms.dgrad);
         if spec.has_weight_pair() {
-            let (w, _) = self.quantize(rows, None, (Some(asked), None), dtype);
+            let (w, _) = self.quantize(rows, known, (Some(asked), None), dtype);
             return w.expect("asked for");
         }
-        let forward = self.fprop_operand(rows, None, (&spec.fprop_w, forms.fprop), dtype);
+        let forward = self.fprop_operand(rows, known, (&spec.fprop_w, forms.fprop), dtype);
         let (spec, form) = asked;
         requantize::<B>(
             forward,
@@ -84,11 +93,11 @@ impl GatheredWeight {
     }
 
     /// The operands, as far as they are asked for, of the weight of which this rank has the rows
-    /// `w`; `known` is their amax, if the optimizer found it and the operands are made from it.
+    /// `w`; `known` is their amax, if it was found before and the operands are made from it.
     fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
-        known: Option<FloatTensor<B>>,
+        known: Option<FoundAmax<B>>,
         specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
@@ -96,18 +105,18 @@ impl GatheredWeight {
         // Rows of a weight are gathered as rows of tokens are.
         let part = rows.part(Role::Input, w.shape()[0]);
         let specs = rows.readable(Role::Input, specs);
-        rows.quantize_part(w, known.map(AmaxPair::of_both), &part, specs, dtype)
+        rows.quantize_part(w, known, &part, specs, dtype)
     }
 
     /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
-    /// ranks, which have a part of the batch each. None if it
+    /// ranks, which have a part of the batch each, or their sum. None if it
     /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
-    pub(in crate::ops) fn average<B: Nvfp4KernelOps>(
+    pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
         &self,
         grad: FloatTensor<B>,
     ) -> Option<FloatTensor<B>> {
-        let mean = Step::ReduceScatter(Reduction::Avg);
-        let exchange = Exchange::constant(self.group.link(), mean);
+        let reduced = Step::ReduceScatter(self.reduction);
+        let exchange = Exchange::constant(self.group.link(), reduced);
         match self.parameter {
             Some(id) => {
                 exchange_beside::<B>(id, grad, exchange);

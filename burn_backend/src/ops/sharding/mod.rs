@@ -16,7 +16,7 @@ mod places;
 #[cfg(test)]
 mod tests;
 
-use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
+use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_kernels::{AmaxGranularity, Usage};
 use nvfp4_parallel::Reduction;
@@ -76,6 +76,24 @@ pub(super) enum Role {
 /// How an operand is represented, and the form in which the GEMM reads it best.
 pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
 
+/// Amax values of what a rank quantizes that were found before.
+#[derive(Clone, Debug)]
+pub(crate) struct FoundAmax<B: Backend> {
+    /// Those of the rank's part.
+    pub(crate) of_part: AmaxPair<B>,
+    /// The largest of the group's, if that is known: for both usages.
+    pub(crate) of_group: Option<FloatTensor<B>>,
+}
+
+impl<B: Backend> From<AmaxPair<B>> for FoundAmax<B> {
+    fn from(of_part: AmaxPair<B>) -> Self {
+        Self {
+            of_part,
+            of_group: None,
+        }
+    }
+}
+
 /// What part of the operand of one device a rank has.
 #[derive(Debug, Clone)]
 enum Part {
@@ -131,7 +149,7 @@ impl LinearSharding {
                 [Some(row), Some(col)],
             ) => {
                 let made = B::nvfp4_activation_amaxes(x, grad.into(), activation, row, col);
-                (made.values, Some(made.amax))
+                (made.values, Some(made.amax.into()))
             }
             (x, _) => (x.into_values(), None),
         };
@@ -139,18 +157,18 @@ impl LinearSharding {
         self.quantize_part(x, found, &part, specs, dtype)
     }
 
-    /// The operands of the weight `w`, as far as they are asked for; `known` is the amax of the
-    /// rank's part, if the optimizer found it and the operands are made from it.
+    /// The operands of the weight `w`, as far as they are asked for; `known` is its amax, if the
+    /// optimizer found it and the operands are made from it.
     pub(super) fn quantize_weight<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
-        known: Option<FloatTensor<B>>,
+        known: Option<FoundAmax<B>>,
         specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let part = self.part(Role::Weight, w.shape()[0]);
         let specs = self.readable(Role::Weight, specs);
-        self.quantize_part(w, known.map(AmaxPair::of_both), &part, specs, dtype)
+        self.quantize_part(w, known, &part, specs, dtype)
     }
 
     /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
@@ -224,7 +242,7 @@ impl LinearSharding {
     fn quantize_part<B: Nvfp4KernelOps>(
         &self,
         x: FloatTensor<B>,
-        found: Option<AmaxPair<B>>,
+        found: Option<FoundAmax<B>>,
         part: &Part,
         (row, col): (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
         dtype: FloatDType,
@@ -359,12 +377,16 @@ impl LinearSharding {
     fn amaxes<B: Nvfp4KernelOps>(
         &self,
         x: &FloatTensor<B>,
-        found: Option<AmaxPair<B>>,
+        found: Option<FoundAmax<B>>,
         part: &Part,
         params: [Option<QuantParams>; 2],
     ) -> [MaybeTensor<B>; 2] {
         let usages = [Usage::Rowwise, Usage::Columnwise];
         let params = params.map(|params| params.filter(|params| params.format.has_global_scale()));
+        let (found, of_group) = match found {
+            Some(FoundAmax { of_part, of_group }) => (Some(of_part), of_group),
+            None => (None, None),
+        };
         let found = match (found, params) {
             (Some(found), [row, col]) => {
                 [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
@@ -375,6 +397,17 @@ impl LinearSharding {
             }
             _ => [0, 1].map(|i| Some(B::nvfp4_amax(x.clone(), params[i]?, usages[i]))),
         };
+        if let Some(largest) = of_group {
+            return [0, 1]
+                .map(|i| {
+                    let (own, params) = (found[i].clone()?, params[i].as_ref()?);
+                    Some(match self.shares_amax(part, params, usages[i]) {
+                        true => largest.clone(),
+                        false => own,
+                    })
+                })
+                .map(MaybeTensor::from);
+        }
         // Without transforms both are one.
         if let ([Some(row), Some(col)], [Some(amax), _]) = (&params, &found)
             && row.shares_amax()

@@ -49,6 +49,15 @@ impl Layers {
         layers
     }
 
+    /// By a recipe that rounds weights to nearest.
+    fn without_biases(device: &Device) -> Self {
+        let mut layers = Self::new("nvidia", device);
+        for layer in [&mut layers.alone, &mut layers.queries, &mut layers.keys] {
+            layer.bias = None;
+        }
+        layers
+    }
+
     fn loss(&self, x: Tensor<2>) -> Tensor<1> {
         let x = x.clone() + self.alone.forward(x);
         let both = Nvfp4Linear::forward_together(&[&self.queries, &self.keys], x.clone());
@@ -69,18 +78,29 @@ impl ModuleVisitor for Values {
 /// The losses of a rank in training and in validation, and the weights at the end.
 type Trained = (Vec<f32>, Vec<Vec<f32>>);
 
-fn train(group: ProcessGroup, recipe: &str, is_sharded: bool) -> Trained {
+/// Which ranks have what.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Weights {
+    Whole,
+    /// Each rank finds the amax of its rows anew, and exchanges it, each time that it quantizes them.
+    Sharded,
+    /// The optimizer finds and exchanges the amax.
+    ShardedWithAmax,
+}
+
+fn train(group: ProcessGroup, recipe: &str, weights: Weights) -> Trained {
     let device = device().autodiff();
     let mut model = Layers::new(recipe, &device);
     set_rank(&model, group.rank()).unwrap();
     // The norm of all gradients adds up in another order.
     let config = AdamWConfig {
         grad_clip: None,
+        amax: weights == Weights::ShardedWithAmax,
         ..AdamWConfig::default()
     };
     let mut optimizer = config.init();
     let mut shards = None;
-    if is_sharded {
+    if weights != Weights::Whole {
         model = fully_shard(model, &group);
         shards = Some(Shards::of(&model, &group));
         optimizer.set_shards(shards.clone());
@@ -111,14 +131,98 @@ fn train(group: ProcessGroup, recipe: &str, is_sharded: bool) -> Trained {
 fn they_train_as_whole_weights_do() {
     skip_where_small_only!();
     for recipe in Nvfp4Recipe::preset_names() {
-        let whole = on_ranks(2, |group| train(group, recipe, false));
-        let sharded = on_ranks(2, |group| train(group, recipe, true));
-        for (rank, (found, expected)) in sharded.iter().zip(&whole).enumerate() {
-            assert_eq!(found.0, expected.0, "{recipe}: losses of rank {rank}");
-            assert!(found.1 == expected.1, "{recipe}: weights of rank {rank}");
+        let whole = on_ranks(2, |group| train(group, recipe, Weights::Whole));
+        for weights in [Weights::Sharded, Weights::ShardedWithAmax] {
+            let sharded = on_ranks(2, |group| train(group, recipe, weights));
+            for (rank, (found, expected)) in sharded.iter().zip(&whole).enumerate() {
+                assert_eq!(found.0, expected.0, "{recipe}: losses of rank {rank}");
+                assert!(found.1 == expected.1, "{recipe}: weights of rank {rank}");
+            }
         }
         assert!(whole[0].0[1] > whole[0].0[2 * STEPS - 1], "{recipe} learns");
     }
+}
+
+/// The collectives of a step: of the forward, of the backward with its means, and of the optimizer.
+fn collectives(group: ProcessGroup, amax: bool) -> [u64; 3] {
+    let device = device().autodiff();
+    let mut model = fully_shard(Layers::without_biases(&device), &group);
+    let shards = Shards::of(&model, &group);
+    let config = AdamWConfig {
+        grad_clip: None,
+        amax,
+        ..AdamWConfig::default()
+    };
+    let mut optimizer = config.init();
+    optimizer.set_shards(Some(shards.clone()));
+    let mut last = group.collective().calls();
+    let mut found = [0; 3];
+    for _ in 0..2 {
+        let mut since = || {
+            let calls = group.collective().calls();
+            calls - std::mem::replace(&mut last, calls)
+        };
+        let x = Matrix::gaussian(TOKENS, WIDTH, DType::F32, 1).tensor(&device);
+        let loss = model.loss(x);
+        found[0] = since();
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+        reduce_gradients(&model, &mut gradients, &shards);
+        found[1] = since();
+        model = optimizer.step(0.01, model, gradients);
+        found[2] = since();
+    }
+    found
+}
+
+/// Each operand is gathered as codes and as scales, and each gradient is reduced. An amax is
+/// exchanged once for each operand of the forward, and with the optimizer's one time for all weights
+/// that are used by themselves.
+#[test]
+fn an_amax_is_exchanged_once() {
+    // The first layer's input needs no gradient.
+    let (operands, of_dgrad, gradients, together) = (4, 3, 4, 1);
+    let backward = 2 * of_dgrad + gradients;
+    let without = [3 * operands, backward, 0];
+    let with = [2 * operands + together, backward, 1];
+    for (amax, expected) in [(false, without), (true, with)] {
+        let found = on_ranks(2, |group| collectives(group, amax));
+        assert_eq!(found, [expected; 2], "amax of the optimizer: {amax}");
+    }
+}
+
+/// What a backward reads is not what a step in between has written.
+#[test]
+fn a_step_between_forward_and_backward_changes_no_gradient() {
+    let gradients = |group: ProcessGroup, steps: bool| {
+        let device = device().autodiff();
+        let mut model = fully_shard(Layers::without_biases(&device), &group);
+        let shards = Shards::of(&model, &group);
+        let config = AdamWConfig {
+            amax: true,
+            ..AdamWConfig::default()
+        };
+        let mut optimizer = config.init();
+        optimizer.set_shards(Some(shards.clone()));
+        let x = Matrix::gaussian(TOKENS, WIDTH, DType::F32, 1).tensor(&device);
+        let x = x.require_grad();
+        let mut step = |model: Layers| {
+            let loss = model.loss(x.clone());
+            let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+            reduce_gradients(&model, &mut gradients, &shards);
+            optimizer.step(1.0, model, gradients)
+        };
+        model = step(model);
+        // Of the same forward in both cases.
+        let loss = model.loss(x.clone());
+        if steps {
+            step(model.clone());
+        } else {
+            model.loss(x.clone());
+        }
+        values(x.grad(&loss.backward()).unwrap())
+    };
+    let [with, without] = [true, false].map(|steps| on_ranks(2, |group| gradients(group, steps)));
+    assert!(with == without);
 }
 
 /// The gradients of a weight that is used by itself, whose mean waits beside the backward, and

@@ -6,7 +6,7 @@ use burn_core::module::{Module, ModuleDisplay, ParamId};
 use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::nn::{ExpertParallelMoe, MoeOutput, expert_parameters};
 use burn_nvfp4::parallel::{
-    ExpertGroups, ProcessGroup, average_expert_gradients, average_replicated_in_backward,
+    ExpertGroups, ProcessGroup, RankLoss, average_expert_gradients, average_replicated_in_backward,
 };
 use burn_nvfp4::{Nvfp4Moe, Nvfp4Recipe};
 use burn_optim::{GradientsParams, SgdConfig};
@@ -87,6 +87,7 @@ struct Groups<'a> {
     data: &'a ProcessGroup,
     /// Whether gradients are averaged from within the backward.
     in_backward: bool,
+    loss: RankLoss,
 }
 
 /// Trains on the tokens of `case` that this rank of the batch has.
@@ -95,6 +96,7 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
         batch,
         data,
         in_backward,
+        loss,
     } = groups;
     let device = device().autodiff();
     let linear = || burn_nn::LinearConfig::new(WIDTH, WIDTH).init(&device);
@@ -110,6 +112,7 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
             batch,
             experts: &expert_parameters(&model),
             data,
+            loss,
         };
         model = average_replicated_in_backward(model, groups, 1);
     }
@@ -127,9 +130,12 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
         let out = model.moe.apply(hidden.clone());
         let error = model.last.forward(hidden + out.output) - target;
         let fit = error.square().mean();
-        let loss = fit.clone() + out.balance_loss * 0.01 + out.z_loss * 0.001;
-        losses.push(values(batch.all_reduce(loss.clone().inner(), Reduction::Avg))[0]);
-        let mut backward = loss.backward();
+        let own = fit.clone() + out.balance_loss * 0.01 + out.z_loss * 0.001;
+        losses.push(values(batch.all_reduce(own.clone().inner(), Reduction::Avg))[0]);
+        let mut backward = match loss {
+            RankLoss::Mean => own.backward(),
+            RankLoss::Share => own.div_scalar(batch.size() as f64).backward(),
+        };
         let mut gradients = match trained {
             Trained::All | Trained::Nudged => GradientsParams::from_grads(backward, &model),
             Trained::Experts => {
@@ -141,6 +147,7 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
             batch,
             experts: &expert_parameters(&model),
             data,
+            loss,
         };
         average_expert_gradients(&model, &mut gradients, groups);
         model = optimizer.step(0.1, model, gradients);
@@ -156,12 +163,23 @@ fn on_one(case: &Case, trained: Trained) -> Run {
         batch: &single,
         data: &single,
         in_backward: false,
+        loss: RankLoss::Mean,
     };
     train(case, trained, case.moe(&device().autodiff()), groups)
 }
 
 /// `size` ranks, of which `experts` have other experts, and `size / experts` have the same.
 fn on_several(case: &Case, trained: Trained, size: usize, experts: usize) -> Vec<Run> {
+    with_loss(case, (trained, RankLoss::Mean), size, experts)
+}
+
+/// The same of ranks that differentiate this loss.
+fn with_loss(
+    case: &Case,
+    (trained, loss): (Trained, RankLoss),
+    size: usize,
+    experts: usize,
+) -> Vec<Run> {
     on_ranks(size, |batch| {
         let rank = batch.rank();
         let own: Vec<usize> = (rank / experts * experts..).take(experts).collect();
@@ -174,6 +192,7 @@ fn on_several(case: &Case, trained: Trained, size: usize, experts: usize) -> Vec
             batch: &batch,
             data: &same,
             in_backward: trained == Trained::All,
+            loss,
         };
         train(case, trained, moe, groups)
     })
@@ -197,6 +216,23 @@ fn in_high_precision_ranks_train_as_one() {
                 let error = largest_difference(&found.losses, &one);
                 let what = format!("{:?}, {size} ranks, {experts} with others", case.dispatch);
                 assert!(error < 1e-6, "{what}: {error:e}");
+            }
+        }
+    }
+}
+
+/// Ranks that differentiate their shares of the loss add up gradients: to the bits of means, since
+/// the number of ranks is a power of two; in NVFP4 too.
+#[test]
+fn shares_of_the_loss_train_to_the_same_bits() {
+    skip_where_small_only!();
+    for recipe in [Nvfp4Recipe::preset("bf16").unwrap(), Nvfp4Recipe::new()] {
+        let case = Case::new(&recipe, 8, 2, &[64]);
+        for (size, experts) in [(2, 2), (4, 2)] {
+            let of = |loss| with_loss(&case, (Trained::All, loss), size, experts);
+            for (found, expected) in of(RankLoss::Share).iter().zip(of(RankLoss::Mean)) {
+                assert_eq!(found.losses, expected.losses, "{size} ranks");
+                assert!(found.experts == expected.experts, "{size} ranks");
             }
         }
     }
