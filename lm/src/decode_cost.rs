@@ -117,7 +117,8 @@ const COPIED: usize = 1 << 30;
 /// Measures a model of random packed weights on `device`.
 ///
 /// # Errors
-/// When a number is zero, or the device refuses or has too little memory.
+/// When a number is zero, the device refuses or has too little memory, or replayed steps differ from
+/// those that were launched one by one.
 pub fn measure(
     shape: Shape,
     device: &Device,
@@ -157,7 +158,7 @@ pub fn measure(
     let data = TensorData::new(ids.collect::<Vec<i32>>(), [batch, prompt]);
     let ids: Tensor<2, Int> = Tensor::from_data(data, device);
     // Ordinary steps, the capture, and rounds.
-    let capacity = prompt + WARM + (rounds + 1) * tokens;
+    let capacity = prompt + 2 * WARM + (rounds + 1) * tokens;
     let mut cache = model.cache_as(batch, capacity, Some(kv))?;
     let prefill = |cache: &mut KvCache| -> Result<(f64, Vec<f32>)> {
         (0..batch).for_each(|row| cache.truncate(row, 0));
@@ -180,8 +181,11 @@ pub fn measure(
     let (next, goes_on) = (vec![1; batch], vec![true; batch]);
     // What a step launches, one by one.
     let mut plain = DecodeSteps::new(&model, cache.clone(), &next, &goes_on, false)?;
-    plain.step()?;
-    plain.chosen(1)?;
+    for _ in 0..WARM {
+        plain.step()?;
+        plain.chosen(1)?;
+    }
+    let expected = (plain.chosen(WARM)?, plain.logits()?);
     let mut observed = Ok(());
     let (_, kernels) = observe::step(device, || {
         let taken = plain.step().and_then(|()| plain.chosen(1).map(|_| ()));
@@ -194,6 +198,10 @@ pub fn measure(
         steps.step()?;
         steps.chosen(1)?;
     }
+    ensure!(
+        (steps.chosen(WARM)?, steps.logits()?) == expected,
+        "replayed steps gave other tokens or logits than those that were launched one by one"
+    );
     let mut times = Vec::with_capacity(rounds);
     for _ in 0..rounds {
         let started = Instant::now();

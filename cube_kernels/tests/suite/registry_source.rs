@@ -204,6 +204,55 @@ fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
     });
 }
 
+/// What overlapping kernels load before they wait for those in front of them: by compilers that may
+/// move loads, nothing but what the contract of `graph::overlap_kernels` names.
+#[test]
+fn overlapping_kernels_wait_before_they_read() {
+    let tools = tools!("registry_source::overlapping_kernels_wait_before_they_read");
+    let all = instances(Conversion::Sm89, "sm_90a");
+    for function in [
+        "norm_kernel",
+        "prologue_kernel",
+        "merge_runs_kernel",
+        "small_m_kernel",
+    ] {
+        let mut count = 0;
+        let of_function = all.iter().filter(|it| it.function() == function).take(3);
+        for Instance { name, kernel, .. } in of_function {
+            let (text, _) = sources::cuda_kernel(name, &**kernel);
+            let compiled = machine_code(&tools, name, &text, "sm_90a");
+            let sass = tools.disassemble(&compiled.code, &format!("{name}-overlap"));
+            let wait = sass.find("ACQBULK");
+            let wait = wait.unwrap_or_else(|| panic!("{name} does not wait"));
+            assert!(sass.contains("PREEXIT"), "{name} lets no kernel begin");
+            let before = sass[..wait].lines().filter(|line| line.contains("LDG."));
+            let (constant, other): (Vec<_>, Vec<_>) =
+                before.partition(|line| line.contains("CONSTANT"));
+            match function {
+                // Gains are constant.
+                "norm_kernel" => assert!(other.is_empty(), "{name}: {other:?}"),
+                // Starts and counts are.
+                "merge_runs_kernel" => {
+                    assert!(constant.len() <= 2 && other.is_empty(), "{name}: {other:?}");
+                }
+                // Weights are on their way.
+                "small_m_kernel" => {
+                    assert!(
+                        constant.is_empty() && !other.is_empty(),
+                        "{name}: {constant:?}"
+                    );
+                }
+                _ => assert!(
+                    constant.is_empty() && other.is_empty(),
+                    "{name}: {constant:?} {other:?}"
+                ),
+            }
+            count += 1;
+        }
+        assert!(count > 0, "no {function}");
+    }
+}
+
 #[test]
 fn compiles_for_sm_90a() {
     let test = "registry_source::compiles_for_sm_90a";

@@ -62,19 +62,6 @@ pub fn cp_async_wait_group(#[comptime] pending: u32) {
     gpu_asm!("cp.async.wait_group {p};", p = const pending);
 }
 
-/// Has the L2 cache load `bytes` bytes of device memory; address and number are multiples of 16:
-/// `cp.async.bulk.prefetch.L2.global`.
-///
-/// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk.prefetch"; PTX 8.0, sm_90 and
-/// later.
-#[cube]
-pub fn cp_async_bulk_prefetch_l2(source: u64, bytes: u32) {
-    gpu_asm!(
-        "cp.async.bulk.prefetch.L2.global [{s}], {b};",
-        s = in(_) source, b = in(_) bytes
-    );
-}
-
 /// Waits for all copies that this unit has started: `cp.async.wait_all`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.wait_all"; PTX 7.0, sm_80 and

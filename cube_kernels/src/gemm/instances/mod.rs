@@ -412,7 +412,6 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
             converts: device.conversion.has_e4m3(),
             late: loads_a_late(columns, left, Some(if is_blackwell { 100 } else { 90 })),
             overlaps: device.overlaps,
-            prefetches: device.overlaps && !tail && !halves,
         };
         let instance = instance!(
             device,

@@ -18,8 +18,8 @@ use crate::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
         overlap::{let_next_begin, wait_for_previous, written_before},
         ptx::{
-            cp_async_bulk_prefetch_l2, cvta_to_global, ld_global_no_allocate_v2,
-            ld_global_no_allocate_v4, ld_global_u8, ld_global_u16, mma_m16n8k16_bf16,
+            cvta_to_global, ld_global_no_allocate_v2, ld_global_no_allocate_v4, ld_global_u8,
+            ld_global_u16, mma_m16n8k16_bf16,
         },
     },
     gemm::{
@@ -83,9 +83,6 @@ pub struct SmallMShape {
     /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
     /// while it waits.
     pub overlaps: bool,
-    /// Whether all rows of a cube are on their way to the L2 cache before the first is multiplied.
-    /// They are whole vectors of 16 bytes.
-    pub prefetches: bool,
 }
 
 impl SmallMShape {
@@ -290,9 +287,6 @@ fn mainloop(
         scales: cvta_to_global::<u8>(a.scales.as_ptr()),
         blocks,
     };
-    if comptime!(shape.prefetches) {
-        prefetch(b_source, row0, problem.n, shape);
-    }
     #[unroll]
     for set in 0..sets {
         let chunk = warp + comptime!((set * shape.warps) as u32);
@@ -371,18 +365,6 @@ fn mainloop(
         first += comptime!((shape.ahead * shape.warps) as u32);
     }
     sums
-}
-
-/// Has the L2 cache load the rows of `b` of this cube, which lie one behind another.
-#[cube]
-fn prefetch(source: Source, row0: u32, n: u32, #[comptime] shape: SmallMShape) {
-    if UNIT_POS == 0u32 {
-        let rows = min(n - row0, comptime!(shape.rows() as u32));
-        let first = u64::cast_from(row0) * u64::cast_from(source.blocks);
-        let blocks = rows * source.blocks;
-        cp_async_bulk_prefetch_l2(source.codes + first * 8u64, blocks * 8u32);
-        cp_async_bulk_prefetch_l2(source.scales + first, blocks);
-    }
 }
 
 /// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
@@ -628,13 +610,6 @@ fn shape(
         1 => (16, 1),
         _ => (8, 2),
     };
-    let (warps, strips, ahead) = match std::env::var(format!("SM_{n}_{k}")) {
-        Ok(v) => {
-            let v: Vec<usize> = v.split(',').map(|x| x.parse().unwrap()).collect();
-            (v[0], v[1], v[2])
-        }
-        Err(_) => (warps, strips, ahead),
-    };
     SmallMShape {
         warps,
         strips,
@@ -646,10 +621,6 @@ fn shape(
         converts: capabilities.compute_capability >= Some(89),
         late: loads_a_late(columns, left, capabilities.compute_capability),
         overlaps: overlaps_kernels(client),
-        prefetches: std::env::var_os("SM_NOPF").is_none()
-            && overlaps_kernels(client)
-            && k.is_multiple_of(16 * BLOCK)
-            && n.is_multiple_of(16),
     }
 }
 
