@@ -166,7 +166,9 @@ pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conver
         let inner = TANH_SCALE * fma(square, TANH_SLOPE, 1.0f32, conversion);
         let bell = sigmoid.value * sigmoid.rest;
         let slope = fma(x * bell, inner, sigmoid.value, conversion);
-        select(bell == 0.0f32, sigmoid.value, slope)
+        // Of NaN the exponential may be a number, and the bell 0.
+        let is_number = x <= 0.0f32 || x > 0.0f32;
+        select(bell == 0.0f32 && is_number, sigmoid.value, slope)
     }
 }
 
