@@ -56,7 +56,7 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
 /// # Safety
 /// What these kernels read before they wait must not be written by the graph in front of them. They
 /// are packed weights `b` of [`gemm`](crate::gemm) of few rows, and the cache, starts and counts of
-/// [`attention::decode`](crate::attention::decode()).
+/// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {
         visit(client, overlap);
