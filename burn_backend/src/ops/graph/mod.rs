@@ -43,18 +43,18 @@ pub trait GraphOps: Backend {
 
     /// `offset`, after the kernels of the graph that is being captured on its device overlap, as far
     /// as it goes: see `nvfp4_kernels::graph::overlap_kernels`, whose contract the caller keeps.
-    #[fusion(meta = meta::overlap_kernels)]
+    #[fusion(meta = meta::same)]
     fn nvfp4_overlap_kernels(offset: IntTensor<Self>) -> IntTensor<Self>;
 
     /// `offset`, after the pools of its device got more free memory than they have: the same step
     /// in a capture, in which no page can be added, may find that its free memory is in other
     /// pieces.
-    #[fusion(meta = meta::make_room)]
+    #[fusion(meta = meta::same)]
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 
     /// `offset`, after the pools of its device have given back the pages that nothing holds, a graph
     /// neither: what a capture did not need of the room that was made for it.
-    #[fusion(meta = meta::make_room)]
+    #[fusion(meta = meta::same)]
     fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 }
 
@@ -70,11 +70,7 @@ mod meta {
         offset.clone()
     }
 
-    pub(super) fn make_room(offset: &TensorSpec) -> TensorSpec {
-        offset.clone()
-    }
-
-    pub(super) fn overlap_kernels(offset: &TensorSpec) -> TensorSpec {
+    pub(super) fn same(offset: &TensorSpec) -> TensorSpec {
         offset.clone()
     }
 

@@ -11,7 +11,7 @@ use super::{
     kernels::{
         cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
         sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm100_block_scaled::Sm100BlockScaled,
-        sm120_block_scaled::Sm120BlockScaled, small_m::SmallM,
+        sm120_block_scaled::Sm120BlockScaled, small_m_launch::SmallM,
     },
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},

@@ -3,7 +3,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::small_m::SmallM;
+use super::small_m_launch::SmallM;
 use crate::{
     Nvfp4Error, PackedReads,
     capabilities::GemmBackend,

@@ -36,7 +36,8 @@ pub(crate) mod sm90_w4a16;
 #[allow(missing_docs)]
 mod sm90_w4a16_output;
 #[allow(missing_docs)]
-pub(crate) mod small_m;
+mod small_m;
+pub(crate) mod small_m_launch;
 #[allow(missing_docs)]
 mod w4a16_arrange;
 
