@@ -26,6 +26,13 @@ pub(super) struct AboutDevice {
     pub nvidia_smi: Option<String>,
 }
 
+impl AboutDevice {
+    /// Whether the device is a GPU.
+    pub fn is_gpu(&self) -> bool {
+        self.runtime == "cuda"
+    }
+}
+
 /// A check and what it found.
 #[derive(Serialize)]
 struct Entry {
@@ -99,9 +106,9 @@ impl Report {
         self.write()
     }
 
-    /// Whether the device is a GPU.
-    pub fn is_gpu(&self) -> bool {
-        self.about.runtime == "cuda"
+    /// The device.
+    pub fn about(&self) -> &AboutDevice {
+        &self.about
     }
 
     /// How many checks failed.

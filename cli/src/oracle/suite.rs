@@ -6,7 +6,12 @@ use std::{path::Path, process::Command, time::Duration};
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::{arguments::All, checks::finish, report::Report, subprocess};
+use super::{
+    arguments::All,
+    checks::finish,
+    report::{AboutDevice, Report},
+    subprocess,
+};
 
 /// The time that the test suite or a benchmark may take.
 const LIMIT: Duration = Duration::from_secs(3 * 3600);
@@ -19,22 +24,29 @@ struct Stage {
     arguments: &'static [&'static str],
     /// Variables of its environment.
     variables: Vec<(&'static str, String)>,
-    /// Whether it needs a GPU.
-    needs_gpu: bool,
+    needs: Needs,
+}
+
+/// What a stage needs of the device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    Nothing,
+    Gpu,
+    /// A GPU of sm_100 or sm_103.
+    Tcgen05,
 }
 
 impl All {
     pub(super) fn run(self) -> Result<()> {
         let mut report = self.options.run()?;
-        let is_gpu = report.is_gpu();
-        for stage in stages(is_gpu) {
-            self.run_stage(&mut report, &stage, is_gpu)?;
+        for stage in stages(report.about()) {
+            self.run_stage(&mut report, &stage)?;
         }
         finish(&report)
     }
 
-    fn run_stage(&self, report: &mut Report, stage: &Stage, is_gpu: bool) -> Result<()> {
-        if let Some(why) = left_out(&self.source, stage, is_gpu) {
+    fn run_stage(&self, report: &mut Report, stage: &Stage) -> Result<()> {
+        if let Some(why) = left_out(&self.source, stage, report.about()) {
             let outcome = outcome("left-out", &why, "nothing", Vec::new());
             return report.add(stage.name, outcome, Duration::ZERO);
         }
@@ -69,10 +81,10 @@ fn outcome(result: &str, detail: &str, on: &str, notes: Vec<String>) -> Value {
     outcome
 }
 
-/// What runs behind the checks.
-fn stages(is_gpu: bool) -> Vec<Stage> {
-    let device = if is_gpu { "cuda" } else { "cpu" };
-    let bench = |name, variables| Stage {
+/// What runs behind the checks of this device.
+fn stages(device: &AboutDevice) -> Vec<Stage> {
+    let device = if device.is_gpu() { "cuda" } else { "cpu" };
+    let bench = |name, variables, needs| Stage {
         name,
         arguments: &[
             "bench",
@@ -84,7 +96,7 @@ fn stages(is_gpu: bool) -> Vec<Stage> {
             "gemm",
         ],
         variables,
-        needs_gpu: true,
+        needs,
     };
     let file = |name: &str| ("NVFP4_BENCH_JSON", name.to_owned());
     let tcgen05 = ("NVFP4_GEMM", "tcgen05".to_owned());
@@ -93,43 +105,65 @@ fn stages(is_gpu: bool) -> Vec<Stage> {
             name: "test-suite",
             arguments: &["xtask", "test"],
             variables: vec![("NVFP4_TEST_DEVICE", device.to_owned())],
-            needs_gpu: false,
+            needs: Needs::Nothing,
         },
-        bench("benchmark-gemm", vec![file("nvfp4-oracle-gemm.json")]),
+        bench(
+            "benchmark-gemm",
+            vec![file("nvfp4-oracle-gemm.json")],
+            Needs::Gpu,
+        ),
         bench(
             "benchmark-gemm-tcgen05",
             vec![file("nvfp4-oracle-gemm-tcgen05.json"), tcgen05],
+            Needs::Tcgen05,
         ),
     ]
 }
 
 /// Why a stage does not run.
-fn left_out(source: &Path, stage: &Stage, is_gpu: bool) -> Option<String> {
+fn left_out(source: &Path, stage: &Stage, device: &AboutDevice) -> Option<String> {
     if !source.join("cube_kernels/Cargo.toml").exists() {
         let folder = source.display();
         return Some(format!("{folder} does not hold the sources: give --source"));
     }
-    (stage.needs_gpu && !is_gpu).then(|| "benchmarks need a GPU".into())
+    let has_tcgen05 = matches!(device.compute_capability, Some(100 | 103));
+    match stage.needs {
+        Needs::Gpu | Needs::Tcgen05 if !device.is_gpu() => Some("benchmarks need a GPU".into()),
+        Needs::Tcgen05 if !has_tcgen05 => Some("tcgen05 needs sm_100 or sm_103".into()),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn device(runtime: &str, compute_capability: Option<u32>) -> AboutDevice {
+        AboutDevice {
+            device: runtime.into(),
+            hardware: runtime.into(),
+            runtime: runtime.into(),
+            compute_capability,
+            nvidia_smi: None,
+        }
+    }
+
     #[test]
     fn stages_say_why_they_are_left_out() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        let why = |source: &Path, is_gpu| -> Vec<Option<String>> {
-            let stages = stages(is_gpu);
-            stages
-                .iter()
-                .map(|it| left_out(source, it, is_gpu))
-                .collect()
+        let why = |source: &Path, device: &AboutDevice| -> Vec<Option<String>> {
+            let stages = stages(device);
+            let why = stages.iter().map(|it| left_out(source, it, device));
+            why.collect()
         };
-        assert!(why(root, true).iter().all(Option::is_none));
-        let on_cpu = why(root, false);
+        let blackwell = device("cuda", Some(103));
+        assert!(why(root, &blackwell).iter().all(Option::is_none));
+        let on_hopper = why(root, &device("cuda", Some(90)));
+        assert!(on_hopper[..2].iter().all(Option::is_none));
+        assert!(on_hopper[2].as_ref().unwrap().contains("sm_100"));
+        let on_cpu = why(root, &device("cpu", None));
         assert!(on_cpu[0].is_none() && on_cpu[1..].iter().all(Option::is_some));
-        let elsewhere = why(Path::new("/nowhere"), true);
+        let elsewhere = why(Path::new("/nowhere"), &blackwell);
         let names_option = |why: &Option<String>| why.as_ref().unwrap().contains("--source");
         assert!(elsewhere.iter().all(names_option));
     }
