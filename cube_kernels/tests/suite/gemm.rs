@@ -991,7 +991,7 @@ fn check_decoded_tile(client: &Client, tile: Sm90Tile) {
 }
 
 /// The epilogues of a product of `m` x `n` x `k` with random operands, the left one bf16 or packed.
-fn check_epilogues_of(
+pub fn check_epilogues_of(
     client: &Client,
     (m, n, k): (usize, usize, usize),
     plan: Option<Plan>,

@@ -52,6 +52,7 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         }
         GemmInstance::Sm120BlockScaled(plan) => sm120_block_scaled(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
+        GemmInstance::Sm90SmallM(_) => sm90_small_m(name, takes, sass),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
         GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
         GemmInstance::Arrange { grouped } => {
@@ -305,6 +306,20 @@ fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
         // For other architectures the compiler may have unrolled the loop.
         _ => assert!(found > 0 && found.is_multiple_of(step), "{name}: {found}"),
     }
+}
+
+/// Two instructions for each word of a stage. Two cubes fit on a multiprocessor, three do not.
+fn sm90_small_m(name: &str, takes: Resources, sass: &str) {
+    let found = count(sass, "HMMA");
+    assert!(found > 0 && found.is_multiple_of(8), "{name}: {found}");
+    assert!(count(sass, "UBLKCP") >= 2, "{name}");
+    println!(
+        "{name}: {} registers, {} bytes",
+        takes.registers, takes.shared
+    );
+    let of_multiprocessor = 227 * 1024;
+    assert!(2 * (takes.shared + 1024) <= of_multiprocessor, "{name}");
+    assert!(3 * takes.shared > of_multiprocessor, "{name}");
 }
 
 fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str) {

@@ -30,6 +30,8 @@ mod gemm_cublaslt;
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_portable;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+mod gemm_small_m;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;
 #[cfg(feature = "cube")]

@@ -1,0 +1,127 @@
+//! GEMMs of few bf16 rows with a packed `b`, as decoding has them.
+
+use crate::gemm::check_epilogues_of;
+use crate::support::device::{assert_floats, read_f32, read_matrix, upload};
+use crate::support::epilogue::Epilogue;
+use crate::support::gemm::{multiply, multiply_amax};
+use crate::support::packed::{Packed, assert_bound, unscaled};
+use cubecl::prelude::*;
+use half::bf16;
+use nvfp4_kernels::{
+    capabilities::{Capabilities, GemmBackend},
+    gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target},
+    quantize,
+    tensor::{FloatKind, Matrix},
+};
+
+/// Fewer strips than cubes, a stage of its own for each strip, several stages, the last of which
+/// ends early; more stages than a ring has; and sizes that another kernel takes.
+const SHAPES: [(usize, usize, usize); 12] = [
+    (1, 8, 256),
+    (1, 3072, 2048),
+    (1, 2056, 2304),
+    (1, 520, 14336),
+    (1, 16384, 2048),
+    (2, 264, 8192),
+    (3, 4104, 4096),
+    (5, 1032, 1024),
+    (8, 4096, 2048),
+    (8, 136, 4096),
+    (1, 72, 2080),
+    (4, 66, 512),
+];
+
+macro_rules! gpu {
+    ($test:literal) => {{
+        let client = client!($test);
+        if Capabilities::of(&client).gemm == GemmBackend::Scalar {
+            println!("SKIPPED: {}: needs a CUDA GPU", $test);
+            return;
+        }
+        client
+    }};
+}
+
+/// `a` in bf16, without the factor of the tensor.
+fn as_bf16(client: &Client, a: &Packed, m: usize, k: usize) -> Matrix {
+    let values: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
+    upload(client, &values, m, k)
+}
+
+fn sums(client: &Client, a: &Matrix, b: &Packed, plan: Option<Plan>) -> Vec<f32> {
+    let b = b.device(client);
+    let (a, b) = (unscaled(Elements::Bf16(a)), unscaled(Elements::Packed(&b)));
+    let backend = plan.is_none().then_some(GemmBackend::Scalar);
+    let request = Gemm::new(a, b).target(Target::New(FloatKind::F32));
+    let found = multiply(client, request.backend(backend).plan(plan));
+    read_matrix(client, &found.unwrap())
+}
+
+/// Sums of integers are exact in any order: they have the bits of the scalar kernel.
+#[test]
+fn integers_are_exact() {
+    let client = gpu!("integers_are_exact");
+    for (i, (m, n, k)) in SHAPES.into_iter().enumerate() {
+        let seed = 2 * i as u32;
+        let (a, b) = (
+            Packed::integers(m, k, seed),
+            Packed::integers(n, k, seed + 1),
+        );
+        let left = as_bf16(&client, &a, m, k);
+        let expected = sums(&client, &left, &b, None);
+        let found = sums(&client, &left, &b, Some(Plan::SmallM));
+        assert_floats(&found, &expected, &format!("{m} x {n} x {k}"));
+        assert!(expected.iter().any(|sum| *sum != 0.0));
+    }
+}
+
+/// All codes and scales, against sums in f64; twice the same bits.
+#[test]
+fn random_elements_are_within_the_bound() {
+    let client = gpu!("random_elements_are_within_the_bound");
+    for (i, (m, n, k)) in SHAPES.into_iter().enumerate() {
+        let seed = 100 + 2 * i as u32;
+        let (a, b) = (Packed::random(m, k, seed), Packed::random(n, k, seed + 1));
+        let left = as_bf16(&client, &a, m, k);
+        let [of_a, right] = [&a, &b].map(|packed| packed.device(&client));
+        let run = || -> Vec<f32> {
+            let elements = Elements::Bf16(&left);
+            let scale = Scale::Tensor(&of_a.amax, 2688.0);
+            let a = Operand { elements, scale };
+            let request = Gemm::new(a, &right).out(FloatKind::F32);
+            let found = multiply(&client, request.plan(Some(Plan::SmallM)));
+            read_matrix(&client, &found.unwrap())
+        };
+        let (found, again) = (run(), run());
+        assert_floats(&found, &again, "the same product again");
+        assert_bound(&found, &a, &b, &format!("{m} x {n} x {k}"));
+    }
+}
+
+#[test]
+fn epilogues() {
+    let client = gpu!("epilogues");
+    for shape in [(1, 264, 2048), (3, 1544, 512), (8, 2056, 2304)] {
+        check_epilogues_of(&client, shape, Some(Plan::SmallM), true, &Epilogue::all());
+    }
+}
+
+/// The amax of the output is that of what is written, over several passes of a cube.
+#[test]
+fn amax_of_the_output() {
+    let client = gpu!("amax_of_the_output");
+    for (m, n, k) in [(1, 16384, 256), (8, 8192, 512)] {
+        let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
+        let left = as_bf16(&client, &a, m, k);
+        let right = b.device(&client);
+        let (a, b) = (unscaled(Elements::Bf16(&left)), Operand::from(&right));
+        let request = Gemm::new(a, b)
+            .out(FloatKind::Bf16)
+            .plan(Some(Plan::SmallM));
+        let (out, found) = multiply_amax(&client, request.amax(OutputAmax::Whole)).unwrap();
+        let expected = quantize::amax(&client, &out, None).unwrap();
+        let [found, expected] = [found, expected].map(|amax| read_f32(&client, &amax));
+        assert_eq!(found.to_bits(), expected.to_bits(), "{m} x {n} x {k}");
+        assert!(found > 0.0);
+    }
+}
