@@ -9,8 +9,9 @@ use nvfp4_kernels::{
     gemm::{
         GemmInstance,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Form,
-            Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore, W4a16Plan, sm100_units,
+            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90SmallMShape,
+            Sm90Tile, Sm100Form, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore,
+            W4a16Plan, sm100_units,
         },
     },
     tensor::FloatKind,
@@ -52,7 +53,7 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         }
         GemmInstance::Sm120BlockScaled(plan) => sm120_block_scaled(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
-        GemmInstance::Sm90SmallM(_) => sm90_small_m(name, takes, sass),
+        GemmInstance::Sm90SmallM(shape) => sm90_small_m(name, shape, takes, sass),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
         GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
         GemmInstance::Arrange { grouped } => {
@@ -309,10 +310,13 @@ fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
 }
 
 /// Two instructions for each word of a stage. Two cubes fit on a multiprocessor, three do not.
-fn sm90_small_m(name: &str, takes: Resources, sass: &str) {
+fn sm90_small_m(name: &str, shape: Sm90SmallMShape, takes: Resources, sass: &str) {
     let found = count(sass, "HMMA");
     assert!(found > 0 && found.is_multiple_of(8), "{name}: {found}");
-    assert!(count(sass, "UBLKCP") >= 2, "{name}");
+    // Codes and scales of all stages are on their way before the wait.
+    let before = &sass[..sass.find("ACQBULK").expect("it waits")];
+    let copies = count(before, "LDGSTS");
+    assert_eq!(copies, 4 * shape.stages(), "{name}");
     println!(
         "{name}: {} registers, {} bytes",
         takes.registers, takes.shared

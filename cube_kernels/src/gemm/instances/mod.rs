@@ -441,7 +441,7 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
             device,
             units SM90_SMALL_M_UNITS,
             sm90_small_m_kernel,
-            format!("{}-{}-{kind:?}", shape.lines, shape.room),
+            format!("{}-{}", shape.lines, shape.room),
             NO_SPILLS,
             AddressType::U32,
             device.buffer(64),

@@ -134,7 +134,7 @@ fn resident(launch: &Launch) -> Option<Sm90SmallMShape> {
     let GemmShape { m, n, k } = launch.shape;
     // Those of sm_120 have less shared memory.
     let has_room = matches!(launch.capabilities.compute_capability, Some(90..120));
-    if launch.a.is_packed() || !has_room {
+    if launch.a.is_packed() || !has_room || crate::cube::overlap::early("old") {
         return None;
     }
     Sm90SmallMShape::of((m, n, k), overlaps_kernels(launch.client))
@@ -159,7 +159,7 @@ fn queue(launch: &Launch) {
     // SAFETY: rows of `out` outside are not written.
     if let Some(shape) = resident(launch) {
         let words = m * n * epilogue.kind.out.size() / 4;
-        let cubes = (n / 8).min(sms(client)) as u32;
+        let cubes = (n / 16).min(sms(client)) as u32;
         unsafe {
             sm90_small_m_kernel::launch_unchecked(
                 client,
