@@ -29,6 +29,7 @@ mod gemm_cublaslt;
 #[cfg(feature = "cube")]
 mod gemm_grouped;
 #[cfg(feature = "cube")]
+mod gemm_mn_major;
 mod gemm_portable;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;

@@ -23,6 +23,7 @@ use crate::{
         },
         epilogue::{Addends, Epilogue, apply_on},
         materialize::Materialized,
+        operand::OperandLayout,
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
         scheduler::{GroupedDim, place},
         tiles::{CMMA_TILE_N, CmmaTile},
@@ -106,6 +107,42 @@ fn dequantize_tile<W: Size>(
     }
 }
 
+/// Elements from one place of the contraction to the next of an MN-major tile in shared memory,
+/// padded like [`STRIDE`].
+const MN_STRIDE: usize = CMMA_TILE_N + 8;
+
+/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each, into
+/// shared memory as they are: a block to a unit. What lies outside becomes zero. `part` has stored
+/// rows, and the blocks along them.
+#[cube]
+fn dequantize_mn_major_tile<W: Size>(
+    matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
+    tile: &mut [bf16],
+    part: TilePart,
+) {
+    let blocks = comptime!(CMMA_TILE_N / 16);
+    #[unroll]
+    for round in 0..comptime!((DEPTH * blocks).div_ceil(UNITS)) {
+        let item = UNIT_POS as usize + comptime!(round * UNITS);
+        let row = part.row + item / blocks;
+        let block = part.block + item % blocks;
+        let base = (item / blocks) * comptime!(MN_STRIDE) + (item % blocks) * 16usize;
+        let mut words = Vector::<u32, Const<2>>::new(0u32);
+        let mut scale = 0.0f32;
+        if row < part.row_end && block < part.block_end {
+            let index = row * part.block_end + block;
+            words = matrix.codes[index];
+            scale = decode_e4m3(u32::cast_from(matrix.scales[index]));
+        }
+        #[unroll]
+        for i in 0..16usize {
+            let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
+            // Exact: code and scale have at most two and four significant bits.
+            tile[base + i] = bf16::cast_from(decode_e2m1(code) * scale);
+        }
+    }
+}
+
 /// The comptime choices of `cmma_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CmmaPlan {
@@ -115,6 +152,8 @@ pub struct CmmaPlan {
     pub tile: CmmaTile,
     /// Whether `a` and `b` are packed.
     pub packed: [bool; 2],
+    /// Whether the stored rows of a packed `b` are the contraction.
+    pub b_mn_major: bool,
     /// Whether the compiler may contract additions with multiplications; see
     /// `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
@@ -233,15 +272,32 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
                     k,
                 };
                 dequantize_tile::<W>(&a, &mut a_shared, a_part, tile_m, comptime!(plan.packed[0]));
-                let b_part = TilePart {
-                    row: at.b_first + at.column,
-                    row_end: at.b_first + n,
-                    block,
-                    block_end,
-                    k,
-                };
-                let packed = comptime!(plan.packed[1]);
-                dequantize_tile::<W>(&b, &mut b_shared, b_part, CMMA_TILE_N, packed);
+                if comptime!(plan.b_mn_major) {
+                    let mut row = block * 16usize;
+                    let mut row_end = k;
+                    if comptime!(plan.grouped == GroupedDim::M) {
+                        row += group * k;
+                        row_end += group * k;
+                    }
+                    let b_part = TilePart {
+                        row,
+                        row_end,
+                        block: at.column / 16usize,
+                        block_end: n.div_ceil(16usize),
+                        k,
+                    };
+                    dequantize_mn_major_tile::<W>(&b, &mut b_shared, b_part);
+                } else {
+                    let b_part = TilePart {
+                        row: at.b_first + at.column,
+                        row_end: at.b_first + n,
+                        block,
+                        block_end,
+                        k,
+                    };
+                    let packed = comptime!(plan.packed[1]);
+                    dequantize_tile::<W>(&b, &mut b_shared, b_part, CMMA_TILE_N, packed);
+                }
                 sync_cube();
                 multiply_tile(
                     &a_shared,
@@ -249,7 +305,7 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
                     &accumulators,
                     plane_row,
                     plane_column,
-                    shape,
+                    comptime!((shape, plan.b_mn_major)),
                 );
                 sync_cube();
                 block += comptime!(DEPTH / 16);
@@ -279,22 +335,31 @@ fn multiply_tile(
     accumulators: &Sequence<cmma::Matrix<f32>>,
     plane_row: usize,
     plane_column: usize,
-    #[comptime] shape: CmmaTile,
+    #[comptime] form: (CmmaTile, bool),
 ) {
+    let (shape, b_mn_major) = comptime!(form);
     #[unroll]
     for step in 0..comptime!(DEPTH / 16) {
         let mut columns = Sequence::<cmma::Matrix<bf16>>::new();
         #[unroll]
         for j in 0..comptime!(shape.columns()) {
-            let start = (plane_column + j * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
+            let column = plane_column + j * 16usize;
+            let mut start = column * comptime!(STRIDE) + comptime!(step * 16);
+            if comptime!(b_mn_major) {
+                start = comptime!(step * 16 * MN_STRIDE) + column;
+            }
             columns.push(cmma::Matrix::<bf16>::from_slice(
                 MatrixIdent::B,
                 16usize,
                 16usize,
                 16usize,
-                MatrixLayout::ColMajor,
+                comptime!(if b_mn_major {
+                    MatrixLayout::RowMajor
+                } else {
+                    MatrixLayout::ColMajor
+                }),
                 &b[start..comptime!(CMMA_TILE_N * STRIDE)],
-                comptime!(STRIDE as u32),
+                comptime!((if b_mn_major { MN_STRIDE } else { STRIDE }) as u32),
             ));
         }
         #[unroll]
@@ -463,7 +528,11 @@ fn queue(launch: &Launch) {
         GroupedDim::M => count * n,
         GroupedDim::None | GroupedDim::K => n,
     };
-    let (a_len, b_len) = (m * k, b_rows * k);
+    let a_len = m * k;
+    let b_len = match b.layout {
+        OperandLayout::PackedMnMajor => b.stored_len(k),
+        _ => b_rows * k,
+    };
     // SAFETY: the kernel masks every access by the shapes it is given, and offsets by `m` and `k`.
     unsafe {
         cmma_kernel::launch_unchecked(
@@ -493,6 +562,7 @@ fn queue(launch: &Launch) {
                 grouped: groups.grouping,
                 tile: shape,
                 packed: [a.is_packed(), b.is_packed()],
+                b_mn_major: b.is_mn_major(),
                 // Where the compiler may contract, which is CUDA's.
                 ordered_add: capabilities.runtime == "cuda",
             },

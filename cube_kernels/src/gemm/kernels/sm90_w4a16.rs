@@ -545,7 +545,9 @@ impl Kernel for Sm90W4a16 {
 
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
-            Plan::W4a16(tile, band) if launch.b.is_packed() && !launch.a.is_mn_major() => {
+            Plan::W4a16(tile, band)
+                if launch.b.layout == OperandLayout::Packed && !launch.a.is_mn_major() =>
+            {
                 queue(launch, tile, band);
                 Ok(())
             }

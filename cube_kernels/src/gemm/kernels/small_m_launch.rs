@@ -120,7 +120,7 @@ impl Kernel for SmallM {
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         let GemmShape { m, k, .. } = launch.shape;
         let takes = m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK);
-        if plan != Plan::SmallM || !launch.b.is_packed() || !takes {
+        if plan != Plan::SmallM || launch.b.layout != OperandLayout::Packed || !takes {
             return Err(misfit(plan, launch));
         }
         queue(launch);
