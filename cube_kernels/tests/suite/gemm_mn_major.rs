@@ -197,7 +197,8 @@ fn integers_are_exact() {
     }
 }
 
-/// Columns that end within a block, whose padding is no column of the output.
+/// Columns that end within a block, whose padding is no column of the output: of a columnwise
+/// tensor, whose stored rows are its columns.
 #[test]
 fn columns_of_part_of_a_block() {
     let client = client!("gemm_mn_major::columns_of_part_of_a_block");
@@ -209,7 +210,7 @@ fn columns_of_part_of_a_block() {
     let w: Vec<f32> = (0..k * n).map(|_| random.normal()).collect();
     let amax = nvfp4_kernels::Amax::Tensor(reference::amax(&w));
     let policy = Nvfp4Params::new(Rounding::Nearest);
-    let packed = reference::quantize(&w, k, n, Usage::Rowwise, &amax, &policy, 0).unwrap();
+    let packed = reference::quantize(&w, n, k, Usage::Columnwise, &amax, &policy, 0).unwrap();
     let y = reference::decode_blocks(&packed);
     let device = DeviceQuantized::from_host(&client, &packed);
     let operand = Operand {
