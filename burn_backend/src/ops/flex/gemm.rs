@@ -409,4 +409,24 @@ mod tests {
             }
         }
     }
+
+    /// Some columns of an MN-major operand are those of the whole one, wherever its blocks begin.
+    #[test]
+    fn panels_of_an_mn_major_operand() {
+        let (n, depth) = (48, 24);
+        let Operand::Quantized(quantized) = packed(depth, n, 3) else {
+            unreachable!("it is packed");
+        };
+        let whole = StoredOperand::quantized(quantized.clone()).rows(&(0..depth));
+        let whole = whole.storage::<f32>();
+        let own = StoredOperand::new(Operand::QuantizedMnMajor(quantized));
+        assert_eq!((own.outer, own.depth), (n, depth));
+        for columns in [0..48, 5..21, 16..32, 31..33, 47..48] {
+            let found = own.rows(&columns).to_contiguous();
+            let expected: Vec<f32> = columns
+                .flat_map(|column| (0..depth).map(move |row| whole[row * n + column]))
+                .collect();
+            assert_eq!(found.storage::<f32>(), expected);
+        }
+    }
 }

@@ -494,6 +494,7 @@ fn cmma(device: &DummyDevice) -> Vec<Instance> {
         (short, 4, m, large, weight, bf16),
         (short, 8, k, large, both, ALL_GROUPS),
         (short, 8, none, large, mn_major, PLAIN),
+        (short, 8, m, large, mn_major, bf16),
         (short, 8, m, small, mn_major, bf16),
     ] {
         let (packed, b_mn_major) = form;

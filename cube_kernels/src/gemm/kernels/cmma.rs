@@ -107,26 +107,23 @@ fn dequantize_tile<W: Size>(
     }
 }
 
-/// Elements from one place of the contraction to the next of an MN-major tile in shared memory,
-/// padded like [`STRIDE`].
-const MN_STRIDE: usize = CMMA_TILE_N + 8;
-
 /// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each, into
-/// shared memory as they are: a block to a unit. What lies outside becomes zero. `part` has stored
-/// rows, and the blocks along them.
+/// shared memory, a block to a unit: as the rows along the contraction that
+/// [`dequantize_tile`] writes. What lies outside becomes zero. `part` has stored rows, and the
+/// blocks along them.
 #[cube]
 fn dequantize_mn_major_tile<W: Size>(
     matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
     tile: &mut [bf16],
     part: TilePart,
 ) {
-    let blocks = comptime!(CMMA_TILE_N / 16);
     #[unroll]
-    for round in 0..comptime!((DEPTH * blocks).div_ceil(UNITS)) {
+    for round in 0..comptime!((DEPTH * CMMA_TILE_N / 16).div_ceil(UNITS)) {
         let item = UNIT_POS as usize + comptime!(round * UNITS);
-        let row = part.row + item / blocks;
-        let block = part.block + item % blocks;
-        let base = (item / blocks) * comptime!(MN_STRIDE) + (item % blocks) * 16usize;
+        // Neighbouring units have neighbouring rows, so that they write to neighbouring places.
+        let (row, block) = (item % DEPTH, item / DEPTH);
+        let base = block * comptime!(16 * STRIDE) + row;
+        let (row, block) = (part.row + row, part.block + block);
         let mut words = Vector::<u32, Const<2>>::new(0u32);
         let mut scale = 0.0f32;
         if row < part.row_end && block < part.block_end {
@@ -138,7 +135,7 @@ fn dequantize_mn_major_tile<W: Size>(
         for i in 0..16usize {
             let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
             // Exact: code and scale have at most two and four significant bits.
-            tile[base + i] = bf16::cast_from(decode_e2m1(code) * scale);
+            tile[base + comptime!(i * STRIDE)] = bf16::cast_from(decode_e2m1(code) * scale);
         }
     }
 }
@@ -305,7 +302,7 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
                     &accumulators,
                     plane_row,
                     plane_column,
-                    comptime!((shape, plan.b_mn_major)),
+                    shape,
                 );
                 sync_cube();
                 block += comptime!(DEPTH / 16);
@@ -335,31 +332,22 @@ fn multiply_tile(
     accumulators: &Sequence<cmma::Matrix<f32>>,
     plane_row: usize,
     plane_column: usize,
-    #[comptime] form: (CmmaTile, bool),
+    #[comptime] shape: CmmaTile,
 ) {
-    let (shape, b_mn_major) = comptime!(form);
     #[unroll]
     for step in 0..comptime!(DEPTH / 16) {
         let mut columns = Sequence::<cmma::Matrix<bf16>>::new();
         #[unroll]
         for j in 0..comptime!(shape.columns()) {
-            let column = plane_column + j * 16usize;
-            let mut start = column * comptime!(STRIDE) + comptime!(step * 16);
-            if comptime!(b_mn_major) {
-                start = comptime!(step * 16 * MN_STRIDE) + column;
-            }
+            let start = (plane_column + j * 16usize) * comptime!(STRIDE) + comptime!(step * 16);
             columns.push(cmma::Matrix::<bf16>::from_slice(
                 MatrixIdent::B,
                 16usize,
                 16usize,
                 16usize,
-                comptime!(if b_mn_major {
-                    MatrixLayout::RowMajor
-                } else {
-                    MatrixLayout::ColMajor
-                }),
+                MatrixLayout::ColMajor,
                 &b[start..comptime!(CMMA_TILE_N * STRIDE)],
-                comptime!((if b_mn_major { MN_STRIDE } else { STRIDE }) as u32),
+                comptime!(STRIDE as u32),
             ));
         }
         #[unroll]
