@@ -30,6 +30,7 @@ mod gemm_cublaslt;
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_mn_major;
+#[cfg(feature = "cube")]
 mod gemm_portable;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;
