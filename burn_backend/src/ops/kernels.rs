@@ -164,7 +164,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     ///
     /// Two float operands have one type, and none is multiplied with a quantized one whose
     /// contraction is padded. A packed operand is never dequantized as a whole for a bf16 one where
-    /// [`nvfp4_kernels`] has a kernel that reads both, which is so on every GPU where it is MN-major.
+    /// [`nvfp4_kernels`] has a kernel that reads both, which is so on every GPU where it is
+    /// MN-major.
     #[fusion(meta = meta::gemm)]
     fn nvfp4_gemm(
         #[extension_type] a: Operand<Self>,

@@ -270,8 +270,8 @@ impl<B: Backend> QuantizedPair<B> {
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
     Quantized(#[extension_type] QuantizedMatrix<B>),
-    /// A packed NVFP4 matrix, or a stack of them, whose stored rows are the contraction: as `b` of a
-    /// GEMM that is not grouped along K, the weight of a layer as its forward reads it, for the
+    /// A packed NVFP4 matrix, or a stack of them, whose stored rows are the contraction: as `b` of
+    /// a GEMM that is not grouped along K, the weight of a layer as its forward reads it, for the
     /// gradient by the input. It is not transformed and has no amax for each stored row.
     QuantizedMnMajor(#[extension_type] QuantizedMatrix<B>),
     /// The matrix itself, contracted along this axis of it; of a stack of weights, the matrices

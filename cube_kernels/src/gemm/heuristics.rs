@@ -151,8 +151,8 @@ pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
     (W4a16Tile { rows_a, ways: 1 }, band)
 }
 
-/// What a tile of the kernel for a packed MN-major `b` takes, in units of one of 128 rows: one of 64
-/// rows dequantizes as much for half of the instructions. A model, not measured.
+/// What a tile of the kernel for a packed MN-major `b` takes, in units of one of 128 rows: one of
+/// 64 rows dequantizes as much for half of the instructions. A model, not measured.
 const W4A16_MN_MAJOR: [(W4a16MnTile, f64); 2] =
     [(W4a16MnTile::M128, 1.0), (W4a16MnTile::M64, 0.65)];
 

@@ -79,11 +79,10 @@ pub enum Grouped<'a> {
     /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
     ///
     /// `a` has any rows, of which those between the first and the last offset are in groups; rows
-    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an
-    /// MN-major one ([bf16](Elements::Bf16MnMajor) or [packed](Elements::PackedMnMajor)) the groups'
-    /// K rows each, and the `f32` bias has a row
-    /// for each group. Global scales may be one for the tensor, for each group or for each of the
-    /// rows.
+    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an MN-major
+    /// one ([bf16](Elements::Bf16MnMajor) or [packed](Elements::PackedMnMajor)) the groups' K rows
+    /// each, and the `f32` bias has a row for each group. Global scales may be one for the tensor,
+    /// for each group or for each of the rows.
     M(&'a GroupOffsets),
     /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
     /// over the columns `k` of group `g`, one M x N output after another.

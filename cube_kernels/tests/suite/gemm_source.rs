@@ -122,8 +122,8 @@ fn bf16_main_loop(name: &str, tile: Sm90Tile, majors: [Major; 2], sass: &str) {
 /// The W4A16 kernels, whose instructions may be so wide.
 fn sm90_w4a16(name: &str, widths: &[usize], sass: &str) {
     let widths = widths.len();
-    // Two sets of four in a stage: one for each 16 columns of the contraction, or two for each 16 of
-    // half as many.
+    // Two sets of four in a stage: one for each 16 columns of the contraction, or two for each 16
+    // of half as many.
     assert_eq!(count(sass, "HGMMA"), 8 * widths, "{name}");
     // Never more than the instructions of one set is waited for: the compiler has not serialized
     // them (it says `gsb0, 0x0` behind each, then).

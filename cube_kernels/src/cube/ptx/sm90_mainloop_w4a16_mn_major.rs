@@ -37,8 +37,8 @@ pub struct MnMajorStage {
 /// is free, as long as the epilogue knows: a lane, `q` being its number in four and `g` the number
 /// of the four, has columns `4 g` to `4 g + 3` of the 32 of its warp, the first two as the upper
 /// and lower row of its fragment of one instruction, the others of a second one. So its codes at a
-/// place of the contraction are 16 neighbouring bits with one scale, at the places `2 q`, `2 q + 1`,
-/// `2 q + 8` and `2 q + 9` that the fragment wants. Two places make a word, in which the order of
+/// place of the contraction are 16 neighbouring bits with one scale. The fragment wants the places
+/// `2 q`, `2 q + 1`, `2 q + 8` and `2 q + 9`. Two of them make a word, in which the order of
 /// [`decode_e2m1x8_pairs()`](crate::cube::codec::decode_e2m1x8_pairs()), which this inlines, finds
 /// both at once. Each element is 2^-8 times what it stands for.
 ///
@@ -126,8 +126,10 @@ macro_rules! mn_major_mainloop {
                 "mov.b64 c, a;",
                 $(
                     $(
-                        "ld.shared.b16 h0, [even +", $near, "]; ld.shared.b16 h1, [odd +", $near, "];",
-                        "ld.shared.b16 h2, [even +", $far, "]; ld.shared.b16 h3, [odd +", $far, "];",
+                        "ld.shared.b16 h0, [even +", $near, "];",
+                        "ld.shared.b16 h1, [odd +", $near, "];",
+                        "ld.shared.b16 h2, [even +", $far, "];",
+                        "ld.shared.b16 h3, [odd +", $far, "];",
                         "ld.shared.v2.b32 {{f, g}}, [scales +", $scale, "];",
                         "mov.b32 t, {{h0, h1}}; mov.b32 u, {{h2, h3}};",
                         "and.b32 v, t, 0x000f000f; mul.lo.u32 v, v, 0x1040;",

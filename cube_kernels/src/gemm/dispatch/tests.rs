@@ -78,8 +78,8 @@ fn plans_of_measured_shapes() {
     assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
 }
 
-/// A packed MN-major `b` has a kernel that reads its codes on every GPU, and none that dequantizes it
-/// before.
+/// A packed MN-major `b` has a kernel that reads its codes on every GPU, and none that dequantizes
+/// it before.
 #[test]
 fn packed_mn_major_operands_are_read_as_they_are() {
     let layouts = [OperandLayout::KMajor, OperandLayout::PackedMnMajor];

@@ -107,8 +107,8 @@ fn dequantize_tile<W: Size>(
     }
 }
 
-/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each, into
-/// shared memory, a block to a unit: as the rows along the contraction that
+/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each,
+/// into shared memory, a block to a unit: as the rows along the contraction that
 /// [`dequantize_tile`] writes. What lies outside becomes zero. `part` has stored rows, and the
 /// blocks along them.
 #[cube]

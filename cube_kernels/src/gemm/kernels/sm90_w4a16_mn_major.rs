@@ -20,66 +20,53 @@ use half::bf16;
 
 use super::{
     sm90_bf16::{check_sm90, operand_map},
+    sm90_w4a16_mn_major_output::write_lane,
+    sm90_w4a16_mn_major_stage::{SharedAddresses, bring_scales, lane_of_stage},
+    sm90_w4a16_mn_major_tiles::{
+        W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows, width_of,
+    },
     sm90_w4a16_output::TilePlace,
 };
 use crate::{
     Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
-    cube::{
-        codec::decode_e4m3_pair,
-        ptx::{
-            Major, cvta_to_global, cvta_to_shared, ld_global_no_allocate_v4, mbarrier_arrive,
-            mbarrier_arrive_expect_tx, mbarrier_wait_parity, prmt, setmaxnreg_dec, setmaxnreg_inc,
-            sm90_mainloop::PipelineState,
-            sm90_mainloop_w4a16_mn_major::{
-                MnMajorStage, STAGE_CODES, STAGE_K, STAGE_SCALES, STEP_SCALES,
-                mn_major_mainloop_n32, mn_major_mainloop_n64, mn_major_mainloop_n128,
-            },
-            st_shared, wgmma_descriptor,
+    cube::ptx::{
+        Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
+        setmaxnreg_inc,
+        sm90_mainloop::PipelineState,
+        sm90_mainloop_w4a16_mn_major::{
+            STAGE_CODES, STAGE_K, STAGE_SCALES, mn_major_mainloop_n32, mn_major_mainloop_n64,
+            mn_major_mainloop_n128,
         },
+        wgmma_descriptor,
     },
     gemm::{
         arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch, thread_in_cta},
-        epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
+        epilogue::Epilogue,
         heuristics,
         materialize::Reads,
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
         },
-        scheduler::{GroupedDim, place},
+        scheduler::GroupedDim,
         tiles::{W4A16_MN_TILE_N, W4a16MnTile},
     },
     memory::address_type,
-    moe::groups::extent,
-    tensor::FloatKind,
 };
 
 /// One warpgroup of producers and two of consumers.
 pub const UNITS: u32 = 384;
-/// Warps that bring scales.
-const CARRIERS: u32 = 3;
 /// Rows of `a` that one TMA instruction brings: they divide all widths.
 const ROWS_OF_COPY: usize = 32;
 /// Words of eight codes of a tile at one place of the contraction.
 const ROW_WORDS: usize = W4A16_MN_TILE_N / 8;
-/// Columns of the output that a lane has in each of its rows.
-const LANE_COLUMNS: usize = 4;
 
 impl W4a16MnTile {
     /// Vectors of 16 bytes of `a` in a stage: eight to a row.
     const fn a_stage(self) -> usize {
         self.rows_a() * 8
     }
-}
-
-/// The comptime choices of `sm90_w4a16_mn_major_kernel`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct W4a16MnMajorPlan {
-    /// What is in groups: nothing, or M.
-    pub grouped: GroupedDim,
-    /// The tile.
-    pub tile: W4a16MnTile,
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[k, n] (+ bias[n]) (+ out[m, n])`, for each group of rows.
@@ -150,87 +137,6 @@ pub fn sm90_w4a16_mn_major_kernel(
     }
 }
 
-/// Where the parts of shared memory begin.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct SharedAddresses {
-    full: u32,
-    empty: u32,
-    a: u32,
-    codes: u32,
-    scales: u32,
-}
-
-/// Rows of tiles of group `group`.
-#[cube]
-fn tile_rows(problem: &GroupedProblem, group: u32, #[comptime] plan: W4a16MnMajorPlan) -> u32 {
-    let mut rows = problem.shape.m;
-    if comptime!(plan.grouped == GroupedDim::M) {
-        let own = extent(&problem.offsets, group, problem.shape.m);
-        rows = own.end - own.start;
-    }
-    rows.div_ceil(comptime!(plan.tile.rows_a() as u32))
-}
-
-/// Columns of tiles.
-#[cube]
-fn tile_columns(problem: &GroupedProblem) -> u32 {
-    problem.shape.n.div_ceil(comptime!(W4A16_MN_TILE_N as u32))
-}
-
-/// Where tile `number` of group `group` lies, which has `rows` rows of tiles.
-#[cube]
-fn place_of(
-    problem: &GroupedProblem,
-    group: u32,
-    number: u32,
-    rows: u32,
-    #[comptime] plan: W4a16MnMajorPlan,
-) -> TilePlace {
-    let at = place(
-        number,
-        rows,
-        tile_columns(problem),
-        problem.band,
-        comptime!(plan.tile.rows_a() as u32),
-        comptime!(W4A16_MN_TILE_N as u32),
-    );
-    let mut first = 0u32;
-    let mut end = problem.shape.m;
-    if comptime!(plan.grouped == GroupedDim::M) {
-        let own = extent(&problem.offsets, group, problem.shape.m);
-        first = own.start;
-        end = own.end;
-    }
-    TilePlace {
-        group,
-        row: first + at.row,
-        end,
-        column: at.column,
-    }
-}
-
-/// Stages of a tile.
-#[cube]
-fn steps_of(problem: &GroupedProblem) -> u32 {
-    problem.shape.k.div_ceil(comptime!(STAGE_K as u32))
-}
-
-/// The instructions' width for `rows` rows of `a`.
-#[cube]
-fn width_of(rows: u32, #[comptime] tile: W4a16MnTile) -> u32 {
-    let count = comptime!(tile.widths().len());
-    let mut width = comptime!(tile.rows_a() as u32).runtime();
-    #[unroll]
-    for i in 1..count {
-        let narrower = comptime!(tile.widths()[count - 1 - i] as u32);
-        if rows <= narrower {
-            width = narrower.runtime();
-        }
-    }
-    width
-}
-
 /// The producer, one unit: lets TMA fill the stages of all tiles of this cube, one after another.
 #[cube]
 fn produce(
@@ -297,108 +203,6 @@ fn produce(
             group += 1u32;
         }
     }
-}
-
-/// A warp of those that bring scales: every `CARRIERS`th stage of this cube. A lane has the 16
-/// blocks of two neighbouring places of the contraction, which it loads before the stage is empty.
-/// Scales outside the matrix are zeros: no scale there may be NaN.
-#[cube]
-fn bring_scales(
-    b_scales: &[u16],
-    problem: &GroupedProblem,
-    shared: SharedAddresses,
-    #[comptime] plan: W4a16MnMajorPlan,
-) {
-    let stages = comptime!(plan.tile.stages() as u32);
-    let steps = steps_of(problem);
-    let own = thread_in_cta() / 32u32 - 1u32;
-    let lane = UNIT_POS % 32u32;
-    let to = shared.scales + place_of_scales(lane);
-    let mut tile = CUBE_POS as u32;
-    let mut group = 0u32;
-    let mut passed = 0u32;
-    let mut used = 0u32;
-    while group < problem.shape.groups {
-        let rows = tile_rows(problem, group, plan);
-        let tiles = rows * tile_columns(problem);
-        if tile - passed < tiles {
-            let at = place_of(problem, group, tile - passed, rows, plan);
-            for step in 0..steps {
-                if used % CARRIERS == own {
-                    let stage = used % stages;
-                    let parity = ((used / stages) & 1u32) ^ 1u32;
-                    let depth = step * comptime!(STAGE_K as u32) + 2u32 * lane;
-                    let even = load_scales(b_scales, problem, at, depth);
-                    let odd = load_scales(b_scales, problem, at, depth + 1u32);
-                    mbarrier_wait_parity(shared.empty + stage * 8u32, parity);
-                    let to = to + stage * comptime!(STAGE_SCALES as u32);
-                    #[unroll]
-                    for word in 0..4usize {
-                        let (x, y) = (even.extract(word), odd.extract(word));
-                        // Two blocks of both places each.
-                        let low = prmt(x, y, 0x5140u32);
-                        let high = prmt(x, y, 0x7362u32);
-                        let to = to + comptime!(4 * 32 * word as u32);
-                        st_shared(to, decode_e4m3_pair(low));
-                        st_shared(to + 32u32, decode_e4m3_pair(low >> 16u32));
-                        st_shared(to + 64u32, decode_e4m3_pair(high));
-                        st_shared(to + 96u32, decode_e4m3_pair(high >> 16u32));
-                    }
-                    mbarrier_arrive(shared.full + stage * 8u32);
-                }
-                used += 1u32;
-            }
-            tile += CUBE_COUNT as u32;
-        } else {
-            passed += tiles;
-            group += 1u32;
-        }
-    }
-}
-
-/// Where the scales at places `2 lane` and `2 lane + 1` of the contraction lie in a stage, those of
-/// the first block: each pair is one word, and a step of 16 places has the order of
-/// [`mn_major_mainloop_n128()`].
-#[cube]
-fn place_of_scales(lane: u32) -> u32 {
-    (lane / 8u32) * comptime!(STEP_SCALES as u32)
-        + (lane % 4u32) * 8u32
-        + ((lane / 4u32) & 1u32) * 4u32
-}
-
-/// The scales of the 16 blocks of the tile at `at`, at place `depth` of the contraction of its
-/// group: one load where rows of scales are whole ones, or in twos, which they always are.
-#[cube]
-fn load_scales(
-    b_scales: &[u16],
-    problem: &GroupedProblem,
-    at: TilePlace,
-    depth: u32,
-) -> Vector<u32, Const<4>> {
-    let pairs = problem.shape.n / 32u32;
-    let first = at.column / 32u32;
-    let mut words = Vector::<u32, Const<4>>::new(0u32);
-    if depth < problem.shape.k {
-        let row = (at.group * problem.shape.k + depth) as usize * pairs as usize;
-        if pairs.is_multiple_of(8u32) {
-            let from = cvta_to_global::<u16>(b_scales.as_ptr());
-            words = ld_global_no_allocate_v4(from + 2u64 * u64::cast_from(row + first as usize));
-        } else {
-            #[unroll]
-            for word in 0..4usize {
-                let pair = first + comptime!(2 * word as u32);
-                let mut four = 0u32;
-                if pair < pairs {
-                    four = u32::cast_from(b_scales[row + pair as usize]);
-                }
-                if pair + 1u32 < pairs {
-                    four |= u32::cast_from(b_scales[row + pair as usize + 1usize]) << 16u32;
-                }
-                words.insert(word, four);
-            }
-        }
-    }
-    words
 }
 
 /// A consumer warpgroup: multiplies 128 columns of every tile of this cube and writes them.
@@ -473,81 +277,6 @@ fn consume(
             group += 1u32;
         }
     }
-}
-
-/// Where a lane of the warp of `strip` reads in stage 0. The swizzle of TMA exchanges the 16 bytes
-/// of the strips: those of strip `s` in row `r` are at `s ^ (r % 8)`.
-#[cube]
-fn lane_of_stage(shared: SharedAddresses, strip: u32, lane: u32) -> MnMajorStage {
-    let row = 2u32 * (lane % 4u32);
-    let codes = shared.codes + (lane / 4u32) * 2u32;
-    MnMajorStage {
-        even: codes + row * 128u32 + (strip ^ row) * 16u32,
-        odd: codes + (row + 1u32) * 128u32 + (strip ^ (row + 1u32)) * 16u32,
-        scales: shared.scales + (strip * 2u32 + lane / 16u32) * 32u32 + (lane % 4u32) * 8u32,
-    }
-}
-
-/// Applies the epilogue to the sums of a lane and writes them: of `width` rows of `a` from `at` on
-/// it has two neighbours in each eight, the first at `2 quad`, and four columns of each from those
-/// of `at` on, two of either instruction. A warp writes 32 columns of four rows at a time.
-#[cube]
-fn write_lane<N: Size>(
-    sums: Vector<f32, N>,
-    at: TilePlace,
-    quad: u32,
-    n: u32,
-    epilogue: &Epilogue,
-    out: &mut [Vector<u32, Const<2>>],
-    #[comptime] width: usize,
-) {
-    let kind = comptime!(epilogue.kind);
-    let b_factor = epilogue.b_tile_factor(at.group);
-    let mut largest = 0u32;
-    #[unroll]
-    for part in 0..comptime!(width / 4) {
-        let (eight, odd_row) = comptime!((part / 2, part % 2));
-        let row = at.row + comptime!((eight * 8 + odd_row) as u32) + 2u32 * quad;
-        if row < at.end && at.column < n {
-            let alpha = epilogue.a_factor(row, at.group) * b_factor;
-            let index = row as usize * n as usize + at.column as usize;
-            let own = at.group as usize * n as usize + at.column as usize;
-            let mut words = Vector::<u32, Const<2>>::new(0u32);
-            #[unroll]
-            for half in 0..comptime!(LANE_COLUMNS / 2) {
-                // Its upper and its lower row of the fragment are two columns.
-                let first = comptime!(half * width / 2 + eight * 4 + odd_row);
-                let pair = index + comptime!(2 * half);
-                let even = Addends {
-                    alpha,
-                    bias: epilogue.load_bias(own + comptime!(2 * half)),
-                    c: epilogue.load_c(pair, 0u32),
-                };
-                let even = apply(sums.extract(first) * epilogue.sum_scale, even, kind);
-                let odd = Addends {
-                    alpha,
-                    bias: epilogue.load_bias(own + comptime!(2 * half + 1)),
-                    c: epilogue.load_c(pair, 1u32),
-                };
-                let sum = sums.extract(comptime!(first + 2)) * epilogue.sum_scale;
-                let odd = apply(sum, odd, kind);
-                if comptime!(kind.out == FloatKind::F32) {
-                    words.insert(0usize, u32::reinterpret(even));
-                    words.insert(1usize, u32::reinterpret(odd));
-                    out[pair / 2usize] = words;
-                } else {
-                    words.insert(half, pack_pair(even, odd, comptime!(kind.out)));
-                }
-                if comptime!(kind.amax.is_some()) {
-                    largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
-                }
-            }
-            if comptime!(kind.out != FloatKind::F32) {
-                out[index / LANE_COLUMNS] = words;
-            }
-        }
-    }
-    epilogue.atomic_amax(at.group, largest);
 }
 
 /// The GEMM of sm_90 with a packed MN-major weight that is dequantized in registers.
@@ -671,78 +400,5 @@ fn queue(launch: &Launch, tile: W4a16MnTile, band: usize) {
                 tile,
             },
         );
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SHARED: SharedAddresses = SharedAddresses {
-        full: 0,
-        empty: 0,
-        a: 0,
-        codes: 0,
-        scales: 1 << 20,
-    };
-
-    /// What a lane reads, and where its fragments and the rows of its sums say that it belongs: the
-    /// codes as TMA brings them, and the scales as the carriers lay them.
-    #[test]
-    fn lanes_read_what_their_fragments_want() {
-        // The place of the contraction and the first of the four columns of each two bytes, by
-        // address: 16 bytes of row `r` are exchanged by `r % 8`.
-        let mut codes = vec![None; STAGE_CODES / 2];
-        for (row, two) in (0..STAGE_K).flat_map(|row| (0..64).map(move |two| (row, two))) {
-            let address = row * 128 + ((two / 8) ^ (row % 8)) * 16 + two % 8 * 2;
-            assert!(codes[address / 2].replace((row, 4 * two)).is_none());
-        }
-        // The same of scales: the first place of a pair, and the block.
-        let mut scales = vec![None; STAGE_SCALES / 4];
-        for (lane, block) in (0..32u32).flat_map(|lane| (0..16u32).map(move |block| (lane, block)))
-        {
-            let address = (place_of_scales(lane) + 32 * block) as usize;
-            let pair = (2 * lane as usize, block as usize);
-            assert!(scales[address / 4].replace(pair).is_none());
-        }
-        for (warp, lane) in (0..8).flat_map(|warp| (0..32).map(move |lane| (warp, lane))) {
-            let packed = lane_of_stage(SHARED, warp, lane);
-            let (quad, four) = (lane as usize % 4, lane as usize / 4);
-            let columns = warp as usize * 32 + 4 * four;
-            for step in 0..STAGE_K / 16 {
-                // "Register Fragments for wgmma": k of the registers of either half.
-                for (offset, k) in [(0, 2 * quad), (1024, 2 * quad + 8)] {
-                    let k = 16 * step + k;
-                    for (address, k) in [(packed.even, k), (packed.odd, k + 1)] {
-                        let address = address as usize + 2048 * step + offset;
-                        assert_eq!(codes[address / 2], Some((k, columns)), "{warp}, {lane}");
-                    }
-                    let address = (packed.scales - SHARED.scales) as usize + step * STEP_SCALES;
-                    let pair = Some((k, columns / 16));
-                    assert_eq!(scales[(address + offset / 256) / 4], pair, "{warp}, {lane}");
-                }
-            }
-        }
-    }
-
-    /// What a warp reads together is in different banks, and so is what it writes.
-    #[test]
-    fn no_two_words_share_a_bank() {
-        let distinct = |addresses: &mut dyn Iterator<Item = u32>| {
-            let mut words: Vec<u32> = addresses.map(|address| address / 4).collect();
-            words.sort_unstable();
-            words.dedup();
-            let mut banks: Vec<u32> = words.iter().map(|word| word % 32).collect();
-            banks.sort_unstable();
-            banks.windows(2).all(|two| two[0] != two[1])
-        };
-        for warp in 0..8 {
-            let lanes = || (0..32).map(move |lane| lane_of_stage(SHARED, warp, lane));
-            assert!(distinct(&mut lanes().map(|lane| lane.even)), "{warp}");
-            assert!(distinct(&mut lanes().map(|lane| lane.odd)), "{warp}");
-            let scales = lanes().flat_map(|lane| [lane.scales, lane.scales + 4]);
-            assert!(distinct(&mut scales.into_iter()), "{warp}");
-        }
-        assert!(distinct(&mut (0..32).map(place_of_scales)));
     }
 }
