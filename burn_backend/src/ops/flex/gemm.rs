@@ -199,8 +199,8 @@ impl StoredOperand {
             && layout.hadamard.is_none();
         assert!(
             is_taken,
-            "`b` is an MN-major tensor of {layout:?}: expected packed NVFP4 with one amax and without \
-             a transform"
+            "`b` is an MN-major tensor of {layout:?}: expected packed NVFP4 with one amax and \
+             without a transform"
         );
         let factors = Factors::new(quantized.amax.clone(), &layout);
         let (codes, scales) = quantized.into_packed();

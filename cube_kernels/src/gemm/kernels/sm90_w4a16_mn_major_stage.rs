@@ -1,5 +1,5 @@
-//! A stage of the W4A16 kernel for an MN-major `b`: the warps that bring its block scales, and where a
-//! lane finds its codes and scales in it.
+//! A stage of the W4A16 kernel for an MN-major `b`: the warps that bring its block scales, and
+//! where a lane finds its codes and scales in it.
 
 use cubecl::prelude::*;
 
@@ -164,7 +164,7 @@ mod tests {
     };
 
     /// What a lane reads, and where its fragments and the rows of its sums say that it belongs: the
-    /// codes as TMA brings them, and the scales as the carriers lay them.
+    /// codes as TMA brings them, and the scales as `bring_scales` lays them.
     #[test]
     fn lanes_read_what_their_fragments_want() {
         // The place of the contraction and the first of the four columns of each two bytes, by

@@ -1,5 +1,5 @@
-//! Where the tiles of the W4A16 kernel for an MN-major `b` lie, and how they are shared out: what all
-//! of its warps count alike.
+//! Where the tiles of the W4A16 kernel for an MN-major `b` lie, and how they are shared out: what
+//! all of its warps count alike.
 
 use cubecl::prelude::*;
 
