@@ -1,6 +1,7 @@
 //! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six
 //! products and quantizations of a linear layer's forward and backward pass, and what a call of
-//! cuBLASLt costs; and the same products with tiles of every width, whole and shared (stream-K).
+//! cuBLASLt costs; the same products with tiles of every width, whole and shared (stream-K); and
+//! gradients by the input of packed weights.
 //!
 //! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such
 //! as `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process,
@@ -20,6 +21,7 @@
 //! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
 
 mod common;
+mod dgrad;
 
 use std::{
     sync::Mutex,
@@ -804,6 +806,9 @@ fn main() {
         copy(&client);
     }
     dense(&mut criterion, &client, &noise);
+    if is_wanted("dgrad") {
+        dgrad::dgrad(&mut criterion, &client, &noise);
+    }
     if is_wanted("tiles") {
         tiles(&mut criterion, &client, &noise);
     }

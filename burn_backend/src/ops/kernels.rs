@@ -163,7 +163,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     /// `dtype`. `alpha` is one operand's global scale times the other's.
     ///
     /// Two float operands have one type, and none is multiplied with a quantized one whose
-    /// contraction is padded.
+    /// contraction is padded. A packed operand is never dequantized as a whole for a bf16 one where
+    /// [`nvfp4_kernels`] has a kernel that reads both, which is so on every GPU where it is
+    /// MN-major.
     #[fusion(meta = meta::gemm)]
     fn nvfp4_gemm(
         #[extension_type] a: Operand<Self>,
@@ -476,6 +478,7 @@ fn inner_operand<B: Nvfp4KernelOps, C: CheckpointStrategy>(
 ) -> Operand<B> {
     match operand {
         Operand::Quantized(quantized) => Operand::Quantized(inner(quantized)),
+        Operand::QuantizedMnMajor(quantized) => Operand::QuantizedMnMajor(inner(quantized)),
         Operand::Float(x, usage) => Operand::Float(x.into_primitive(), usage),
     }
 }

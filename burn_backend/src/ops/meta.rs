@@ -141,9 +141,10 @@ pub(super) fn gemm(
     let shape = match (groups, b) {
         (GemmGroupsMetadata::None, _) => Shape::new([m, n]),
         // The matrices are one below the other along the contraction.
-        (GemmGroupsMetadata::M { .. }, OperandMetadata::Float(_, Usage::Columnwise)) => {
-            Shape::new([m, n])
-        }
+        (
+            GemmGroupsMetadata::M { .. },
+            OperandMetadata::Float(_, Usage::Columnwise) | OperandMetadata::QuantizedMnMajor(_),
+        ) => Shape::new([m, n]),
         (GemmGroupsMetadata::M { offsets, .. }, _) => Shape::new([m, n / count(offsets)]),
         (GemmGroupsMetadata::K { offsets, .. }, _) => Shape::new([count(offsets), m, n]),
     };
@@ -198,10 +199,11 @@ pub(super) fn moe_unpermute_backward(
     }
 }
 
-/// Stored rows of an operand.
+/// Rows or columns of the output that an operand has.
 fn outer(operand: &OperandMetadata) -> usize {
     match operand {
         OperandMetadata::Quantized(quantized) => quantized.layout.outer(),
+        OperandMetadata::QuantizedMnMajor(quantized) => quantized.layout.inner(),
         OperandMetadata::Float(tensor, usage) => {
             usage.stored_shape(tensor.shape[0], tensor.shape[1]).0
         }

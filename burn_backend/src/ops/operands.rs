@@ -269,7 +269,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
         }
         (forward, spec) => {
             let values = match (forward, groups) {
-                (Operand::Quantized(source), _) => {
+                (Operand::Quantized(source) | Operand::QuantizedMnMajor(source), _) => {
                     let dtype = requantize_dtype(&spec, dtype);
                     let values = B::nvfp4_dequantize(source, groups.clone(), dtype);
                     match groups {

@@ -99,9 +99,10 @@ pub trait PackedOps: Nvfp4KernelOps + InferenceOps {
     /// With [`RowGroups::Offsets`] `w` is a stack of matrices, one for each group of rows, and
     /// `bias` and `global` have one row for each.
     ///
-    /// `Autodiff` overrides it: `x` has the gradient `dx = dy w`, the values of `w` rounded to the
-    /// type of `x`, straight through the rounding of activations; the rest is constant. For the
-    /// backward the packed weight is kept, and dequantized for the time of the GEMM.
+    /// `Autodiff` overrides it: `x` has the gradient `dx = dy w`, straight through the rounding of
+    /// activations; the rest is constant. The backward keeps the packed weight and multiplies it as
+    /// the forward does: by its codes and block scales, which bf16 holds exactly, and sums by its
+    /// global scale, in `f32`. Where `x` is bf16, no GPU dequantizes the weight for it.
     #[fusion(default)]
     fn nvfp4_packed_linear(
         x: FloatTensor<Self>,
@@ -141,11 +142,10 @@ impl<B: PackedOps> Backward<B, 1> for PackedLinear {
     ) {
         let SavedPacked { w, groups, dtype } = ops.state;
         let dy = cast::<B>(grads.consume::<B>(&ops.node), dtype);
-        // Codes lie along the contraction of fprop; no kernel reads them along that of dgrad.
-        let w = B::nvfp4_dequantize(w, groups.of_weights(), dtype);
+        // Codes lie along the contraction of fprop, across that of dgrad.
         let dx = B::nvfp4_gemm(
             Operand::Float(dy, Usage::Rowwise),
-            Operand::Float(w, Usage::Columnwise),
+            Operand::QuantizedMnMajor(w),
             MaybeTensor::Absent,
             groups.of_rows(),
             dtype,

@@ -263,12 +263,17 @@ impl<B: Backend> QuantizedPair<B> {
     }
 }
 
-/// One operand of a GEMM, in any format: `outer` stored rows, each as long as the contraction.
+/// One operand of a GEMM, in any format: `outer` stored rows, each as long as the contraction, but
+/// where a variant says otherwise.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
     Quantized(#[extension_type] QuantizedMatrix<B>),
+    /// A packed NVFP4 matrix, or a stack of them, whose stored rows are the contraction: as `b` of
+    /// a GEMM that is not grouped along K, the weight of a layer as its forward reads it, for the
+    /// gradient by the input. It is not transformed and has no amax for each stored row.
+    QuantizedMnMajor(#[extension_type] QuantizedMatrix<B>),
     /// The matrix itself, contracted along this axis of it; of a stack of weights, the matrices
     /// one below the other, each contracted along this axis of it.
     Float(FloatTensor<B>, Usage),
@@ -335,7 +340,8 @@ pub enum GemmGroups<B: Backend> {
     None,
     /// M: `out[i, n] = alpha · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`,
     /// whose offsets these are. `a` is the rowwise operand of tokens, `b` that of a stack,
-    /// `[experts * n, k]` as it is stored, `bias` `[experts, n]`.
+    /// `[experts * n, k]` as it is stored, or `[experts * k, n]` of an MN-major one, `bias`
+    /// `[experts, n]`.
     M {
         /// Where each group of rows begins.
         offsets: IntTensor<B>,

@@ -10,7 +10,8 @@ use burn_nvfp4::{
 };
 use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, reference};
 
-use crate::support::{Matrix, activation, device, values};
+use crate::support::counted::{Work, collect, taken};
+use crate::support::{Matrix, activation, device, skip_where_small_only, values};
 
 const K: usize = 64;
 const N: usize = 48;
@@ -189,7 +190,7 @@ fn experts_have_scales_of_their_own() {
 }
 
 /// Gradients by the input are those of a layer in high precision with the values of the packed
-/// weight, rounded to the type of the input, whatever is done with the activations.
+/// weight, but for the rounding to the type of the input, whatever is done with the activations.
 #[test]
 fn inputs_have_the_gradients_of_the_values() {
     let autodiff = device().autodiff();
@@ -259,6 +260,85 @@ fn inputs_have_the_gradients_of_the_values() {
             );
         }
     }
+}
+
+/// Gradients by the input multiply codes and block scales, and sums by the global scale in `f32`: a
+/// gradient of the output with one element in a row gives that element times a row of the weight,
+/// rounded once. No weight is dequantized for them.
+#[test]
+fn gradients_are_scaled_once() {
+    skip_where_small_only!();
+    // Sizes that no other test uses.
+    const D_IN: usize = 96;
+    const D_OUT: usize = 40;
+    let _alone = collect();
+    let autodiff = device().autodiff();
+    let (codes, scales) = bytes(2 * D_OUT, D_IN, 21);
+    // Exact in `f32`: of ten bits, times six of code and scale and eight of the gradient.
+    let factors = [33.0 / 1024.0, 519.0 / 65536.0];
+    let exact: Vec<f32> = {
+        let elements = codes.iter().flat_map(|byte| [byte & 0xF, byte >> 4]);
+        let elements = elements.map(nvfp4_kernels::format::e2m1::decode);
+        let scales = scales
+            .iter()
+            .map(|&byte| nvfp4_kernels::format::e4m3::decode(byte));
+        let scales: Vec<f32> = scales.collect();
+        elements
+            .enumerate()
+            .map(|(i, x)| x * scales[i / 16])
+            .collect()
+    };
+    let stack = Nvfp4Weight::try_from_bytes(
+        [2 * D_OUT, D_IN],
+        codes.clone(),
+        scales.clone(),
+        factors.to_vec(),
+        &autodiff,
+    );
+    let one = Nvfp4Weight::try_from_bytes(
+        [D_OUT, D_IN],
+        codes[..D_OUT * D_IN / 2].to_vec(),
+        scales[..D_OUT * D_IN / 16].to_vec(),
+        factors[..1].to_vec(),
+        &autodiff,
+    );
+    let mode = Activations::HighPrecision;
+    let layer = Nvfp4PackedLinear::try_new(one.unwrap(), mode, None, None).unwrap();
+    let experts = Nvfp4PackedGroupedLinear::try_new(stack.unwrap(), mode, None, None).unwrap();
+    let counts = Tensor::<1, Int>::from_data([D_OUT as i32, D_OUT as i32], &autodiff);
+    let groups = ExpertOffsets::from_counts(counts, 2 * D_OUT);
+    // 167/128 on the diagonals of the experts' gradients.
+    let gradient = 167.0 / 128.0;
+    let dx = |rows: usize, forward: &dyn Fn(Tensor<2>) -> Tensor<2>| {
+        let dy: Vec<f32> = (0..rows * D_OUT)
+            .map(|i| match i / D_OUT % D_OUT == i % D_OUT {
+                true => gradient,
+                false => 0.0,
+            })
+            .collect();
+        let dy = Matrix::new(dy, rows, D_OUT, DType::BF16).tensor(&autodiff);
+        let x = Matrix::gaussian(rows, D_IN, DType::BF16, 2).tensor(&autodiff);
+        let x = x.require_grad();
+        taken();
+        let grads = (forward(x.clone()) * dy).sum().backward();
+        let dx = values(x.grad(&grads).expect("the input is tracked"));
+        let is_own = |work: &Work| work.op == "dequantize" && work.cols == D_IN as u64;
+        assert!(!taken().iter().any(is_own));
+        dx
+    };
+    let rounded = |x: f32| half::bf16::from_f32(x).to_f32();
+    let expected: Vec<f32> = (exact.iter().enumerate())
+        .map(|(i, x)| rounded(gradient * x * factors[i / (D_OUT * D_IN)]))
+        .collect();
+    let found = dx(2 * D_OUT, &|x| experts.forward(x, &groups));
+    assert_eq!(found, expected, "experts");
+    let found = dx(D_OUT, &|x| layer.forward(x));
+    assert_eq!(found, expected[..D_OUT * D_IN]);
+    // A weight that is rounded with its global scale gives others.
+    let twice = exact
+        .iter()
+        .map(|x| rounded(gradient * rounded(x * factors[0])));
+    assert!(twice.zip(&found).any(|(twice, found)| twice != *found));
 }
 
 /// Without autodiff the outputs are the same, and parameters have no gradients.

@@ -5,7 +5,7 @@ use super::{
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
     stream_k::{StreamK, stages_of, tiles_of},
-    tiles::{SM100_TILE_M, SM100_TILE_N, Sm90Tile, W4a16Tile},
+    tiles::{SM100_TILE_M, SM100_TILE_N, Sm90Tile, W4A16_MN_TILE_N, W4a16MnTile, W4a16Tile},
 };
 
 /// Microseconds that a CTA takes for a tile with a contraction of 8192, the kernel that reads bf16.
@@ -49,7 +49,10 @@ pub(crate) const BAND: usize = 16;
 fn dequantize(operand: OperandLayout, rows: usize) -> f64 {
     match operand {
         OperandLayout::Packed => rows as f64 * DEQUANTIZE_ROW,
-        OperandLayout::Mxfp8 | OperandLayout::KMajor | OperandLayout::MnMajor => 0.0,
+        OperandLayout::Mxfp8
+        | OperandLayout::KMajor
+        | OperandLayout::MnMajor
+        | OperandLayout::PackedMnMajor => 0.0,
     }
 }
 
@@ -146,6 +149,28 @@ pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
     // instead: 32 equal groups 682 us instead of 670, 128 1101 instead of 1055).
     let band = (m / (groups * rows_a)).clamp(1, BAND);
     (W4a16Tile { rows_a, ways: 1 }, band)
+}
+
+/// What a tile of the kernel for a packed MN-major `b` takes, in units of one of 128 rows: one of
+/// 64 rows dequantizes as much for half of the instructions. A model, not measured.
+const W4A16_MN_MAJOR: [(W4a16MnTile, f64); 2] =
+    [(W4a16MnTile::M128, 1.0), (W4a16MnTile::M64, 0.65)];
+
+/// The tile of the kernel for a packed MN-major `b`, and the height of its bands. Groups have as
+/// many rows as on average, and bands as in [`sm90_w4a16_grouped`].
+pub(crate) fn sm90_w4a16_mn_major(sms: usize, problem: &Problem) -> (W4a16MnTile, usize) {
+    let (GemmShape { m, n, .. }, groups) = (problem.shape, problem.groups);
+    let rows = m.div_ceil(groups);
+    let estimates = W4A16_MN_MAJOR.into_iter().map(|(tile, cost)| {
+        let tiles = groups * rows.div_ceil(tile.rows_a()) * n.div_ceil(W4A16_MN_TILE_N);
+        let band = match problem.grouped {
+            GroupedDim::M => (rows / tile.rows_a()).clamp(1, BAND),
+            GroupedDim::None | GroupedDim::K => BAND,
+        };
+        (tile, band, waves(tiles, sms) * cost)
+    });
+    let (tile, band, _) = cheapest(estimates);
+    (tile, band)
 }
 
 /// Whether two CTAs share the tiles of the kernel for `tcgen05`, of a dense GEMM or one with groups

@@ -5,7 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    Layout, Nvfp4Error, PackedReads, ScaleLayout,
+    BLOCK, Layout, Nvfp4Error, PackedReads, ScaleLayout,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -53,11 +53,23 @@ pub(crate) struct Materialized {
 
 impl Materialized {
     pub fn is_packed(&self) -> bool {
-        self.layout == OperandLayout::Packed
+        matches!(
+            self.layout,
+            OperandLayout::Packed | OperandLayout::PackedMnMajor
+        )
     }
 
     pub fn is_mn_major(&self) -> bool {
-        self.layout == OperandLayout::MnMajor
+        self.layout.is_mn_major()
+    }
+
+    /// Elements in memory, with a contraction of `k`: rows of an MN-major packed one are padded to
+    /// whole blocks.
+    pub fn stored_len(&self, k: usize) -> usize {
+        match self.layout {
+            OperandLayout::PackedMnMajor => self.stack * k * self.rows.next_multiple_of(BLOCK),
+            _ => self.stack * self.rows * k,
+        }
     }
 
     /// Whether its bf16 elements begin at a multiple of 16 bytes.
@@ -107,6 +119,15 @@ pub(crate) fn materialize(
                 ..dense(OperandLayout::KMajor, &copy.handle)
             })
         }
+        // Whatever else a kernel reads: those that take one read its codes and rows of scales.
+        Elements::PackedMnMajor(packed) => Ok(Materialized {
+            layout: OperandLayout::PackedMnMajor,
+            rows,
+            stack,
+            codes: packed.codes.clone(),
+            scales: block_scales(client, packed, PackedReads::Compact, tiling)?,
+            dense: packed.codes.clone(),
+        }),
         Elements::Packed(packed) => {
             let is_mxfp8 = operand.layout() == OperandLayout::Mxfp8;
             if is_mxfp8 && !reads.mxfp8 {

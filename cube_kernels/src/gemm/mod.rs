@@ -79,10 +79,10 @@ pub enum Grouped<'a> {
     /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
     ///
     /// `a` has any rows, of which those between the first and the last offset are in groups; rows
-    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an
-    /// [MN-major](Elements::Bf16MnMajor) one the groups' K rows each, and the `f32` bias has a row
-    /// for each group. Global scales may be one for the tensor, for each group or for each of the
-    /// rows.
+    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an MN-major
+    /// one ([bf16](Elements::Bf16MnMajor) or [packed](Elements::PackedMnMajor)) the groups' K rows
+    /// each, and the `f32` bias has a row for each group. Global scales may be one for the tensor,
+    /// for each group or for each of the rows.
     M(&'a GroupOffsets),
     /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
     /// over the columns `k` of group `g`, one M x N output after another.
@@ -267,9 +267,7 @@ impl<'a> Gemm<'a> {
     /// The sizes, of a request that was checked.
     fn shape(&self) -> GemmShape {
         let n = match self.grouped {
-            Grouped::M(groups) if self.b.layout() != OperandLayout::MnMajor => {
-                self.b.outer() / groups.count
-            }
+            Grouped::M(groups) if !self.b.layout().is_mn_major() => self.b.outer() / groups.count,
             Grouped::None | Grouped::M(_) | Grouped::K(_) => self.b.outer(),
         };
         GemmShape {
@@ -282,7 +280,7 @@ impl<'a> Gemm<'a> {
     /// The matrices that `b` has one below the other along K.
     fn stack(&self) -> usize {
         match self.grouped {
-            Grouped::M(groups) if self.b.layout() == OperandLayout::MnMajor => groups.count,
+            Grouped::M(groups) if self.b.layout().is_mn_major() => groups.count,
             Grouped::None | Grouped::M(_) | Grouped::K(_) => 1,
         }
     }
@@ -292,6 +290,13 @@ impl<'a> Gemm<'a> {
         let Self { a, b, .. } = self;
         let groups = self.grouped.offsets();
         self.check_groups()?;
+        if a.layout() == OperandLayout::PackedMnMajor {
+            return Err(Nvfp4Error::value(
+                "a",
+                "packed and MN-major",
+                "bf16, or codes in rows along K: only `b` may be packed and MN-major",
+            ));
+        }
         let count = groups.map(|groups| groups.count);
         let [a_tiling, b_tiling] = self.scale_tilings();
         a.check("a", count, a_tiling)?;
@@ -320,11 +325,9 @@ impl<'a> Gemm<'a> {
         match self.grouped {
             Grouped::None => Ok(()),
             Grouped::M(groups) => {
-                let rows = match b.layout() {
-                    OperandLayout::MnMajor => b.inner(),
-                    OperandLayout::Packed | OperandLayout::Mxfp8 | OperandLayout::KMajor => {
-                        b.outer()
-                    }
+                let rows = match b.layout().is_mn_major() {
+                    true => b.inner(),
+                    false => b.outer(),
                 };
                 if groups.count == 0 || !rows.is_multiple_of(groups.count) {
                     return Err(Nvfp4Error::shape(
@@ -335,6 +338,11 @@ impl<'a> Gemm<'a> {
                 }
                 Ok(())
             }
+            Grouped::K(_) if b.layout() == OperandLayout::PackedMnMajor => Err(Nvfp4Error::value(
+                "b",
+                "packed and MN-major, with groups along K",
+                "bf16, or codes in rows along K",
+            )),
             Grouped::K(groups) => {
                 for (argument, operand) in [("a", a), ("b", b)] {
                     if let Scale::PerRow(amax, _) = operand.scale {

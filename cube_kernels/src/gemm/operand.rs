@@ -30,6 +30,11 @@ pub enum Elements<'a> {
     /// says. As `b` of a GEMM with groups along M it is the groups' K x N matrices, one below the
     /// other.
     Bf16MnMajor(&'a Matrix),
+    /// A packed NVFP4 matrix that is MN-major: its stored *rows* are K, and its block scales are
+    /// over 16 elements along N. As `b` alone: the weight of a linear layer as its forward reads
+    /// it, in the GEMM of the gradient by the input (dgrad). No kernel dequantizes it as a whole.
+    /// With groups along M it is the groups' K x N matrices, one below the other.
+    PackedMnMajor(&'a DeviceQuantized),
 }
 
 /// Where 128x4 tiles of block scales begin anew.
@@ -100,6 +105,8 @@ pub enum OperandLayout {
     KMajor,
     /// bf16, columns along K.
     MnMajor,
+    /// NVFP4 codes and block scales, columns along K.
+    PackedMnMajor,
 }
 
 impl OperandLayout {
@@ -110,6 +117,11 @@ impl OperandLayout {
             Self::MnMajor if !outer.is_multiple_of(8) => Self::KMajor,
             layout => layout,
         }
+    }
+
+    /// Whether stored rows are K.
+    pub const fn is_mn_major(self) -> bool {
+        matches!(self, Self::MnMajor | Self::PackedMnMajor)
     }
 }
 
@@ -180,6 +192,15 @@ impl<'a> Operand<'a> {
         }
     }
 
+    /// A packed matrix, or a stack of them, whose stored rows are K, with its own amax value and
+    /// range: [`Elements::PackedMnMajor`].
+    pub fn packed_mn_major(packed: &'a DeviceQuantized) -> Self {
+        Self {
+            elements: Elements::PackedMnMajor(packed),
+            ..Self::from(packed)
+        }
+    }
+
     /// The codes and block scales of a packed one.
     ///
     /// # Errors
@@ -187,9 +208,14 @@ impl<'a> Operand<'a> {
     pub(crate) fn packed(&self, argument: &'static str) -> Result<&'a DeviceQuantized, Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => Ok(packed),
-            Elements::Bf16Unscaled(_) | Elements::Bf16(_) | Elements::Bf16MnMajor(_) => Err(
-                Nvfp4Error::value(argument, "bf16", "codes and block scales"),
-            ),
+            Elements::Bf16Unscaled(_)
+            | Elements::Bf16(_)
+            | Elements::Bf16MnMajor(_)
+            | Elements::PackedMnMajor(_) => Err(Nvfp4Error::value(
+                argument,
+                format!("{:?}", self.layout()),
+                "codes and block scales in rows along K",
+            )),
         }
     }
 
@@ -199,6 +225,7 @@ impl<'a> Operand<'a> {
             Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
             Elements::Bf16MnMajor(matrix) => matrix.cols,
+            Elements::PackedMnMajor(packed) => packed.inner(),
         }
     }
 
@@ -209,16 +236,20 @@ impl<'a> Operand<'a> {
             Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
             Elements::Bf16MnMajor(matrix) => matrix.rows,
+            Elements::PackedMnMajor(packed) => packed.outer(),
         }
     }
 
-    /// Length of K in memory: packed operands are padded to whole blocks, with zeros.
+    /// Length of K in memory: packed operands are padded to whole blocks along their rows, with
+    /// zeros.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => {
                 packed.blocks() * packed.layout.format.block()
             }
-            Elements::Bf16(_) | Elements::Bf16MnMajor(_) => self.inner(),
+            Elements::Bf16(_) | Elements::Bf16MnMajor(_) | Elements::PackedMnMajor(_) => {
+                self.inner()
+            }
         }
     }
 
@@ -232,19 +263,26 @@ impl<'a> Operand<'a> {
             },
             Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
+            Elements::PackedMnMajor(_) => OperandLayout::PackedMnMajor,
         }
     }
 
-    /// Whether it is stored as codes and block scales, which say how much of K is padding.
+    /// Whether it is stored as codes and block scales, whose layout says how much of K is padding.
     pub(crate) fn is_packed(&self) -> bool {
-        matches!(self.elements, Elements::Packed(_))
+        matches!(
+            self.elements,
+            Elements::Packed(_) | Elements::PackedMnMajor(_)
+        )
     }
 
     /// The columns that a block has: what groups along K begin at multiples of in any case.
     pub(crate) fn block(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.layout.format.block(),
-            Elements::Bf16Unscaled(_) | Elements::Bf16(_) | Elements::Bf16MnMajor(_) => BLOCK,
+            Elements::Bf16Unscaled(_)
+            | Elements::Bf16(_)
+            | Elements::Bf16MnMajor(_)
+            | Elements::PackedMnMajor(_) => BLOCK,
         }
     }
 
@@ -252,7 +290,9 @@ impl<'a> Operand<'a> {
     /// may not.
     pub(crate) fn is_aligned(&self) -> bool {
         match self.elements {
-            Elements::Packed(packed) => is_aligned(&packed.codes) && is_aligned(&packed.scales),
+            Elements::Packed(packed) | Elements::PackedMnMajor(packed) => {
+                is_aligned(&packed.codes) && is_aligned(&packed.scales)
+            }
             Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
@@ -261,7 +301,9 @@ impl<'a> Operand<'a> {
     /// Some memory of it.
     pub(crate) fn memory(&self) -> &'a Handle {
         match self.elements {
-            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => &packed.codes,
+            Elements::Packed(packed)
+            | Elements::Bf16Unscaled(packed)
+            | Elements::PackedMnMajor(packed) => &packed.codes,
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
     }
@@ -307,12 +349,24 @@ impl<'a> Operand<'a> {
                     Format::Mxfp8 => Format::Mxfp8,
                     Format::Nvfp4 | Format::Mxfp4 => Format::Nvfp4,
                 };
-                packed.check_codes(argument, format)?;
-                packed.check(argument)?;
-                // Where a kernel wants rows of scales, the GEMM unswizzles.
-                match packed.layout.scale_layout {
-                    ScaleLayout::Compact => packed.check_compact(argument)?,
-                    ScaleLayout::Swizzled128x4 => tiling.check(argument, packed)?,
+                check_packed(argument, packed, format, tiling)?;
+            }
+            Elements::PackedMnMajor(packed) => {
+                check_packed(argument, packed, Format::Nvfp4, tiling)?;
+                // What was rotated along N, a GEMM along K does not rotate back.
+                if let Some(hadamard) = packed.layout.hadamard {
+                    return Err(Nvfp4Error::value(
+                        argument,
+                        format!("MN-major, quantized after {hadamard:?}"),
+                        "no transform: it would be along N",
+                    ));
+                }
+                if matches!(self.scale, Scale::PerRow(..)) {
+                    return Err(Nvfp4Error::value(
+                        argument,
+                        "MN-major, with a global scale for each stored row",
+                        "one for the tensor or for each group: stored rows are the contraction",
+                    ));
                 }
             }
             Elements::Bf16Unscaled(packed) => {
@@ -354,5 +408,21 @@ impl<'a> Operand<'a> {
             ));
         }
         Ok(())
+    }
+}
+
+/// Checks codes and block scales of `format`, those in 128x4 tiles against `tiling`. Where a kernel
+/// wants rows of scales, the GEMM unswizzles.
+fn check_packed(
+    argument: &'static str,
+    packed: &DeviceQuantized,
+    format: Format,
+    tiling: ScaleTiling,
+) -> Result<(), Nvfp4Error> {
+    packed.check_codes(argument, format)?;
+    packed.check(argument)?;
+    match packed.layout.scale_layout {
+        ScaleLayout::Compact => packed.check_compact(argument),
+        ScaleLayout::Swizzled128x4 => tiling.check(argument, packed),
     }
 }

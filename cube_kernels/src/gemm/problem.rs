@@ -13,7 +13,7 @@ use super::{
     scheduler::{GroupArgs, GroupedDim},
     tiles::{
         Multiply, SM90_TILE_M, SM120_TILE_N, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore,
-        W4a16Tile,
+        W4A16_MN_TILE_N, W4a16MnTile, W4a16Tile,
     },
 };
 use crate::{
@@ -69,7 +69,7 @@ impl Problem {
     pub fn new([a, b]: [OperandLayout; 2], shape: impl Into<GemmShape>) -> Self {
         let shape = shape.into();
         let factor = |operand| match operand {
-            OperandLayout::Packed => Factor::Tensor,
+            OperandLayout::Packed | OperandLayout::PackedMnMajor => Factor::Tensor,
             OperandLayout::Mxfp8 | OperandLayout::KMajor | OperandLayout::MnMajor => Factor::One,
         };
         Self {
@@ -102,6 +102,17 @@ impl Problem {
 
     pub(crate) fn is_packed(&self) -> [bool; 2] {
         [self.a, self.b].map(|operand| operand == OperandLayout::Packed)
+    }
+
+    /// Refuses a packed MN-major `b`, for kernels that would have to dequantize it as a whole.
+    ///
+    /// # Errors
+    /// Where `b` is one.
+    pub(crate) fn refuse_packed_mn_major(&self) -> Result<(), Refusal> {
+        match self.b {
+            OperandLayout::PackedMnMajor => Err(Refusal::Operands("`b` is packed and MN-major")),
+            _ => Ok(()),
+        }
     }
 
     /// What block-scaled instructions multiply: both operands in one format.
@@ -160,6 +171,8 @@ pub enum Plan {
     SmallM,
     /// `b` dequantized in registers; with the height of a band of tiles.
     W4a16(W4a16Tile, usize),
+    /// `b`, which is MN-major, dequantized in registers; with the height of a band.
+    W4a16MnMajor(W4a16MnTile, usize),
     /// Packed operands dequantized to bf16 before the GEMM; with the height of a band.
     DequantThenBf16(Sm90Tile, usize),
     /// The same, with the tiles of the last wave shared out along the contraction.
@@ -209,6 +222,13 @@ impl fmt::Display for Plan {
             Self::W4a16(tile, _) => {
                 let (m, n) = (tile.rows_a, tile.rows_b());
                 write!(f, "wgmma, `b` dequantized in registers, {m} x {n} tiles")
+            }
+            Self::W4a16MnMajor(tile, _) => {
+                let m = tile.rows_a();
+                write!(
+                    f,
+                    "wgmma, MN-major `b` dequantized in registers, {m} x {W4A16_MN_TILE_N} tiles"
+                )
             }
             Self::DequantThenBf16(tile, _) => {
                 let n = tile.n();

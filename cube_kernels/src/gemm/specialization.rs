@@ -5,8 +5,13 @@ use cubecl::prelude::AddressType;
 use crate::cube::ptx::BlockScaled;
 
 use super::kernels::{
+<<<<<<< HEAD
     CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm90SmallMShape, Sm100Plan, Sm120Plan,
     SmallMShape, StreamKPlan, W4a16Plan,
+=======
+    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
+    W4a16MnMajorPlan, W4a16Plan,
+>>>>>>> hA
 };
 
 /// What a GEMM kernel, or one that prepares its operands, was specialized for.
@@ -18,6 +23,8 @@ pub enum GemmInstance {
     Sm90StreamK(StreamKPlan),
     /// The W4A16 kernel of Hopper.
     Sm90W4a16(W4a16Plan),
+    /// The W4A16 kernel of Hopper for an MN-major weight.
+    Sm90W4a16MnMajor(W4a16MnMajorPlan),
     /// The block-scaled kernel of data-center Blackwell.
     Sm100BlockScaled(Sm100Plan),
     /// A probe of data-center Blackwell: tensor memory, or the copies of scales, or a

@@ -143,6 +143,48 @@ impl W4a16Tile {
     }
 }
 
+/// Columns of a tile of the W4A16 kernel that reads an MN-major `b`: 128 for each of two consumer
+/// warpgroups.
+pub(crate) const W4A16_MN_TILE_N: usize = 256;
+/// The height of a tile of that kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum W4a16MnTile {
+    /// 128 rows of `a`.
+    M128,
+    /// 64 rows of `a`, where those of 128 leave SMs idle.
+    M64,
+}
+
+impl W4a16MnTile {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::M128, Self::M64];
+
+    /// Rows of `a`.
+    pub const fn rows_a(self) -> usize {
+        match self {
+            Self::M128 => 128,
+            Self::M64 => 64,
+        }
+    }
+
+    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
+    /// rows. Copies of 32 rows bring them.
+    pub const fn widths(self) -> &'static [usize] {
+        match self {
+            Self::M128 => &[32, 64, 128],
+            Self::M64 => &[32, 64],
+        }
+    }
+
+    /// Stages of 64 along the contraction in the ring, about as many as shared memory holds.
+    pub const fn stages(self) -> usize {
+        match self {
+            Self::M128 => 8,
+            Self::M64 => 12,
+        }
+    }
+}
+
 /// Columns of a tile: rows of `b`.
 pub(crate) const CMMA_TILE_N: usize = 128;
 /// The shape of a tile, shared by eight planes.

@@ -11,7 +11,7 @@ use nvfp4_kernels::{
         kernels::{
             CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90SmallMShape,
             Sm90Tile, Sm100Form, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore,
-            W4a16Plan, sm100_units,
+            sm100_units,
         },
     },
     tensor::FloatKind,
@@ -46,7 +46,11 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
     match gemm {
         GemmInstance::Sm90Bf16(plan, kind) => sm90_bf16(name, plan, kind, sass),
         GemmInstance::Sm90StreamK(plan) => sm90_stream_k(name, plan, sass),
-        GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan, sass),
+        GemmInstance::Sm90W4a16(plan) => sm90_w4a16(name, plan.tile.widths(), sass),
+        GemmInstance::Sm90W4a16MnMajor(plan) => {
+            sm90_w4a16(name, plan.tile.widths(), sass);
+            assert_eq!(spills(sass), 0, "{name} spills");
+        }
         GemmInstance::Sm100BlockScaled(plan) => sm100_block_scaled(name, plan, takes, sass),
         GemmInstance::Sm100Probe { copies, multiplies } => {
             sm100_probe(name, copies, multiplies, sass);
@@ -117,9 +121,11 @@ fn bf16_main_loop(name: &str, tile: Sm90Tile, majors: [Major; 2], sass: &str) {
     assert!(count(sass, "UTMALDG") >= boxes, "{name}");
 }
 
-fn sm90_w4a16(name: &str, plan: W4a16Plan, sass: &str) {
-    let widths = plan.tile.widths().len();
-    // One for each block of 16 of a stage, in two sets of four.
+/// The W4A16 kernels, whose instructions may be so wide.
+fn sm90_w4a16(name: &str, widths: &[usize], sass: &str) {
+    let widths = widths.len();
+    // Two sets of four in a stage: one for each 16 columns of the contraction, or two for each 16
+    // of half as many.
     assert_eq!(count(sass, "HGMMA"), 8 * widths, "{name}");
     // Never more than the instructions of one set is waited for: the compiler has not serialized
     // them (it says `gsb0, 0x0` behind each, then).

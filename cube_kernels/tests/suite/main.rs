@@ -29,6 +29,8 @@ mod gemm_cublaslt;
 #[cfg(feature = "cube")]
 mod gemm_grouped;
 #[cfg(feature = "cube")]
+mod gemm_mn_major;
+#[cfg(feature = "cube")]
 mod gemm_portable;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod gemm_small_m;

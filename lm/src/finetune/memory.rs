@@ -128,10 +128,13 @@ pub fn need(
         None => (parameters(&model.config), 0),
         Some(lora) => {
             let base = model.frozen(config.frozen, element);
-            // The backward dequantizes one weight after another.
-            let dequantized = match config.frozen {
-                FrozenForm::High => 0,
-                FrozenForm::W4a16 | FrozenForm::W4a4 => element * model.largest_weight(),
+            // Kernels read packed weights beside bf16. For f32, Burn multiplies one dequantized
+            // weight after another.
+            let dequantized = match (config.frozen, config.activation) {
+                (FrozenForm::High, _) | (_, Activation::Bf16) => 0,
+                (FrozenForm::W4a16 | FrozenForm::W4a4, Activation::F32) => {
+                    element * model.largest_weight()
+                }
             };
             (adapters(&model.config, lora)?, base + dequantized)
         }
@@ -295,10 +298,12 @@ mod tests {
             );
             assert_eq!(small.frozen, 2 * count);
 
-            // Packed, with the largest weight dequantized.
+            // Packed, for f32 with the largest weight dequantized.
             let mut packed = config.clone();
             packed.frozen = FrozenForm::W4a16;
             let found = need(&packed, &model, None).unwrap();
+            packed.activation = Activation::F32;
+            let of_f32 = need(&packed, &model, None).unwrap();
             let form = FrozenForm::W4a16;
             let decoder = Decoder::load_frozen(&folder, &device, dtype, form).unwrap();
             let (mut bytes, mut plain, mut largest) = (0, count, 0);
@@ -329,7 +334,9 @@ mod tests {
                     add(&projection.weight);
                 }
             }
-            assert_eq!(found.frozen, bytes + 2 * plain + 2 * largest, "{name}");
+            assert_eq!(found.frozen, bytes + 2 * plain, "{name}");
+            let expected = bytes + 4 * plain + 4 * largest;
+            assert_eq!(of_f32.frozen, expected, "{name}");
         }
     }
 

@@ -19,8 +19,7 @@ use crate::validate;
 /// are stored in NVFP4, and all experts run in one launch.
 ///
 /// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The layer is differentiable in its
-/// input, as [`Nvfp4PackedLinear`](super::Nvfp4PackedLinear) is; the backward dequantizes the
-/// weights of all experts for the time of its GEMM.
+/// input, as [`Nvfp4PackedLinear`](super::Nvfp4PackedLinear) is.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedGroupedLinear {
     /// The weights, a stack of `[d_out, d_in]`.

@@ -21,9 +21,10 @@ use crate::validate;
 /// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its
 /// own time, as it does for `f32` activations.
 ///
-/// The layer is differentiable in its input, which has the gradient of the weight's values rounded
-/// to the type of the input, straight through the rounding of quantized activations. Parameters
-/// have no gradient. The backward dequantizes the weight for the time of its GEMM.
+/// The layer is differentiable in its input, which has the gradient of the weight's values,
+/// straight through the rounding of quantized activations. Parameters have no gradient. The
+/// backward reads the codes too: with bf16 activations on a GPU the weight is never dequantized for
+/// it.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedLinear {
     /// The weight, `[d_out, d_in]`.

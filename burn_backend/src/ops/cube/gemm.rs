@@ -95,6 +95,8 @@ impl ElementClass {
             Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
                 Self::Nvfp4
             }
+            // Other formats are refused by the kernels.
+            Operand::QuantizedMnMajor(_) => Self::Nvfp4,
             Operand::Quantized(_) => Self::Mx,
             Operand::Float(x, _) if x.dtype == DType::BF16 => Self::Bf16,
             Operand::Float(..) => Self::Wide,
@@ -114,6 +116,7 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
         Operand::Quantized(quantized) if quantized.layout.format == Format::Mxfp8 => {
             OperandLayout::Mxfp8
         }
+        Operand::QuantizedMnMajor(_) => OperandLayout::PackedMnMajor,
         Operand::Quantized(_) | Operand::Float(_, Usage::Rowwise) => OperandLayout::KMajor,
         Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,
     }
@@ -147,6 +150,10 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
             let usage = quantized.layout.usage;
             (dequantize(quantized, &RowGroups::Whole, dtype), usage)
         }
+        Operand::QuantizedMnMajor(quantized) => {
+            let usage = quantized.layout.usage.transposed();
+            (dequantize(quantized, &RowGroups::Whole, dtype), usage)
+        }
         Operand::Float(x, usage) => (cast(x, dtype.into()), usage),
     };
     match usage {
@@ -159,6 +166,8 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
 pub(super) enum DeviceOperand {
     /// In NVFP4 or MXFP8, and whether each group has an amax of its own.
     Quantized(Box<DeviceQuantized>, bool),
+    /// The same in NVFP4, contracted along its stored rows.
+    QuantizedMnMajor(Box<DeviceQuantized>, bool),
     /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),
 }
@@ -169,6 +178,9 @@ impl DeviceOperand {
         match operand {
             Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
                 Self::Quantized(Box::new(to_device(quantized, Groups::One)), false)
+            }
+            Operand::QuantizedMnMajor(quantized) => {
+                Self::QuantizedMnMajor(Box::new(to_device(quantized, Groups::One)), false)
             }
             Operand::Quantized(quantized) => {
                 // In stored orientation, padding included.
@@ -192,10 +204,16 @@ impl DeviceOperand {
 
     /// An operand of a grouped GEMM.
     pub fn grouped(operand: Operand<CubeBackend>) -> Self {
+        let has_one =
+            |quantized: &DeviceQuantized| quantized.layout.amax == AmaxGranularity::PerTensor;
         match Self::new(operand) {
             Self::Quantized(quantized, _) => {
-                let is_per_group = quantized.layout.amax == AmaxGranularity::PerTensor;
+                let is_per_group = has_one(&quantized);
                 Self::Quantized(quantized, is_per_group)
+            }
+            Self::QuantizedMnMajor(quantized, _) => {
+                let is_per_group = has_one(&quantized);
+                Self::QuantizedMnMajor(quantized, is_per_group)
             }
             bf16 => bf16,
         }
@@ -212,18 +230,25 @@ impl DeviceOperand {
     pub fn view(&self) -> gemm::Operand<'_> {
         match self {
             Self::Quantized(quantized, is_per_group) => {
-                let operand = gemm::Operand::from(&**quantized);
-                match operand.scale {
-                    Scale::Tensor(amax, range) if *is_per_group => gemm::Operand {
-                        scale: Scale::PerGroup(amax, range),
-                        ..operand
-                    },
-                    _ => operand,
-                }
+                scaled(gemm::Operand::from(&**quantized), *is_per_group)
+            }
+            Self::QuantizedMnMajor(quantized, is_per_group) => {
+                scaled(gemm::Operand::packed_mn_major(quantized), *is_per_group)
             }
             Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
             Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand::mn_major(matrix),
         }
+    }
+}
+
+/// `operand`, whose amax values are one for each group where that `is_per_group`.
+fn scaled(operand: gemm::Operand<'_>, is_per_group: bool) -> gemm::Operand<'_> {
+    match operand.scale {
+        Scale::Tensor(amax, range) if is_per_group => gemm::Operand {
+            scale: Scale::PerGroup(amax, range),
+            ..operand
+        },
+        _ => operand,
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn m_grouped(
     let stored = stored_shape(&b).0;
     let columns = match &b {
         // One below the other along the contraction.
-        Operand::Float(_, Usage::Columnwise) => stored,
+        Operand::Float(_, Usage::Columnwise) | Operand::QuantizedMnMajor(_) => stored,
         Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored / groups.count,
     };
     let rows = stored_shape(&a).0;
@@ -50,7 +50,10 @@ pub(super) fn m_grouped(
         let inner = matmul_dtype(&a, &b, dtype);
         trace_masked(rows, columns, groups.count, inner);
         let x = values(a, &RowGroups::Offsets(offsets.clone()), inner);
-        let is_transposed = matches!(b, Operand::Float(_, Usage::Columnwise));
+        let is_transposed = matches!(
+            b,
+            Operand::Float(_, Usage::Columnwise) | Operand::QuantizedMnMajor(_)
+        );
         let w = values(b, &RowGroups::Batch(groups.count), inner);
         let w = stacked::<CubeBackend>(w, groups.count);
         let w = match is_transposed {
@@ -110,8 +113,8 @@ pub(super) fn k_grouped(
                 _ => layout.unit(),
             }
         }
-        // Not padded yet.
-        Operand::Float(..) => BLOCK,
+        // Not padded yet, or refused by the kernels.
+        Operand::Float(..) | Operand::QuantizedMnMajor(_) => BLOCK,
     };
     let groups = group_offsets(offsets);
     let aligned = launched(groups.aligned(&like.client, tokens, unit));
@@ -147,7 +150,9 @@ fn values(
     dtype: FloatDType,
 ) -> CubeTensor {
     match operand {
-        Operand::Quantized(quantized) => dequantize(quantized, groups, dtype),
+        Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => {
+            dequantize(quantized, groups, dtype)
+        }
         Operand::Float(x, _) => cast(x, dtype.into()),
     }
 }
@@ -166,7 +171,7 @@ fn matmul_dtype(
 ) -> FloatDType {
     let has = |operand: &Operand<CubeBackend>| match operand {
         Operand::Float(x, _) => x.dtype == DType::from(dtype),
-        Operand::Quantized(_) => false,
+        Operand::Quantized(_) | Operand::QuantizedMnMajor(_) => false,
     };
     if has(a) && has(b) {
         dtype

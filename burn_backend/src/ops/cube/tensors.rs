@@ -163,7 +163,9 @@ pub(in crate::ops) fn to_device(
 /// A tensor on whose device the results of a GEMM with `operand` are.
 pub(in crate::ops) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
     match operand {
-        Operand::Quantized(quantized) => like_quantized(quantized),
+        Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => {
+            like_quantized(quantized)
+        }
         Operand::Float(x, _) => x.clone(),
     }
 }
@@ -176,11 +178,14 @@ pub(in crate::ops) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -
     }
 }
 
-/// Stored rows and the length of the contraction in memory.
+/// Rows or columns of the output that an operand has, and the length of its contraction in memory.
 pub(in crate::ops) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
     match operand {
         Operand::Quantized(quantized) => {
             (quantized.layout.outer(), quantized.layout.padded_inner())
+        }
+        Operand::QuantizedMnMajor(quantized) => {
+            (quantized.layout.inner(), quantized.layout.outer())
         }
         Operand::Float(x, usage) => usage.stored_shape(x.meta.shape()[0], x.meta.shape()[1]),
     }

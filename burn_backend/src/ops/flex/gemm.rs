@@ -3,9 +3,12 @@
 use std::ops::Range;
 
 use burn_core::backend::{Flex, ops::FloatTensorOps};
-use burn_core::tensor::{DType, FloatDType, Shape, TensorData};
+use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::{Amax, AmaxGranularity, Layout, Origin, QuantizedTensor, Usage, reference};
+use nvfp4_kernels::{
+    Amax, AmaxGranularity, BLOCK, Format, Layout, Origin, QuantizedTensor, Storage, Usage,
+    reference,
+};
 use rayon::prelude::*;
 
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix};
@@ -101,6 +104,12 @@ enum Elements {
         scales: FlexTensor,
         layout: Layout,
     },
+    /// The same, contracted along its stored rows.
+    PackedMnMajor {
+        codes: FlexTensor,
+        scales: FlexTensor,
+        layout: Layout,
+    },
     Float(FlexTensor),
 }
 
@@ -138,6 +147,7 @@ impl StoredOperand {
     pub fn new(operand: Operand<Flex>) -> Self {
         match operand {
             Operand::Quantized(quantized) => Self::quantized(quantized),
+            Operand::QuantizedMnMajor(quantized) => Self::mn_major(quantized),
             Operand::Float(x, usage) => {
                 let x = if float_dtype(x.dtype()) == FloatDType::F32 {
                     x
@@ -180,6 +190,32 @@ impl StoredOperand {
         }
     }
 
+    /// A packed NVFP4 matrix whose stored rows are the contraction.
+    fn mn_major(quantized: QuantizedMatrix<Flex>) -> Self {
+        let layout = quantized.layout;
+        let is_taken = layout.format == Format::Nvfp4
+            && layout.storage == Storage::Packed
+            && layout.amax == AmaxGranularity::PerTensor
+            && layout.hadamard.is_none();
+        assert!(
+            is_taken,
+            "`b` is an MN-major tensor of {layout:?}: expected packed NVFP4 with one amax and \
+             without a transform"
+        );
+        let factors = Factors::new(quantized.amax.clone(), &layout);
+        let (codes, scales) = quantized.into_packed();
+        Self {
+            outer: layout.inner(),
+            depth: layout.outer(),
+            factors,
+            elements: Elements::PackedMnMajor {
+                codes: codes.to_contiguous(),
+                scales: scales.to_contiguous(),
+                layout,
+            },
+        }
+    }
+
     /// Some rows in `f32`, exactly; all of them where they are not packed.
     pub fn rows(&self, rows: &Range<usize>) -> FlexTensor {
         let values = match &self.elements {
@@ -207,6 +243,11 @@ impl StoredOperand {
                     reference::mx_dequantize(&trusted(packed))
                 }
             }
+            Elements::PackedMnMajor {
+                codes,
+                scales,
+                layout,
+            } => return mn_major_rows(codes, scales, layout, rows),
             Elements::Float(x) => {
                 debug_assert_eq!(*rows, 0..self.outer);
                 return x.clone();
@@ -214,6 +255,32 @@ impl StoredOperand {
         };
         FlexTensor::from_data(TensorData::new(values, [rows.len(), self.depth]))
     }
+}
+
+/// Some rows along the contraction of a packed matrix whose stored rows are the contraction, in
+/// `f32`: of each stored row the blocks that have them are decoded.
+fn mn_major_rows(
+    codes: &FlexTensor,
+    scales: &FlexTensor,
+    layout: &Layout,
+    rows: &Range<usize>,
+) -> FlexTensor {
+    let (depth, width) = (layout.outer(), layout.blocks());
+    let blocks = rows.start / BLOCK..rows.end.div_ceil(BLOCK);
+    let columns = blocks.len() * BLOCK;
+    let (codes, scales) = (codes.storage::<u32>(), scales.storage::<u8>());
+    let mut values = vec![0.0; depth * columns];
+    let of_stored_rows = values.par_chunks_mut(columns.max(1)).enumerate();
+    of_stored_rows.for_each(|(row, values)| {
+        let (first, end) = (row * width + blocks.start, row * width + blocks.end);
+        // Two words of codes a block.
+        let codes = bytes_of(&codes[2 * first..2 * end]);
+        reference::decode_blocks_into(&codes, &scales[first..end], values);
+    });
+    let values = FlexTensor::from_data(TensorData::new(values, [depth, columns]));
+    let first = rows.start - blocks.start * BLOCK;
+    let own = [0..depth, first..first + rows.len()].map(Slice::from);
+    Flex::float_swap_dims(Flex::float_slice(values, &own), 0, 1)
 }
 
 /// The bytes of some rows of contiguous codes.
@@ -340,6 +407,26 @@ mod tests {
                 let found = sums(&a, &b, few);
                 assert_eq!(found.storage::<f32>(), expected.storage::<f32>());
             }
+        }
+    }
+
+    /// Some columns of an MN-major operand are those of the whole one, wherever its blocks begin.
+    #[test]
+    fn panels_of_an_mn_major_operand() {
+        let (n, depth) = (48, 24);
+        let Operand::Quantized(quantized) = packed(depth, n, 3) else {
+            unreachable!("it is packed");
+        };
+        let whole = StoredOperand::quantized(quantized.clone()).rows(&(0..depth));
+        let whole = whole.storage::<f32>();
+        let own = StoredOperand::new(Operand::QuantizedMnMajor(quantized));
+        assert_eq!((own.outer, own.depth), (n, depth));
+        for columns in [0..48, 5..21, 16..32, 31..33, 47..48] {
+            let found = own.rows(&columns).to_contiguous();
+            let expected: Vec<f32> = columns
+                .flat_map(|column| (0..depth).map(move |row| whole[row * n + column]))
+                .collect();
+            assert_eq!(found.storage::<f32>(), expected);
         }
     }
 }

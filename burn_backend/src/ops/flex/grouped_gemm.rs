@@ -23,7 +23,7 @@ pub(super) fn m_grouped(
     let groups = ranges(offsets, tokens);
     let columns = match b {
         // One below the other along the contraction.
-        Operand::Float(_, Usage::Columnwise) => stored_outer(b),
+        Operand::Float(_, Usage::Columnwise) | Operand::QuantizedMnMajor(_) => stored_outer(b),
         Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored_outer(b) / groups.len(),
     };
     let parts = groups.iter().enumerate().map(|(group, rows)| {
@@ -47,7 +47,7 @@ pub(super) fn k_grouped(
     let groups = ranges(offsets, tokens);
     let places = match a {
         // Not padded.
-        Operand::Float(..) => groups,
+        Operand::Float(..) | Operand::QuantizedMnMajor(_) => groups,
         Operand::Quantized(quantized) => side_by_side(&groups, quantized.layout.unit()),
     };
     let parts = places.iter().enumerate().map(|(group, place)| {
@@ -71,10 +71,11 @@ pub(super) fn segment_sum(x: FlexTensor, offsets: &FlexTensor) -> FlexTensor {
     Flex::float_cat(sums.collect(), 0)
 }
 
-/// Stored rows of an operand.
+/// Rows or columns of the output that an operand has.
 fn stored_outer(operand: &Operand<Flex>) -> usize {
     match operand {
         Operand::Quantized(quantized) => quantized.layout.outer(),
+        Operand::QuantizedMnMajor(quantized) => quantized.layout.inner(),
         Operand::Float(x, usage) => {
             let (rows, cols) = matrix(x);
             usage.stored_shape(rows, cols).0
@@ -85,7 +86,9 @@ fn stored_outer(operand: &Operand<Flex>) -> usize {
 /// The weight of group `group`, of a stack of `groups`.
 fn weight(stack: &Operand<Flex>, groups: usize, group: usize) -> Operand<Flex> {
     let rows = match stack {
-        Operand::Quantized(quantized) => quantized.layout.outer(),
+        Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => {
+            quantized.layout.outer()
+        }
         Operand::Float(x, _) => matrix(x).0,
     };
     let each = rows / groups;
@@ -96,22 +99,10 @@ fn weight(stack: &Operand<Flex>, groups: usize, group: usize) -> Operand<Flex> {
 fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Operand<Flex> {
     match operand {
         Operand::Quantized(quantized) => {
-            let layout = quantized.layout;
-            let amax = match layout.amax {
-                AmaxGranularity::PerRow => rows.clone(),
-                AmaxGranularity::PerTensor => group..group + 1,
-            };
-            let blocks = 0..layout.blocks();
-            let part = Part {
-                layout: Layout {
-                    rows: rows.len(),
-                    ..layout
-                },
-                rows,
-                blocks,
-                amax,
-            };
-            Operand::Quantized(part.of(quantized))
+            Operand::Quantized(Part::of_rows(quantized.layout, rows, group).of(quantized))
+        }
+        Operand::QuantizedMnMajor(quantized) => {
+            Operand::QuantizedMnMajor(Part::of_rows(quantized.layout, rows, group).of(quantized))
         }
         Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), rows), *usage),
     }
@@ -138,6 +129,11 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
             };
             Operand::Quantized(part.of(quantized))
         }
+        Operand::QuantizedMnMajor(_) => {
+            panic!(
+                "`b` is packed and MN-major, with groups along K: expected one along K, or a float"
+            )
+        }
         Operand::Float(x, usage) => Operand::Float(rows_of(x.clone(), place.clone()), *usage),
     }
 }
@@ -153,6 +149,22 @@ struct Part {
 }
 
 impl Part {
+    /// Some stored rows, those of group `group`.
+    fn of_rows(layout: Layout, rows: Range<usize>, group: usize) -> Self {
+        Self {
+            layout: Layout {
+                rows: rows.len(),
+                ..layout
+            },
+            amax: match layout.amax {
+                AmaxGranularity::PerRow => rows.clone(),
+                AmaxGranularity::PerTensor => group..group + 1,
+            },
+            rows,
+            blocks: 0..layout.blocks(),
+        }
+    }
+
     fn of(self, whole: &QuantizedMatrix<Flex>) -> QuantizedMatrix<Flex> {
         let QuantizedData::Packed { codes, scales } = &whole.data else {
             unreachable!("an operand in groups is packed, or a float");

@@ -31,6 +31,9 @@ impl LinearSharding {
             Operand::Quantized(quantized) => {
                 Operand::Quantized(self.gathered_matrix(quantized, axis, lens))
             }
+            Operand::QuantizedMnMajor(_) => {
+                unreachable!("ranks quantize their parts along the contraction")
+            }
         }
     }
 

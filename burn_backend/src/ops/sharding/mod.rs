@@ -217,7 +217,7 @@ impl LinearSharding {
     ) -> Operand<B> {
         let values = match forward {
             Operand::Float(x, _) => x,
-            Operand::Quantized(source) => {
+            Operand::Quantized(source) | Operand::QuantizedMnMajor(source) => {
                 // MS-EDEN takes the values exactly, everything else as activations.
                 let is_exact = spec.params().is_some_and(QuantParams::is_ms_eden);
                 let dtype = if is_exact { FloatDType::F32 } else { dtype };

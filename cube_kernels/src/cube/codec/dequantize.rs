@@ -73,6 +73,25 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(scales)
 }
 
+/// Two E4M3 bytes, the first in the lower eight bits, each times 2^118, as a pair of bf16: the
+/// values of [`decode_e4m3x2()`], side by side.
+#[cube]
+pub fn decode_e4m3_pair(bytes: u32) -> u32 {
+    let bytes = u32::reinterpret(bytes);
+    let pair: u32;
+    gpu_asm!(
+        "{{ .reg .b32 h; .reg .b16 x, y; .reg .f32 f, g; mov.b32 {{x, y}}, {b};",
+        "cvt.rn.f16x2.e4m3x2 h, x; mov.b32 {{x, y}}, h;",
+        "cvt.f32.f16 f, x; cvt.f32.f16 g, y;",
+        // 2^118
+        "mul.rn.f32 f, f, 0f7A800000; mul.rn.f32 g, g, 0f7A800000;",
+        "cvt.rn.bf16x2.f32 {o}, g, f; }}",
+        o = out(_) pair, b = in(_) bytes,
+        options(pure, nomem)
+    );
+    u32::reinterpret(pair)
+}
+
 /// [`decode_e4m3x2()`] for devices without that conversion, which is one of sm_89: exponent and
 /// mantissa of a byte are put where a bf16 has its lowest exponent bits, which makes the scale
 /// times 2^-120 (its bias is 7, a bf16's 127; a byte without an exponent lands on a subnormal), and

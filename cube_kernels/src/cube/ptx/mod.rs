@@ -13,8 +13,8 @@
 //! Sequences of several instructions that compute something of their own (conversions of whole
 //! words of codes, for example) stand where they are explained: in [`codec`](super::codec) and
 //! [`exact`](super::exact). The mainloops of `wgmma` are one block each, because accumulators may
-//! not leave a block while instructions are in flight: [`sm90_mainloop`] and
-//! [`sm90_mainloop_w4a16`].
+//! not leave a block while instructions are in flight: [`sm90_mainloop`], [`sm90_mainloop_w4a16`]
+//! and [`sm90_mainloop_w4a16_mn_major`].
 
 mod arith;
 mod async_copy;
@@ -31,6 +31,7 @@ mod permute;
 mod setmaxnreg;
 pub mod sm90_mainloop;
 pub mod sm90_mainloop_w4a16;
+pub mod sm90_mainloop_w4a16_mn_major;
 mod suspend;
 mod tcgen05;
 mod wgmma;

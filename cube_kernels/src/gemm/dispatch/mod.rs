@@ -10,8 +10,9 @@ use super::{
     cublaslt,
     kernels::{
         cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
-        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm100_block_scaled::Sm100BlockScaled,
-        sm120_block_scaled::Sm120BlockScaled, small_m_launch::SmallM,
+        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm90_w4a16_mn_major::Sm90W4a16MnMajor,
+        sm100_block_scaled::Sm100BlockScaled, sm120_block_scaled::Sm120BlockScaled,
+        small_m_launch::SmallM,
     },
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
@@ -25,11 +26,12 @@ use crate::{
 };
 
 /// All kernels, in the order in which they are asked.
-const KERNELS: [&dyn Kernel; 9] = [
+const KERNELS: [&dyn Kernel; 10] = [
     &Sm100BlockScaled,
     &CublasLt,
     &SmallM,
     &Sm90W4a16,
+    &Sm90W4a16MnMajor,
     &Sm90Bf16,
     &Sm90StreamK,
     &Sm120BlockScaled,
@@ -43,6 +45,7 @@ pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
         Plan::CublasLt(_) => &CublasLt,
         Plan::SmallM => &SmallM,
         Plan::W4a16(..) => &Sm90W4a16,
+        Plan::W4a16MnMajor(..) => &Sm90W4a16MnMajor,
         Plan::DequantThenBf16(..) => &Sm90Bf16,
         Plan::StreamK(..) => &Sm90StreamK,
         Plan::BlockScaled(_) => &Sm120BlockScaled,
@@ -283,7 +286,7 @@ fn describe_typical_on(device: &Device) -> Vec<CodePath> {
 
 /// [`describe`] on any device.
 fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath> {
-    use OperandLayout::{KMajor, MnMajor, Mxfp8, Packed};
+    use OperandLayout::{KMajor, MnMajor, Mxfp8, Packed, PackedMnMajor};
     let padded = GemmShape {
         k: shape.k.next_multiple_of(crate::BLOCK),
         ..shape
@@ -296,6 +299,11 @@ fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath
         ("GEMM, NVFP4 x NVFP4", [Packed; 2], padded),
         ("GEMM, MXFP8 x MXFP8", [Mxfp8; 2], mx),
         ("GEMM, bf16 x NVFP4", [KMajor, Packed], padded),
+        (
+            "GEMM, bf16 x NVFP4, MN-major",
+            [KMajor, PackedMnMajor],
+            shape,
+        ),
         ("GEMM, bf16 x bf16", [KMajor; 2], shape),
         ("GEMM, bf16, MN-major", [MnMajor; 2], shape),
     ];

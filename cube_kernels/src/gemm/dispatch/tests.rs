@@ -5,7 +5,7 @@ use super::{
         cublaslt::{CublasLtFormat, CublasLtProblem},
         epilogue::Factor,
         heuristics::BAND,
-        tiles::{Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, W4a16Tile},
+        tiles::{Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, W4a16MnTile, W4a16Tile},
     },
     *,
 };
@@ -76,6 +76,52 @@ fn plans_of_measured_shapes() {
     let bf16 = |tile| Plan::DequantThenBf16(tile, BAND);
     assert_eq!(dense(8192, 8192, 8192), bf16(Sm90Tile::N256));
     assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
+}
+
+/// A packed MN-major `b` has a kernel that reads its codes on every GPU, and none that dequantizes
+/// it before.
+#[test]
+fn packed_mn_major_operands_are_read_as_they_are() {
+    let layouts = [OperandLayout::KMajor, OperandLayout::PackedMnMajor];
+    let problem = |shape| Problem::new(layouts, shape);
+    let fused = |tile| Plan::W4a16MnMajor(tile, BAND);
+    assert_eq!(
+        sm90(&problem((4096, 4096, 14336))),
+        fused(W4a16MnTile::M128)
+    );
+    // 64 tiles of 128 rows on 132 SMs.
+    assert_eq!(sm90(&problem((512, 4096, 4096))), fused(W4a16MnTile::M64));
+    let groups = problem((4096, 2048, 768)).grouped(GroupedDim::M, 128);
+    let band = Plan::W4a16MnMajor(W4a16MnTile::M64, 1);
+    assert_eq!(sm90(&groups), band);
+    for (capability, backend) in [
+        (80, GemmBackend::Cmma),
+        (100, GemmBackend::CublasLt),
+        (100, GemmBackend::Sm100Tcgen05),
+        (120, GemmBackend::Sm120BlockScaled),
+    ] {
+        let capabilities = device(Some(capability), backend);
+        for problem in [
+            problem((8, 4096, 4096)),
+            problem((4096, 4096, 4096)),
+            groups,
+        ] {
+            let choice = choice(&capabilities, 132, &problem);
+            assert_eq!(choice.plan, Plan::Cmma, "{backend:?}");
+        }
+        let asked = Problem {
+            backend: Some(GemmBackend::CublasLt),
+            ..problem((4096, 4096, 4096))
+        };
+        let device = Device {
+            capabilities: &capabilities,
+            sms: 132,
+            cublaslt: &|_: &CublasLtProblem| Ok(()),
+            tcgen05: &|_| Ok(()),
+        };
+        let error = plan(&device, &asked).unwrap_err().to_string();
+        assert!(error.contains("MN-major"), "{error}");
+    }
 }
 
 /// Weight gradients of small models share their tiles out, however the operands are stored.

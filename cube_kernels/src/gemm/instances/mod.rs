@@ -12,11 +12,19 @@ use super::kernels::small_m_launch::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
     MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
+<<<<<<< HEAD
     ProblemShapeLaunch, SM90_SMALL_M_UNITS, SM90_UNITS, ScalarPlan, Schedule,
     ScheduledProblemLaunch, Sm90Plan, Sm90SmallMShape, Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft,
     SmallMShape, StreamKPlan, StreamKProblemLaunch, W4a16Plan, W4a16Tile, add_rows_kernel,
     arrange_kernel, cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel,
     scalar_kernel, sm90_bf16_kernel, sm90_small_m_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel,
+=======
+    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
+    W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
+    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
+    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel,
+>>>>>>> hA
     sm120_block_scaled_kernel, small_m_kernel, transpose_kernel,
 };
 use crate::{
@@ -38,6 +46,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all.extend(sm90_bf16(device));
     all.extend(sm90_stream_k(device));
     all.extend(sm90_w4a16(device));
+    all.extend(sm90_w4a16_mn_major(device));
     all.extend(sm100::block_scaled(device));
     all.extend(sm100::probes(device));
     all.extend(sm120_block_scaled(device));
@@ -328,6 +337,43 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
+/// Both tiles, the higher one with groups and the whole epilogue too.
+fn sm90_w4a16_mn_major(device: &DummyDevice) -> Vec<Instance> {
+    let (none, m) = (GroupedDim::None, GroupedDim::M);
+    let f16 = EpilogueKind {
+        out: FloatKind::F16,
+        ..PLAIN
+    };
+    let (high, low) = (W4a16MnTile::M128, W4a16MnTile::M64);
+    let mut all = Vec::new();
+    for (tile, grouped, kind) in [
+        (high, none, PLAIN),
+        (high, m, f16),
+        (high, none, ALL),
+        (low, none, PLAIN),
+        (low, m, ALL_GROUPS),
+    ] {
+        let plan = W4a16MnMajorPlan { grouped, tile };
+        let instance = instance!(
+            device,
+            units SM90_UNITS,
+            sm90_w4a16_mn_major_kernel,
+            format!("{tile:?}-{grouped:?}-{:?}", kind.out),
+            Expected::default(),
+            AddressType::U32,
+            sm90_operand(device, 32, Major::K),
+            map(device, [64, 32], u32::elem_type_native()).with_swizzle(TensorMapSwizzle::B128),
+            device.buffer(512),
+            problem(device, 1),
+            epilogue(device, kind),
+            device.buffer(1 << 12),
+            plan,
+        );
+        all.push(instance.of_gemm(GemmInstance::Sm90W4a16MnMajor(plan), Architectures::Sm90a));
+    }
+    all
+}
+
 /// With the instruction, for the GPUs that have it, and with the software in its place, for Hopper.
 fn sm120_block_scaled(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
@@ -456,49 +502,47 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Both tiles, all widths of rows, and matrices of more than 2^31 elements.
+/// Both tiles, all widths of rows, matrices of more than 2^31 elements, and a `b` that is MN-major.
 fn cmma(device: &DummyDevice) -> Vec<Instance> {
     let (short, long) = (AddressType::U32, AddressType::U64);
     let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
     let (large, small) = (CmmaTile::M128, CmmaTile::M32);
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
+    let (f16, bf16) = (out(FloatKind::F16, PLAIN), out(FloatKind::Bf16, ALL_GROUPS));
+    // Which operands are packed, and whether `b` is MN-major.
+    let both = ([true, true], false);
+    let neither = ([false, false], false);
+    let weight = ([false, true], false);
+    let mn_major = ([false, true], true);
     let mut all = Vec::new();
-    for (address, width, grouped, tile, packed, kind) in [
-        (short, 8, none, large, [true, true], PLAIN),
-        (long, 8, none, large, [true, true], PLAIN),
-        (short, 8, none, large, [true, true], ALL_GROUPS),
-        (
-            short,
-            8,
-            none,
-            small,
-            [false, true],
-            out(FloatKind::F16, PLAIN),
-        ),
-        (short, 1, none, large, [false, false], PLAIN),
-        (short, 8, m, small, [true, true], ALL_GROUPS),
-        (
-            short,
-            4,
-            m,
-            large,
-            [false, true],
-            out(FloatKind::Bf16, ALL_GROUPS),
-        ),
-        (short, 8, k, large, [true, true], ALL_GROUPS),
+    for (address, width, grouped, tile, form, kind) in [
+        (short, 8, none, large, both, PLAIN),
+        (long, 8, none, large, both, PLAIN),
+        (short, 8, none, large, both, ALL_GROUPS),
+        (short, 8, none, small, weight, f16),
+        (short, 1, none, large, neither, PLAIN),
+        (short, 8, m, small, both, ALL_GROUPS),
+        (short, 4, m, large, weight, bf16),
+        (short, 8, k, large, both, ALL_GROUPS),
+        (short, 8, none, large, mn_major, PLAIN),
+        (short, 8, m, large, mn_major, bf16),
+        (short, 8, m, small, mn_major, bf16),
     ] {
+        let (packed, b_mn_major) = form;
         let plan = CmmaPlan {
             grouped,
             tile,
             packed,
+            b_mn_major,
             ordered_add: true,
         };
+        let major = if b_mn_major { "-MnMajor" } else { "" };
         let instance = instance!(
             device,
             units CMMA_UNITS as u32,
             cmma_kernel,
             format!(
-                "{address:?}-{width}-{grouped:?}-{tile:?}-{packed:?}-{:?}-{}",
+                "{address:?}-{width}-{grouped:?}-{tile:?}-{packed:?}-{:?}-{}{major}",
                 kind.out, kind.accumulate
             ),
             Expected::default(),
@@ -520,20 +564,23 @@ fn cmma(device: &DummyDevice) -> Vec<Instance> {
 /// Each kind of groups, with packed and with bf16 operands.
 fn scalar_grouped(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
-    for (grouped, packed, kind) in [
-        (GroupedDim::None, [true, false], ALL),
-        (GroupedDim::M, [true, true], ALL_GROUPS),
-        (GroupedDim::K, [false, true], PLAIN),
+    for (grouped, packed, b_mn_major, kind) in [
+        (GroupedDim::None, [true, false], false, ALL),
+        (GroupedDim::M, [true, true], false, ALL_GROUPS),
+        (GroupedDim::K, [false, true], false, PLAIN),
+        (GroupedDim::M, [false, true], true, PLAIN),
     ] {
         let plan = ScalarPlan {
             grouped,
             packed,
+            b_mn_major,
             ordered_add: true,
         };
+        let major = if b_mn_major { "-MnMajor" } else { "" };
         let instance = instance!(
             device,
             scalar_grouped_kernel,
-            format!("{grouped:?}-{packed:?}"),
+            format!("{grouped:?}-{packed:?}{major}"),
             NO_SPILLS,
             AddressType::U64,
             mixed(device),

@@ -23,6 +23,7 @@ use crate::{
         },
         epilogue::{Addends, Epilogue, apply_on},
         materialize::Materialized,
+        operand::OperandLayout,
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
         scheduler::{GroupedDim, place},
         tiles::{CMMA_TILE_N, CmmaTile},
@@ -106,6 +107,39 @@ fn dequantize_tile<W: Size>(
     }
 }
 
+/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each,
+/// into shared memory, a block to a unit: as the rows along the contraction that
+/// [`dequantize_tile`] writes. What lies outside becomes zero. `part` has stored rows, and the
+/// blocks along them.
+#[cube]
+fn dequantize_mn_major_tile<W: Size>(
+    matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
+    tile: &mut [bf16],
+    part: TilePart,
+) {
+    #[unroll]
+    for round in 0..comptime!((DEPTH * CMMA_TILE_N / 16).div_ceil(UNITS)) {
+        let item = UNIT_POS as usize + comptime!(round * UNITS);
+        // Neighbouring units have neighbouring rows, so that they write to neighbouring places.
+        let (row, block) = (item % DEPTH, item / DEPTH);
+        let base = block * comptime!(16 * STRIDE) + row;
+        let (row, block) = (part.row + row, part.block + block);
+        let mut words = Vector::<u32, Const<2>>::new(0u32);
+        let mut scale = 0.0f32;
+        if row < part.row_end && block < part.block_end {
+            let index = row * part.block_end + block;
+            words = matrix.codes[index];
+            scale = decode_e4m3(u32::cast_from(matrix.scales[index]));
+        }
+        #[unroll]
+        for i in 0..16usize {
+            let code = words.extract(comptime!(i / 8)) >> comptime!(4 * (i as u32 % 8));
+            // Exact: code and scale have at most two and four significant bits.
+            tile[base + comptime!(i * STRIDE)] = bf16::cast_from(decode_e2m1(code) * scale);
+        }
+    }
+}
+
 /// The comptime choices of `cmma_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CmmaPlan {
@@ -115,6 +149,8 @@ pub struct CmmaPlan {
     pub tile: CmmaTile,
     /// Whether `a` and `b` are packed.
     pub packed: [bool; 2],
+    /// Whether the stored rows of a packed `b` are the contraction.
+    pub b_mn_major: bool,
     /// Whether the compiler may contract additions with multiplications; see
     /// `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
@@ -233,15 +269,32 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
                     k,
                 };
                 dequantize_tile::<W>(&a, &mut a_shared, a_part, tile_m, comptime!(plan.packed[0]));
-                let b_part = TilePart {
-                    row: at.b_first + at.column,
-                    row_end: at.b_first + n,
-                    block,
-                    block_end,
-                    k,
-                };
-                let packed = comptime!(plan.packed[1]);
-                dequantize_tile::<W>(&b, &mut b_shared, b_part, CMMA_TILE_N, packed);
+                if comptime!(plan.b_mn_major) {
+                    let mut row = block * 16usize;
+                    let mut row_end = k;
+                    if comptime!(plan.grouped == GroupedDim::M) {
+                        row += group * k;
+                        row_end += group * k;
+                    }
+                    let b_part = TilePart {
+                        row,
+                        row_end,
+                        block: at.column / 16usize,
+                        block_end: n.div_ceil(16usize),
+                        k,
+                    };
+                    dequantize_mn_major_tile::<W>(&b, &mut b_shared, b_part);
+                } else {
+                    let b_part = TilePart {
+                        row: at.b_first + at.column,
+                        row_end: at.b_first + n,
+                        block,
+                        block_end,
+                        k,
+                    };
+                    let packed = comptime!(plan.packed[1]);
+                    dequantize_tile::<W>(&b, &mut b_shared, b_part, CMMA_TILE_N, packed);
+                }
                 sync_cube();
                 multiply_tile(
                     &a_shared,
@@ -463,7 +516,11 @@ fn queue(launch: &Launch) {
         GroupedDim::M => count * n,
         GroupedDim::None | GroupedDim::K => n,
     };
-    let (a_len, b_len) = (m * k, b_rows * k);
+    let a_len = m * k;
+    let b_len = match b.layout {
+        OperandLayout::PackedMnMajor => b.stored_len(k),
+        _ => b_rows * k,
+    };
     // SAFETY: the kernel masks every access by the shapes it is given, and offsets by `m` and `k`.
     unsafe {
         cmma_kernel::launch_unchecked(
@@ -493,6 +550,7 @@ fn queue(launch: &Launch) {
                 grouped: groups.grouping,
                 tile: shape,
                 packed: [a.is_packed(), b.is_packed()],
+                b_mn_major: b.is_mn_major(),
                 // Where the compiler may contract, which is CUDA's.
                 ordered_add: capabilities.runtime == "cuda",
             },

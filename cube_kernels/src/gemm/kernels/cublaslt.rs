@@ -44,6 +44,7 @@ impl Kernel for CublasLt {
                 "the device is not of compute capability 10.0 or 10.3",
             ));
         }
+        problem.refuse_packed_mn_major()?;
         if problem.grouped != GroupedDim::None {
             return Err(Refusal::Operands(
                 "the library's grouped GEMMs are not used: see docs/src/gemm.md",

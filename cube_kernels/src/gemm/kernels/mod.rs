@@ -36,6 +36,14 @@ pub(crate) mod sm90_stream_k;
 #[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
 #[allow(missing_docs)]
+pub(crate) mod sm90_w4a16_mn_major;
+#[allow(missing_docs)]
+mod sm90_w4a16_mn_major_output;
+#[allow(missing_docs)]
+mod sm90_w4a16_mn_major_stage;
+#[allow(missing_docs)]
+mod sm90_w4a16_mn_major_tiles;
+#[allow(missing_docs)]
 mod sm90_w4a16_output;
 #[allow(missing_docs)]
 mod small_m;
@@ -54,7 +62,8 @@ pub use super::{
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
     tiles::{
-        CmmaTile, Fault, Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore, W4a16Tile,
+        CmmaTile, Fault, Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore,
+        W4a16MnTile, W4a16Tile,
     },
 };
 pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
@@ -66,6 +75,8 @@ pub use sm90_stream_k::{
     PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
 };
 pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
+pub use sm90_w4a16_mn_major::sm90_w4a16_mn_major_kernel;
+pub use sm90_w4a16_mn_major_tiles::W4a16MnMajorPlan;
 pub use sm100_block_scaled_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
 pub use sm100_block_scaled_cta::{sm100_block_scaled_kernel, units as sm100_units};
 pub use sm100_block_scaled_operands::Sm100Plan;

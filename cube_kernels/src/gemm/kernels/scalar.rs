@@ -14,6 +14,7 @@ use crate::{
             PackedMatrixLaunch, ProblemShape, ProblemShapeLaunch,
         },
         epilogue::{Addends, Epilogue, Factor, apply_on},
+        operand::OperandLayout,
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal},
         scheduler::GroupedDim,
     },
@@ -56,8 +57,7 @@ impl Kernel for Scalar {
         } = *launch;
         let kind = epilogue.kind;
         let is_plain = groups.grouping == GroupedDim::None
-            && a.is_packed()
-            && b.is_packed()
+            && [a.layout, b.layout] == [OperandLayout::Packed; 2]
             && [kind.a, kind.b] == [Factor::Tensor; 2]
             && epilogue.ranges == [RANGE; 2]
             && !kind.accumulate
@@ -170,7 +170,7 @@ fn queue(launch: &Launch) {
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let (a_len, b_len) = (a.rows * k, b.rows * k);
+    let (a_len, b_len) = (a.rows * k, b.stored_len(k));
     // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
     unsafe {
         scalar_grouped_kernel::launch_unchecked(
@@ -193,11 +193,17 @@ fn queue(launch: &Launch) {
                 memory(&groups.offsets, groups.groups + 1),
                 1,
             ),
-            epilogue.launch([m, b.rows], groups.groups, (&result.handle, 1), 1.0),
+            epilogue.launch(
+                [m, b.stack * b.rows],
+                groups.groups,
+                (&result.handle, 1),
+                1.0,
+            ),
             memory(&result.handle, result.len()),
             ScalarPlan {
                 grouped: groups.grouping,
                 packed: [a.is_packed(), b.is_packed()],
+                b_mn_major: b.is_mn_major(),
                 ordered_add: capabilities.runtime == "cuda",
             },
             result.dtype.storage_type(),
@@ -212,6 +218,8 @@ pub struct ScalarPlan {
     pub grouped: GroupedDim,
     /// Whether `a` and `b` are packed.
     pub packed: [bool; 2],
+    /// Whether the stored rows of a packed `b` are the contraction.
+    pub b_mn_major: bool,
     /// Whether the compiler may contract additions with multiplications; see
     /// `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
@@ -279,11 +287,22 @@ pub fn scalar_grouped_kernel<F: Numeric>(
             if comptime!(plan.grouped == GroupedDim::M) {
                 b_row = group * n + column;
             }
+            // The first element that is multiplied, and how far it is to the next.
+            let mut b_at = b_row * k + first;
+            let mut b_step = 1usize;
+            if comptime!(plan.b_mn_major) {
+                b_step = n.div_ceil(16usize) * 16usize;
+                b_at = first * b_step + column;
+                if comptime!(plan.grouped == GroupedDim::M) {
+                    b_at += group * k * b_step;
+                }
+            }
             let mut sum = 0.0f32;
             let mut depth = first;
             while depth < end {
                 let x = element(&a, a_row * k + depth, comptime!(plan.packed[0]));
-                let y = element(&b, b_row * k + depth, comptime!(plan.packed[1]));
+                let y = element(&b, b_at, comptime!(plan.packed[1]));
+                b_at += b_step;
                 // The product is exact, so a contraction of this sum changes nothing.
                 sum += x * y;
                 depth += 1usize;

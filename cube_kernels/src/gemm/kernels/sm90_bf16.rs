@@ -528,6 +528,7 @@ impl Kernel for Sm90Bf16 {
     }
 
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        problem.refuse_packed_mn_major()?;
         check_sm90(device, problem)
     }
 

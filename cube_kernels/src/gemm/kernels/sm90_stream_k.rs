@@ -490,6 +490,7 @@ impl Kernel for Sm90StreamK {
     }
 
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal> {
+        problem.refuse_packed_mn_major()?;
         check_sm90(device, problem)?;
         if problem.grouped != GroupedDim::None {
             return Err(Refusal::Operands("there are groups"));

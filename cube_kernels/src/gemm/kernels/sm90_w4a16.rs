@@ -520,7 +520,9 @@ impl Kernel for Sm90W4a16 {
         check_sm90(device, problem)?;
         let k = problem.shape.k;
         match problem {
-            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if problem.b != OperandLayout::Packed => {
+                Err(Refusal::Operands("`b` is not packed along k"))
+            }
             _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
             _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
             // TMA reads rows of whole 16 bytes of codes.
@@ -545,7 +547,9 @@ impl Kernel for Sm90W4a16 {
 
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
-            Plan::W4a16(tile, band) if launch.b.is_packed() && !launch.a.is_mn_major() => {
+            Plan::W4a16(tile, band)
+                if launch.b.layout == OperandLayout::Packed && !launch.a.is_mn_major() =>
+            {
                 queue(launch, tile, band);
                 Ok(())
             }

@@ -97,7 +97,9 @@ impl Kernel for SmallM {
             _ if !has_instructions || device.capabilities.gemm == GemmBackend::Scalar => {
                 Err(Refusal::Device("the device has no mma.sync of sm_80"))
             }
-            _ if problem.b != OperandLayout::Packed => Err(Refusal::Operands("`b` is not packed")),
+            _ if problem.b != OperandLayout::Packed => {
+                Err(Refusal::Operands("`b` is not packed along k"))
+            }
             _ if m > MAX_ROWS => Err(Refusal::Operands("m is above 16")),
             _ if problem.grouped != GroupedDim::None => Err(Refusal::Operands("there are groups")),
             _ if k == 0 || !k.is_multiple_of(BLOCK) || !n.is_multiple_of(2) => {
@@ -121,7 +123,7 @@ impl Kernel for SmallM {
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         let GemmShape { m, k, .. } = launch.shape;
         let takes = m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK);
-        if plan != Plan::SmallM || !launch.b.is_packed() || !takes {
+        if plan != Plan::SmallM || launch.b.layout != OperandLayout::Packed || !takes {
             return Err(misfit(plan, launch));
         }
         queue(launch);
