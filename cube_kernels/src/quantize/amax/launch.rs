@@ -8,14 +8,18 @@ use super::{
         prologue::{Input, Prologue, PrologueOutArgs, run_prologue},
         tile::{self, Grouping, ShapeLaunch},
     },
-    kernel::{
-        AMAX_UNROLL, AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel,
-    },
+    fold::{AmaxOutLaunch, AmaxPlan},
+    kernel::{AMAX_UNROLL, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
+    strips::{STRIP, STRIP_WORDS, amax_strips_kernel},
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,
     capabilities::{conversion_of, is_cpu},
-    launch::{Words, buffer, computed_tile_cubes, resident_grid, tile_cubes, tile_runs},
+    cube::hadamard::SignsLaunch,
+    launch::{
+        Words, buffer, computed_tile_cubes, grid, resident_grid, resident_units, tile_cubes,
+        tile_runs,
+    },
     memory::address_type,
     tensor::{AmaxGranularity, Groups, Matrix},
     zeroed::{zeros_beside, zeros_of_step},
@@ -173,6 +177,13 @@ fn find(
         .or(found.cols.as_ref())
         .expect("one is asked for");
     let cols = found.cols.as_ref().unwrap_or(rows);
+    // SAFETY: as many were allocated.
+    let out =
+        unsafe { AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))) };
+    if input.is_plain() && plan.has_strips() {
+        launch_strips(client, x, out, signs_of(hadamard), plan);
+        return Ok(found);
+    }
     let span = tile::span(plan.hadamard);
     let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
     let shape = ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols);
@@ -190,13 +201,56 @@ fn find(
                 PrologueOutArgs::Matrix(Words::of(out).arg())
             }),
             AmaxTilesLaunch::new(map, shape, row_tiles),
-            AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))),
+            out,
             signs_of(hadamard),
             plan,
             words.elem,
         );
     }
     Ok(found)
+}
+
+/// Cubes with strips of two words that fit into an SM: a unit takes 64 registers.
+const WIDE_CUBES: usize = 4;
+/// Least turns of the SMs with strips of two words.
+const WIDE_TURNS: usize = 2;
+
+/// The amax values of the whole of `x`, whose memory was checked.
+fn launch_strips(
+    client: &Client,
+    x: &Matrix,
+    out: AmaxOutLaunch,
+    signs: SignsLaunch,
+    plan: AmaxPlan,
+) {
+    let blocks = x.rows.div_ceil(STRIP);
+    let row_words = x.cols * x.dtype.size() / 4;
+    // Strips of two words take fewer instructions an element, those of one balance better: the SMs
+    // must have some turns of the former.
+    let wide = blocks * row_words / STRIP_WORDS;
+    let most = match is_cpu(client) || wide >= WIDE_TURNS * resident_units(client, WIDE_CUBES) {
+        true => STRIP_WORDS,
+        false => 1,
+    };
+    let words = Words::of(x).of_at_most(most);
+    let row_vectors = row_words / words.width;
+    let (count, dim) = grid(client, blocks * row_vectors);
+    // SAFETY: the kernel stays below the rows and the vectors of each.
+    unsafe {
+        amax_strips_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            out,
+            signs,
+            x.rows,
+            row_vectors,
+            plan,
+        );
+    }
 }
 
 fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
