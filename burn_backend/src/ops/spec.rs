@@ -11,6 +11,7 @@ use nvfp4_kernels::{Layout, Usage};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
+use super::layers::OutputAmax;
 use super::stored::StoredForm;
 
 /// How the elements of a quantized tensor are rounded, with the random bits of the draw.
@@ -380,6 +381,24 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
+    /// The amax values of `x` from which its operands are quantized, where they are those of the
+    /// whole of it.
+    pub(crate) fn input_amax(&self) -> Option<OutputAmax> {
+        let one_amax = |spec: &OperandSpec| {
+            let params = spec.params().copied();
+            params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
+        };
+        one_amax(&self.fprop_x)?;
+        // That for wgrad is made from the other, or by itself, where it needs no such amax.
+        let col = match self.source {
+            BackwardSource::Original => one_amax(&self.wgrad_x),
+            BackwardSource::Forward => None,
+        };
+        Some(OutputAmax {
+            hadamard: col.and_then(|col| col.hadamard),
+        })
+    }
+
     /// Whether both operands of `w` are made from its values: by the source, or since they are of
     /// 16x16 blocks, where each is the transpose of the other, whatever it is made from.
     pub(crate) fn has_weight_pair(&self) -> bool {

@@ -7,7 +7,7 @@ mod activation;
 mod norm;
 
 pub use activation::ActivationOps;
-pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec};
+pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec, OutputAmax};
 #[cfg(feature = "cubecl-backend")]
 pub use norm::{NormGradientsMetadata, NormOutputMetadata, NormResultMetadata};
 pub use nvfp4_kernels::reference::{Activation, Gelu, Norm};

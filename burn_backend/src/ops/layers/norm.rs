@@ -14,6 +14,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::FloatTensor,
 };
+use nvfp4_kernels::Hadamard;
 use nvfp4_kernels::reference::Norm;
 
 #[cfg(feature = "cubecl-backend")]
@@ -28,6 +29,16 @@ pub struct NormSpec {
     pub norm: Norm,
     /// ε.
     pub epsilon: f32,
+    /// What the layer behind the norm needs to quantize its output, which the pass that writes the
+    /// output then finds. No bit of a result depends on it.
+    pub amax: Option<OutputAmax>,
+}
+
+/// The amax values of a matrix that is quantized along its rows and, perhaps, along its columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutputAmax {
+    /// The transform of the columnwise tensor, which has an amax of its own, if there is one.
+    pub hadamard: Option<Hadamard>,
 }
 
 /// What the forward of a norm gives.

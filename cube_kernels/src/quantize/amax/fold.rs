@@ -85,7 +85,7 @@ fn fold<F: Numeric>(
 /// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest
 /// value in each half, which take half an instruction an element where magnitudes take two.
 #[derive(CubeType)]
-pub(super) struct Running {
+pub(crate) struct Running {
     magnitude: u32,
     high: u32,
     low: u32,
@@ -201,7 +201,7 @@ pub struct AmaxOut {
 
 /// The largest of what a unit folded.
 #[derive(CubeType, Clone, Copy)]
-pub(super) struct Maxima {
+pub(crate) struct Maxima {
     /// Of all elements.
     pub rows: u32,
     /// Of columns, but for the factor of their transform.
@@ -233,7 +233,7 @@ impl Maxima {
 
 /// Raises the amax values of a group to those of its units. All units of the cube must be here.
 #[cube]
-pub(super) fn leave_group(
+pub(crate) fn leave_group(
     out: &mut AmaxOut,
     group: usize,
     maxima: &Maxima,
@@ -276,7 +276,7 @@ pub(super) fn words_amax(
 /// The magnitude bits of the largest of the elements of some words, and of each column of them after
 /// the transform, where the plan has one: all but for its [factor](with_factor).
 #[derive(CubeType)]
-pub(super) struct Folded {
+pub(crate) struct Folded {
     /// Of all elements.
     pub all: u32,
     /// Of each column: one, or two of 16 bits.

@@ -6,7 +6,9 @@ mod kernel;
 mod launch;
 mod strips;
 
+pub(crate) use fold::{AmaxOut, Maxima, Running, leave_group};
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;
 pub use launch::*;
 pub use strips::amax_strips_kernel;
+pub(crate) use strips::{STRIP, Strip, fold_strip};
