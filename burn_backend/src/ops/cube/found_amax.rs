@@ -45,19 +45,18 @@ pub(super) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
 
 /// What `request` asks for of `matrix`, if it was found; it is not kept any longer.
 pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
-    let has = |asked: &AmaxRequest| {
-        (request.rows.is_none() || request.rows == asked.rows)
-            && (request.cols.is_none() || request.cols == asked.cols)
-    };
     let mut found = found();
     let mut of_matrix = found.iter().map(|one| is_same(&one.of, matrix));
     let place = of_matrix.position(|same| same)?;
-    let Found { request, amax, .. } = found.remove(place)?;
-    has(&request).then(|| {
-        #[cfg(test)]
-        tests::note_taken(matrix);
-        amax
-    })
+    let of = found.remove(place)?;
+    let has_rows = request.rows.is_none() || request.rows == of.request.rows;
+    let has_cols = request.cols.is_none() || request.cols == of.request.cols;
+    if !has_rows || !has_cols {
+        return None;
+    }
+    #[cfg(test)]
+    tests::note_taken(matrix);
+    Some(of.amax)
 }
 
 fn is_same(a: &Matrix, b: &Matrix) -> bool {
