@@ -11,7 +11,6 @@ use nvfp4_kernels::{Layout, Usage};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use super::layers::OutputAmax;
 use super::stored::StoredForm;
 
 /// How the elements of a quantized tensor are rounded, with the random bits of the draw.
@@ -378,6 +377,13 @@ pub struct LinearSpec {
     pub wgrad_dy: OperandSpec,
     /// The source of `dgrad_w` and `wgrad_x`.
     pub source: BackwardSource,
+}
+
+/// The amax values of a matrix that is quantized along its rows and, perhaps, along its columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutputAmax {
+    /// The transform of the columnwise tensor, which has an amax of its own, if there is one.
+    pub hadamard: Option<Hadamard>,
 }
 
 impl LinearSpec {

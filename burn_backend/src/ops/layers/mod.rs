@@ -6,8 +6,9 @@
 mod activation;
 mod norm;
 
+pub use super::spec::OutputAmax;
 pub use activation::ActivationOps;
-pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec, OutputAmax};
+pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec};
 #[cfg(feature = "cubecl-backend")]
 pub use norm::{NormGradientsMetadata, NormOutputMetadata, NormResultMetadata};
 pub use nvfp4_kernels::reference::{Activation, Gelu, Norm};

@@ -14,12 +14,12 @@ use burn_core::backend::{
     backend_extension,
     tensor::FloatTensor,
 };
-use nvfp4_kernels::Hadamard;
 use nvfp4_kernels::reference::Norm;
 
 #[cfg(feature = "cubecl-backend")]
 use super::super::MaybeTensorMetadata;
 use super::super::dtype::cast;
+use super::super::spec::OutputAmax;
 use super::super::{MaybeTensor, float_dtype};
 
 /// Which norm, and what is added to the mean square, or to the variance.
@@ -32,13 +32,6 @@ pub struct NormSpec {
     /// What the layer behind the norm needs to quantize its output, which the pass that writes the
     /// output then finds. No bit of a result depends on it.
     pub amax: Option<OutputAmax>,
-}
-
-/// The amax values of a matrix that is quantized along its rows and, perhaps, along its columns.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct OutputAmax {
-    /// The transform of the columnwise tensor, which has an amax of its own, if there is one.
-    pub hadamard: Option<Hadamard>,
 }
 
 /// What the forward of a norm gives.

@@ -2,10 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::{
-    super::tile::{self, Grouping, LoadPlan},
-    strips::STRIP,
-};
+use super::super::tile::{self, Grouping, LoadPlan};
 use crate::{
     HadamardSize,
     cube::{
@@ -18,6 +15,9 @@ use crate::{
     launch::per_word,
     tensor::{AmaxGranularity, FloatKind},
 };
+
+/// Rows of a strip: those of a block down a column, and of the smallest transform.
+pub(crate) const STRIP: usize = 16;
 
 /// The most planes of a cube.
 const PLANES: usize = 32;

@@ -8,9 +8,9 @@ use super::{
         prologue::{Input, Prologue, PrologueOutArgs, run_prologue},
         tile::{self, Grouping, ShapeLaunch},
     },
-    fold::{AmaxOutLaunch, AmaxPlan},
+    fold::{AmaxOutLaunch, AmaxPlan, STRIP},
     kernel::{AMAX_UNROLL, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
-    strips::{STRIP, STRIP_WORDS, amax_strips_kernel},
+    strips::{STRIP_WORDS, amax_strips_kernel},
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,

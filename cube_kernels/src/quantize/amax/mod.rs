@@ -6,9 +6,9 @@ mod kernel;
 mod launch;
 mod strips;
 
-pub(crate) use fold::{AmaxOut, Maxima, Running, leave_group};
+pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, leave_group};
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;
 pub use launch::*;
 pub use strips::amax_strips_kernel;
-pub(crate) use strips::{STRIP, Strip, fold_strip};
+pub(crate) use strips::{Strip, fold_strip};

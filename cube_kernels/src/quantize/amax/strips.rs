@@ -4,14 +4,12 @@
 
 use cubecl::prelude::*;
 
-use super::fold::{AmaxOut, AmaxPlan, Maxima, fold_words, leave_group};
+use super::fold::{AmaxOut, AmaxPlan, Maxima, STRIP, fold_words, leave_group};
 use crate::cube::{
     hadamard::Signs,
     ptx::{cvta_to_global, ld_global_u32},
 };
 
-/// Rows of a strip: those of a block down a column, and of the smallest transform.
-pub(crate) const STRIP: usize = 16;
 /// The most words of a vector: four columns of 16 bits, for which a unit has 32 words in flight.
 pub(super) const STRIP_WORDS: usize = 2;
 
