@@ -123,8 +123,11 @@ impl RmsNorm {
         next: Option<&Nvfp4Linear>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        let amax = next.and_then(|next| next.next_spec().input_amax());
         let ResidualStream { sum, pending } = stream;
+        let is_tracked = sum.is_tracked()
+            || pending.as_ref().is_some_and(|pending| pending.is_tracked())
+            || gain.is_tracked();
+        let amax = next.and_then(|next| next.next_spec().input_amax(is_tracked));
         match pending {
             None => try_norm_of_stream(sum, gain, self.epsilon, amax),
             Some(pending) => try_add_rms_norm_with_amax(pending, sum, gain, self.epsilon, amax),

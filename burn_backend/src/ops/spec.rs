@@ -388,8 +388,8 @@ pub struct OutputAmax {
 
 impl LinearSpec {
     /// The amax values of `x` from which its operands are quantized, where they are those of the
-    /// whole of it.
-    pub(crate) fn input_amax(&self) -> Option<OutputAmax> {
+    /// whole of it; that for wgrad where there is a backward.
+    pub(crate) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
         let one_amax = |spec: &OperandSpec| {
             let params = spec.params().copied();
             params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
@@ -397,8 +397,8 @@ impl LinearSpec {
         one_amax(&self.fprop_x)?;
         // That for wgrad is made from the other, or by itself, where it needs no such amax.
         let col = match self.source {
-            BackwardSource::Original => one_amax(&self.wgrad_x),
-            BackwardSource::Forward => None,
+            BackwardSource::Original if has_backward => one_amax(&self.wgrad_x),
+            BackwardSource::Original | BackwardSource::Forward => None,
         };
         Some(OutputAmax {
             hadamard: col.and_then(|col| col.hadamard),

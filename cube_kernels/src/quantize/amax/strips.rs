@@ -52,7 +52,7 @@ fn load_strip<N: Size>(
 }
 
 /// One unit folds every `units`-th strip. They count from the end of the matrix, as the tiles of
-/// [`amax_tiles_kernel`](super::amax_tiles_kernel) do.
+/// `amax_tiles_kernel` do.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_strips_kernel<N: Size>(
     x: &[Vector<u32, N>],
