@@ -9,7 +9,7 @@ use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::functions::{into_bias, or_panic};
-use crate::ops::layers::{Activation, ActivationOps, Gelu, Norm, NormOps, NormSpec};
+use crate::ops::layers::{Activation, ActivationOps, Gelu, Norm, NormOps, NormSpec, OutputAmax};
 use crate::validate;
 
 /// Fails unless `x` is a tensor that norms and activations take, of rows of at least one element.
@@ -70,6 +70,7 @@ fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
 /// `x + residual` and its norm, or `x` and its norm, after the checks.
 fn norm_unchecked<const D: usize>(
     (norm, epsilon): (Norm, f64),
+    amax: Option<OutputAmax>,
     x: Tensor<D>,
     residual: Option<Tensor<D>>,
     gain: Tensor<1>,
@@ -83,6 +84,7 @@ fn norm_unchecked<const D: usize>(
     let spec = NormSpec {
         norm,
         epsilon: epsilon as f32,
+        amax,
     };
     let f32 = |factors: Tensor<1>| crate::nn::cast(factors, FloatDType::F32);
     let made = Dispatch::nvfp4_norm(
@@ -114,7 +116,7 @@ pub fn try_rms_norm<const D: usize>(
     check_input("x", &x)?;
     check_factors("gain", &gain, &x)?;
     check_epsilon(epsilon)?;
-    Ok(norm_unchecked((Norm::Rms, epsilon), x, None, gain, None).1)
+    Ok(norm_unchecked((Norm::Rms, epsilon), None, x, None, gain, None).1)
 }
 
 /// [`try_rms_norm`], panicking where it fails.
@@ -136,12 +138,26 @@ pub fn try_add_rms_norm<const D: usize>(
     gain: Tensor<1>,
     epsilon: f64,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
+    try_add_rms_norm_with_amax(x, residual, gain, epsilon, None)
+}
+
+/// [`try_add_rms_norm`], which also finds the amax values that the layer behind it needs.
+///
+/// # Errors
+/// As there.
+pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
+    x: Tensor<D>,
+    residual: Tensor<D>,
+    gain: Tensor<1>,
+    epsilon: f64,
+    amax: Option<OutputAmax>,
+) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
     check_input("x", &x)?;
     check_residual(&residual, &x)?;
     check_factors("gain", &gain, &x)?;
     check_epsilon(epsilon)?;
     let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, x, Some(residual), gain, None))
+    Ok(norm_unchecked(norm, amax, x, Some(residual), gain, None))
 }
 
 /// [`try_add_rms_norm`], panicking where it fails.
@@ -154,7 +170,8 @@ pub fn add_rms_norm<const D: usize>(
     or_panic("add_rms_norm", try_add_rms_norm(x, residual, gain, epsilon))
 }
 
-/// `x` and its [`rms_norm`], whose gradients are added in the pass of the backward.
+/// `x` and its [`rms_norm`], whose gradients are added in the pass of the backward; the amax values
+/// that the layer behind it needs are found with it.
 ///
 /// # Errors
 /// As [`try_rms_norm`].
@@ -162,11 +179,13 @@ pub(crate) fn try_norm_of_stream<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
     epsilon: f64,
+    amax: Option<OutputAmax>,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
     check_input("x", &x)?;
     check_factors("gain", &gain, &x)?;
     check_epsilon(epsilon)?;
-    Ok(norm_unchecked((Norm::Rms, epsilon), x, None, gain, None))
+    let norm = (Norm::Rms, epsilon);
+    Ok(norm_unchecked(norm, amax, x, None, gain, None))
 }
 
 /// `(x - mean(x)) / sqrt(variance(x) + epsilon) · gain + bias` over the last axis of `x`
@@ -188,7 +207,7 @@ pub fn try_layer_norm<const D: usize>(
         check_factors("bias", bias, &x)?;
     }
     check_epsilon(epsilon)?;
-    Ok(norm_unchecked((Norm::Layer, epsilon), x, None, gain, bias).1)
+    Ok(norm_unchecked((Norm::Layer, epsilon), None, x, None, gain, bias).1)
 }
 
 /// [`try_layer_norm`], panicking where it fails.

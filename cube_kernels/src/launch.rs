@@ -81,12 +81,23 @@ fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCoun
         // As many cubes as cores have any use for: each costs a call.
         4 * hardware.num_cpu_cores.unwrap_or(1) as usize
     } else {
-        per_multiprocessor * hardware.num_streaming_multiprocessors.unwrap_or(128) as usize
+        per_multiprocessor * multiprocessors(client)
     };
     (
         CubeCount::Static(items.clamp(1, most) as u32, 1, 1),
         CubeDim::new_1d(units(client) as u32),
     )
+}
+
+/// SMs of a GPU.
+pub(crate) fn multiprocessors(client: &Client) -> usize {
+    let hardware = &client.properties().hardware;
+    hardware.num_streaming_multiprocessors.unwrap_or(128) as usize
+}
+
+/// Units of a GPU that run at once, of `cubes` cubes on each SM.
+pub(crate) fn resident_units(client: &Client, cubes: usize) -> usize {
+    cubes * multiprocessors(client) * units(client)
 }
 
 /// [`cubes`] for tiles in shared memory, of which four fit into an SM: as many cubes as run at
@@ -96,8 +107,7 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     if is_cpu(client) {
         return (count, dim);
     }
-    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    let resident = TILES_PER_MULTIPROCESSOR * multiprocessors.unwrap_or(128) as usize;
+    let resident = TILES_PER_MULTIPROCESSOR * multiprocessors(client);
     (
         CubeCount::Static(tiles.clamp(1, resident) as u32, 1, 1),
         dim,
@@ -181,6 +191,14 @@ impl Words {
             width,
             len: x.len() * x.dtype.size() / size,
             handle: x.handle.clone(),
+        }
+    }
+
+    /// The same in loads of no more than `most` scalars, a power of two.
+    pub fn of_at_most(self, most: usize) -> Self {
+        Self {
+            width: self.width.min(most),
+            ..self
         }
     }
 

@@ -515,6 +515,10 @@ mod tests {
                 KernelClass::Amax,
             ),
             (
+                "quantize::amax::strips::amax_strips_kernel::X<u32>",
+                KernelClass::Amax,
+            ),
+            (
                 "quantize::ms_eden::ms_eden_amax_kernel::X<f32>",
                 KernelClass::Amax,
             ),

@@ -193,12 +193,16 @@ impl Nvfp4TransformerBlock {
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput<ResidualStream>, Nvfp4Error> {
         self.check(&stream.sum, positions, padding.as_ref())?;
-        let (sum, normed) = self.attention_norm.try_forward_stream(stream)?;
+        let qkv = Some(&self.attention.qkv);
+        let (sum, normed) = self.attention_norm.try_forward_stream_for(qkv, stream)?;
         let stream = ResidualStream {
             sum,
             pending: Some(self.attention.try_forward(normed, positions, padding)?),
         };
-        let (sum, normed) = self.feed_forward_norm.try_forward_stream(stream)?;
+        // The tokens of experts are sorted before they are quantized.
+        let gate_up = self.feed_forward.as_ref().map(|dense| &dense.gate_up);
+        let norm = &self.feed_forward_norm;
+        let (sum, normed) = norm.try_forward_stream_for(gate_up, stream)?;
         let output = |pending| ResidualStream {
             sum,
             pending: Some(pending),

@@ -7,9 +7,9 @@ use burn_core::tensor::{Device, FloatDType, Tensor};
 use burn_nn::{LayerNorm as BurnLayerNorm, LayerNormConfig, RmsNorm as BurnRmsNorm};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::cast;
-use crate::functions::{or_panic, try_add_rms_norm, try_layer_norm, try_rms_norm};
-use crate::layers::try_norm_of_stream;
+use super::{Nvfp4Linear, cast};
+use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
+use crate::layers::{try_add_rms_norm_with_amax, try_norm_of_stream};
 use crate::parallel::whole_dims;
 use crate::validate;
 
@@ -103,19 +103,34 @@ impl RmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.try_forward_stream_with(self.gain.val(), stream)
+        self.try_forward_stream_for(None, stream)
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream) with another gain.
+    /// [`try_forward_stream`](Self::try_forward_stream) for a layer that quantizes the norm, if it
+    /// is one of these: its amax values are found in the same pass.
+    pub(crate) fn try_forward_stream_for(
+        &self,
+        next: Option<&Nvfp4Linear>,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+        self.try_forward_stream_with(self.gain.val(), next, stream)
+    }
+
+    /// [`try_forward_stream_for`](Self::try_forward_stream_for) with another gain.
     pub(super) fn try_forward_stream_with(
         &self,
         gain: Tensor<1>,
+        next: Option<&Nvfp4Linear>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let ResidualStream { sum, pending } = stream;
+        let is_tracked = sum.is_tracked()
+            || pending.as_ref().is_some_and(|pending| pending.is_tracked())
+            || gain.is_tracked();
+        let amax = next.and_then(|next| next.next_spec().input_amax(is_tracked));
         match pending {
-            None => try_norm_of_stream(sum, gain, self.epsilon),
-            Some(pending) => try_add_rms_norm(pending, sum, gain, self.epsilon),
+            None => try_norm_of_stream(sum, gain, self.epsilon, amax),
+            Some(pending) => try_add_rms_norm_with_amax(pending, sum, gain, self.epsilon, amax),
         }
     }
 

@@ -379,7 +379,32 @@ pub struct LinearSpec {
     pub source: BackwardSource,
 }
 
+/// The amax values of a matrix that is quantized along its rows and, perhaps, along its columns.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutputAmax {
+    /// The transform of the columnwise tensor, which has an amax of its own, if there is one.
+    pub hadamard: Option<Hadamard>,
+}
+
 impl LinearSpec {
+    /// The amax values of `x` from which its operands are quantized, where they are those of the
+    /// whole of it; that for wgrad where there is a backward.
+    pub(crate) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
+        let one_amax = |spec: &OperandSpec| {
+            let params = spec.params().copied();
+            params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
+        };
+        one_amax(&self.fprop_x)?;
+        // That for wgrad is made from the other, or by itself, where it needs no such amax.
+        let col = match self.source {
+            BackwardSource::Original if has_backward => one_amax(&self.wgrad_x),
+            BackwardSource::Original | BackwardSource::Forward => None,
+        };
+        Some(OutputAmax {
+            hadamard: col.and_then(|col| col.hadamard),
+        })
+    }
+
     /// Whether both operands of `w` are made from its values: by the source, or since they are of
     /// 16x16 blocks, where each is the transpose of the other, whatever it is made from.
     pub(crate) fn has_weight_pair(&self) -> bool {

@@ -4,13 +4,14 @@
 use nvfp4_kernels::{
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
+    quantize::AmaxRequest,
     reference::{Activation, Gelu, Norm},
 };
 
 use crate::{
     dense::copy,
     harness::Section,
-    inputs::{Inputs, words},
+    inputs::{Inputs, plain_and_transformed, words},
 };
 
 const EPSILON: f32 = 1e-6;
@@ -33,6 +34,7 @@ pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
             gain: &gain,
             bias: is_layer.then_some(&bias),
             epsilon: EPSILON,
+            amax: AmaxRequest::default(),
         };
         let stats = norm(&client, &request(0, false)).unwrap().stats;
         let backward = |i: usize, added: bool| NormBackwardRequest {
@@ -49,6 +51,18 @@ pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
                 norm(&client, &request(i, added)).unwrap();
             });
         }
+        section.time(
+            &format!("{name}, residual added, with amax"),
+            8.0 * n,
+            |i| {
+                let amax = plain_and_transformed();
+                let request = NormRequest {
+                    amax,
+                    ..request(i, true)
+                };
+                norm(&client, &request).unwrap();
+            },
+        );
         for (suffix, added, matrices) in [("", false, 3.0), (", gradient added", true, 4.0)] {
             let name = format!("{name} backward{suffix}");
             section.time(&name, 2.0 * matrices * n, |i| {

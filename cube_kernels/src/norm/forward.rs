@@ -12,8 +12,10 @@ use super::{
 use crate::{
     cube::{
         exact::{fma, reciprocal, sqrt},
+        hadamard::Signs,
         overlap::{let_next_begin, wait_for_previous, written_before},
     },
+    quantize::amax::{AmaxOut, AmaxPlan, Maxima, Running, Strip, fold_strip, leave_group},
     reference::Norm,
 };
 
@@ -41,6 +43,8 @@ pub struct NormOutputs<C: CubePrimitive> {
     pub normed: Box<[C]>,
     /// The factors of the rows, and behind them their means.
     pub stats: Box<[f32]>,
+    /// Where the amax values of the normalised rows are raised.
+    pub amax: AmaxOut,
 }
 
 /// The rows that a cube works on at a time.
@@ -53,11 +57,14 @@ struct Rows {
     cols: usize,
 }
 
-/// A cube takes as many rows at a time as its planes share.
+/// A cube takes as many rows at a time as its planes share. Where it finds an amax of transformed
+/// columns, it takes a strip of rows before it goes on, and reads what it wrote of these: the L2
+/// cache has it, and registers have no room for 16 rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     inputs: NormInputs<Vector<F, N>, Vector<f32, G>>,
     mut outputs: NormOutputs<Vector<F, N>>,
+    signs: Signs,
     rows: usize,
     cols: usize,
     #[comptime] plan: NormPlan,
@@ -82,27 +89,73 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     wait_for_previous(plan.overlaps);
     // Not before: cubes of a GEMM that begin beside those of another are not shared out evenly.
     let_next_begin(plan.overlaps);
-    let mut first = CUBE_POS * slots;
+    let cube_rows = comptime!(plan.cube_rows());
+    let mut largest = Running::new();
+    let mut maxima = Maxima::new();
+    let mut first = CUBE_POS * cube_rows;
     while first < rows {
-        let these = Rows {
-            first,
-            count: rows,
-            cols,
-        };
-        if comptime!(plan.kept > 0) {
-            kept_rows::<F, N, G>(
-                &inputs,
-                &mut outputs,
-                &mut sums,
-                &gain,
-                &place,
-                &these,
-                plan,
-            );
-        } else {
-            long_row::<F, N, G>(&inputs, &mut outputs, &mut sums, &place, &these, plan);
+        for step in 0..comptime!(cube_rows / slots) {
+            let these = Rows {
+                first: first + step * slots,
+                count: rows,
+                cols,
+            };
+            if these.first < rows {
+                if comptime!(plan.kept > 0) {
+                    kept_rows::<F, N, G>(
+                        &inputs,
+                        &mut outputs,
+                        &mut sums,
+                        &gain,
+                        &mut largest,
+                        &place,
+                        &these,
+                        plan,
+                    );
+                } else {
+                    long_row::<F, N, G>(
+                        &inputs,
+                        &mut outputs,
+                        &mut sums,
+                        &mut largest,
+                        &place,
+                        &these,
+                        plan,
+                    );
+                }
+            }
         }
-        first += CUBE_COUNT * slots;
+        if comptime!(plan.amax.is_some_and(|amax| amax.cols.is_some())) {
+            let of_cols = comptime!(AmaxPlan {
+                rows: None,
+                ..plan.amax.unwrap()
+            });
+            // What other units of the cube wrote.
+            sync_cube();
+            let strip = Strip {
+                row0: first,
+                rows,
+                row_words: cols * comptime!(plan.kind.size()) / 4usize,
+            };
+            fold_strip::<F, N>(&outputs.normed, &strip, &signs, &mut maxima, of_cols);
+        }
+        first += CUBE_COUNT * cube_rows;
+    }
+    if comptime!(plan.amax.is_some()) {
+        let amax = comptime!(plan.amax.unwrap());
+        maxima.rows = largest.bits(false, plan.conversion, plan.kind);
+        leave_group(&mut outputs.amax, 0usize, &maxima, amax);
+    }
+}
+
+/// Takes the words of a block of the output.
+#[cube]
+fn find_largest(raw: &Array<u32>, first: usize, largest: &mut Running, #[comptime] plan: NormPlan) {
+    if comptime!(plan.amax.is_some()) {
+        #[unroll]
+        for w in 0..comptime!(plan.raw_words()) {
+            largest.fold::<u32>(raw[first + w], false, plan.conversion, plan.kind);
+        }
     }
 }
 
@@ -199,6 +252,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     outputs: &mut NormOutputs<Vector<F, N>>,
     sums: &mut RowSum,
     ready: &Array<f32>,
+    largest: &mut Running,
     place: &Place,
     rows: &Rows,
     #[comptime] plan: NormPlan,
@@ -274,6 +328,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
                 normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
                 pack_raw(&values, &mut x, k * words, plan);
                 store_raw::<F, N>(&mut outputs.normed, &at, &x, k * words, plan);
+                find_largest(&x, k * words, largest, plan);
             }
         }
         if place.unit == 0usize {
@@ -292,6 +347,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
     inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
     outputs: &mut NormOutputs<Vector<F, N>>,
     sums: &mut RowSum,
+    largest: &mut Running,
     place: &Place,
     rows: &Rows,
     #[comptime] plan: NormPlan,
@@ -363,6 +419,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
         normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
         pack_raw(&values, &mut x, 0usize, plan);
         store_raw::<F, N>(&mut outputs.normed, &at, &x, 0usize, plan);
+        find_largest(&x, 0usize, largest, plan);
         block += place.units;
     }
     if place.unit == 0usize {

@@ -10,9 +10,15 @@ use super::{
     plan::{NormPlan, Pass},
 };
 use crate::{
+    HadamardSize,
+    cube::hadamard::SignsLaunch,
+    quantize::{
+        amax::{AmaxOutLaunch, AmaxPlan},
+        tile::Grouping,
+    },
     reference::{Norm, norm_part_lanes},
     registry::instance::{DummyDevice, Expected, Instance, instance},
-    tensor::FloatKind,
+    tensor::{AmaxGranularity, FloatKind},
 };
 
 const ROWS: usize = 256;
@@ -20,6 +26,7 @@ const ROWS: usize = 256;
 /// All instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
+    let signs = || SignsLaunch::new(1, 2, 3, 4);
     let mut all = Vec::new();
     all.push(instance!(
         device,
@@ -52,7 +59,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             width,
             factors,
             NormInputsLaunch::new(b(64), b(64), b(64), b(64), 1e-6),
-            NormOutputsLaunch::new(b(64), b(64), b(64)),
+            NormOutputsLaunch::new(b(64), b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
+            signs(),
             ROWS,
             cols,
             plan,
@@ -72,6 +80,49 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             16,
             cols,
             backward,
+            scalar
+        ));
+    }
+    // Those that find amax values: of transformed columns, too, and of all elements alone.
+    for (norm, residual, cols, hadamard) in [
+        (Norm::Rms, true, 768, Some(HadamardSize::H16)),
+        (Norm::Layer, true, 768, Some(HadamardSize::H16)),
+        (Norm::Rms, true, 4096, Some(HadamardSize::H16)),
+        (Norm::Rms, true, 768, None),
+        (Norm::Rms, true, 20_480, Some(HadamardSize::H16)),
+    ] {
+        let kind = FloatKind::Bf16;
+        let plan = NormPlan {
+            few: false,
+            amax: Some(AmaxPlan {
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: hadamard.map(|_| AmaxGranularity::PerTensor),
+                hadamard,
+                default_signs: true,
+                grouping: Grouping::One,
+                elements: false,
+                units: 256,
+                planes: true,
+                conversion: device.conversion,
+                kind,
+            }),
+            ..plan((norm, Pass::Forward), kind, residual, cols, device)
+        };
+        let (scalar, width, factors) = plan.loads();
+        all.push(instance!(
+            device,
+            norm_kernel,
+            format!("{norm:?}-{cols}-amax-{hadamard:?}"),
+            Expected::NONE,
+            AddressType::U32,
+            width,
+            factors,
+            NormInputsLaunch::new(b(64), b(64), b(64), b(64), 1e-6),
+            NormOutputsLaunch::new(b(64), b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
+            signs(),
+            ROWS,
+            cols,
+            plan,
             scalar
         ));
     }
@@ -112,6 +163,7 @@ fn plan(
         whole: cols.is_multiple_of(16),
         overlaps: pass == Pass::Forward && device.overlaps,
         few: pass == Pass::Forward && norm == Norm::Rms && cols <= 4096,
+        amax: None,
         kind,
         conversion: device.conversion,
     }

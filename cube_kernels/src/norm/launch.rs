@@ -14,8 +14,9 @@ use crate::{
     capabilities::is_cpu,
     launch::{buffer, grid, tile_grid},
     memory::{address_type, allocate, check_memory, is_aligned, upload},
+    quantize::{AmaxRequest, Amaxes, amax::AmaxOutLaunch, amaxes},
     reference::{Norm, PART_LANES, norm_parts},
-    tensor::Matrix,
+    tensor::{Groups, Matrix},
 };
 
 /// A norm of rows.
@@ -33,6 +34,10 @@ pub struct NormRequest<'a> {
     pub bias: Option<&'a Handle>,
     /// Added to the mean square, or to the variance.
     pub epsilon: f32,
+    /// Amax values of the normalised rows, which are [those](amaxes) that a pass over them finds.
+    /// Of the whole matrix they are found in the pass that writes it, if it has a multiple of 16
+    /// columns and the transform mixes 16 rows; else in a pass of their own.
+    pub amax: AmaxRequest,
 }
 
 /// What a norm gives.
@@ -45,6 +50,8 @@ pub struct NormResult {
     /// What the backward needs: the factor of each row, `f32[rows]`, and for [`Norm::Layer`] behind
     /// them their means.
     pub stats: Handle,
+    /// The amax values that were asked for.
+    pub amax: Amaxes,
 }
 
 /// The backward of a norm.
@@ -120,6 +127,7 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
         gain,
         bias,
         epsilon,
+        amax,
     } = *request;
     check_x(x)?;
     if let Some(residual) = residual {
@@ -133,12 +141,14 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
         }
     }
     let empty = || Matrix::empty(client, x.rows, x.cols, x.dtype);
-    let result = NormResult {
+    let mut result = NormResult {
         sum: residual.map(|_| empty()),
         normed: empty(),
         stats: allocate(client, stats_len(norm, x.rows) * 4),
+        amax: Amaxes::default(),
     };
     if x.is_empty() {
+        result.amax = amaxes(client, &result.normed, &Groups::One, &amax)?;
         return Ok(result);
     }
     let handles = [
@@ -153,7 +163,21 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
         ..NormPlan::new(client, (norm, Pass::Forward), x, are_aligned(&handles))
     };
     let (scalar, width, factors) = plan.loads();
-    let (count, dim) = cubes(client, x.rows.div_ceil(plan.slots()), &plan);
+    let of_whole = amax.of_whole(client, x.dtype).filter(|_| plan.whole);
+    let plan = NormPlan {
+        amax: of_whole,
+        ..plan
+    };
+    let amax_out = match of_whole {
+        Some(_) => {
+            let lens = [1, usize::from(amax.cols.is_some())];
+            result.amax = amax.zeros(client, lens);
+            result.amax.arg(lens)
+        }
+        // SAFETY: of one row at least; not written.
+        None => unsafe { AmaxOutLaunch::new(buffer(&result.stats, 1), buffer(&result.stats, 1)) },
+    };
+    let (count, dim) = cubes(client, x.rows.div_ceil(plan.cube_rows()), &plan);
     // SAFETY: the matrices were checked.
     let matrix = |matrix: &Matrix| unsafe { plan.matrix(matrix) };
     // SAFETY: the kernel stays below the shape, for which the buffers were checked.
@@ -176,12 +200,17 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
                 matrix(result.sum.as_ref().unwrap_or(&result.normed)),
                 matrix(&result.normed),
                 buffer(&result.stats, stats_len(norm, x.rows)),
+                amax_out,
             ),
+            amax.signs(),
             x.rows,
             x.cols,
             plan,
             scalar,
         );
+    }
+    if of_whole.is_none() {
+        result.amax = amaxes(client, &result.normed, &Groups::One, &amax)?;
     }
     Ok(result)
 }

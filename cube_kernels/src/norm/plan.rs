@@ -6,6 +6,7 @@ use crate::{
     capabilities::{conversion_of, is_cpu, overlaps_kernels},
     cube::codec::Conversion,
     launch::{buffer, tile_grid, units},
+    quantize::amax::{AmaxPlan, STRIP},
     reference::{GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_planes},
     tensor::{FloatKind, Matrix},
 };
@@ -75,6 +76,8 @@ pub struct NormPlan {
     pub overlaps: bool,
     /// Whether there are few rows: time is that of loads, not of memory.
     pub few: bool,
+    /// The amax values of the normalised rows that the forward finds, if it does.
+    pub amax: Option<AmaxPlan>,
     /// The element type of matrices.
     pub kind: FloatKind,
     /// Who computes.
@@ -104,6 +107,7 @@ impl NormPlan {
             whole: cols.is_multiple_of(BLOCK) && aligned,
             overlaps: pass == Pass::Forward && overlaps_kernels(client),
             few: pass == Pass::Forward && x.rows <= FEW_ROWS,
+            amax: None,
             kind,
             conversion: conversion_of(client),
         }
@@ -115,6 +119,15 @@ impl NormPlan {
             0 => 1,
             planes if planes > PLANES => 1,
             planes => PLANES / planes,
+        }
+    }
+
+    /// Rows that a cube has before it takes others: those that it works on at a time, or a strip of
+    /// them, down whose columns it finds an amax.
+    pub const fn cube_rows(&self) -> usize {
+        match self.amax {
+            Some(amax) if amax.cols.is_some() => STRIP,
+            _ => self.slots(),
         }
     }
 

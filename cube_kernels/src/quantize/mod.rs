@@ -78,7 +78,10 @@ pub use swizzle::{
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
-        amax::{AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
+        amax::{
+            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_strips_kernel,
+            amax_tiles_kernel,
+        },
         dequantize::{
             ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
             dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,

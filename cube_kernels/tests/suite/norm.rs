@@ -5,13 +5,15 @@ use crate::support::device::{
     DeviceElement, assert_floats, read_f32s, read_matrix, upload, upload_bytes,
 };
 use crate::support::inputs::{Generator, Kind, convert, values};
-use cubecl::prelude::*;
+use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
+    Hadamard, HadamardSize,
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
+    quantize::{AmaxRequest, Amaxes, amaxes},
     reference::{self, Activation, Gelu, Norm},
-    tensor::FloatKind,
+    tensor::{AmaxGranularity, FloatKind, Groups},
 };
 
 const EPSILON: f32 = 1e-6;
@@ -94,6 +96,7 @@ impl<T: DeviceElement> Case<T> {
             gain: &gain,
             bias: bias.as_ref(),
             epsilon: EPSILON,
+            amax: AmaxRequest::default(),
         };
         let found = norm(client, &request).unwrap();
         assert_eq!(found.sum.is_some(), expected.sum.is_some(), "{what}");
@@ -375,6 +378,96 @@ element_tests! {
     check_activations: activations_f32, activations_bf16, activations_f16;
 }
 
+/// What a norm is asked to find of its output.
+fn amax_requests() -> Vec<AmaxRequest> {
+    let (whole, rows) = (AmaxGranularity::PerTensor, AmaxGranularity::PerRow);
+    let seeded = |size| Hadamard::seeded_with_size(size, 9);
+    let with_cols = |of_rows, cols| AmaxRequest {
+        rows: Some(of_rows),
+        cols,
+    };
+    vec![
+        with_cols(whole, None),
+        with_cols(whole, Some((whole, None))),
+        with_cols(whole, Some((whole, Some(Hadamard::default())))),
+        with_cols(whole, Some((whole, Some(seeded(HadamardSize::H16))))),
+        // These take a pass of their own.
+        with_cols(whole, Some((whole, Some(seeded(HadamardSize::H32))))),
+        with_cols(rows, Some((whole, Some(Hadamard::default())))),
+    ]
+}
+
+/// The amax values of the output are those that a pass over it finds, which are the oracle's, and
+/// the output is the same: of strips that end within one, of one row, of none, of rows in one block
+/// a unit, in several, and too long to be kept, and without whole vectors.
+fn check_amax<T: DeviceElement>(client: &Client) {
+    let shapes = [
+        (1, 16),
+        (0, 16),
+        (16, 768),
+        (37, 48),
+        (50, 768),
+        (21, 500),
+        (3, 4112),
+        (2, 16_400),
+    ];
+    let kinds = [Kind::Normal, Kind::Nan, Kind::Infinity, Kind::Tiny];
+    for (i, (rows, cols)) in shapes.into_iter().enumerate() {
+        for (norm_kind, kind) in NORMS
+            .into_iter()
+            .flat_map(|norm| kinds.map(|kind| (norm, kind)))
+        {
+            let case = Case::<T>::new(norm_kind, kind, (rows, cols), i as u32);
+            let matrix = |x: &[T]| upload(client, x, rows, cols);
+            let floats = |x: &[f32]| upload_bytes(client, bytemuck::cast_slice(x));
+            let (x, residual) = (matrix(&case.x), case.residual.as_deref().map(matrix));
+            let (gain, bias) = (floats(&case.gain), case.bias.as_deref().map(floats));
+            let request = NormRequest {
+                norm: norm_kind,
+                x: &x,
+                residual: residual.as_ref(),
+                gain: &gain,
+                bias: bias.as_ref(),
+                epsilon: EPSILON,
+                amax: AmaxRequest::default(),
+            };
+            let plain = norm(client, &request).unwrap();
+            assert!(plain.amax.rows.is_none() && plain.amax.cols.is_none());
+            let plain = read_matrix::<T>(client, &plain.normed);
+            for amax in amax_requests() {
+                let what = format!("{norm_kind:?} {rows}x{cols} {kind:?} {amax:?}");
+                let found = norm(client, &NormRequest { amax, ..request }).unwrap();
+                let normed = read_matrix::<T>(client, &found.normed);
+                assert_floats(&normed, &plain, &what);
+                let passed = amaxes(client, &found.normed, &Groups::One, &amax).unwrap();
+                let of_rows = match amax.rows {
+                    Some(AmaxGranularity::PerTensor) => vec![reference::amax(&normed)],
+                    _ => reference::amax_rows(&normed, rows, cols),
+                };
+                let of_cols = amax.cols.map(|(_, hadamard)| match hadamard {
+                    Some(hadamard) => vec![reference::amax_rht(&normed, rows, cols, &hadamard)],
+                    None => vec![reference::amax(&normed)],
+                });
+                let bits = |handle: Option<Handle>, len| {
+                    let values = handle.map(|handle| read_f32s(client, &handle, len));
+                    values.map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+                };
+                let len = of_rows.len();
+                let expected = [Some(of_rows), of_cols]
+                    .map(|values| values.map(|of| of.into_iter().map(f32::to_bits).collect()));
+                let [found, passed] = [found.amax, passed]
+                    .map(|Amaxes { rows, cols }| [bits(rows, len), bits(cols, 1)]);
+                assert_eq!(found, expected, "{what}");
+                assert_eq!(passed, expected, "{what}: by a pass");
+            }
+        }
+    }
+}
+
+element_tests! {
+    check_amax: amax_f32, amax_bf16, amax_f16;
+}
+
 #[test]
 fn bad_arguments_are_named() {
     let client = client!("norm::bad_arguments_are_named");
@@ -389,6 +482,7 @@ fn bad_arguments_are_named() {
         gain: &gain,
         bias: None,
         epsilon: EPSILON,
+        amax: AmaxRequest::default(),
     };
     let stats = norm(&client, &request).unwrap().stats;
     let cases = [

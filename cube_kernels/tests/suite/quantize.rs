@@ -371,6 +371,51 @@ fn maxima_of_rows_columns_and_groups() {
     }
 }
 
+/// One maximum of all rows and one of all columns, in one read and alone: of strips of 16 rows that
+/// end within one, of rows of vectors of two words, of one, and without whole words.
+fn check_whole_matrices<T: DeviceElement>(client: &Client) {
+    let transforms = [None, Some(Hadamard::default()), Some(Hadamard::seeded(5))];
+    let whole = Some(AmaxGranularity::PerTensor);
+    for (i, (rows, cols)) in [(1, 4), (16, 72), (33, 70), (47, 71), (160, 200), (5, 1)]
+        .into_iter()
+        .enumerate()
+    {
+        for kind in ALL_KINDS {
+            let x = convert::<T>(&values(kind, rows * cols, i as u32));
+            let matrix = upload(client, &x, rows, cols);
+            for hadamard in transforms {
+                let of_cols = match &hadamard {
+                    None => reference::amax(&x),
+                    Some(hadamard) => reference::amax_rht(&x, rows, cols, hadamard),
+                };
+                let along_cols = whole.map(|scope| (scope, hadamard));
+                for (rows_scope, cols_scope) in
+                    [(whole, along_cols), (whole, None), (None, along_cols)]
+                {
+                    let request = AmaxRequest {
+                        rows: rows_scope,
+                        cols: cols_scope,
+                    };
+                    let found = quantize::amaxes(client, &matrix, &Groups::One, &request).unwrap();
+                    let bits = |handle: Option<cubecl::server::Handle>| {
+                        handle.map(|handle| floats(&read(client, &handle))[0].to_bits())
+                    };
+                    let of_rows = rows_scope.map(|_| reference::amax(&x).to_bits());
+                    let of_cols = cols_scope.map(|_| of_cols.to_bits());
+                    let found = (bits(found.rows), bits(found.cols));
+                    let what = format!("{rows}x{cols} {kind:?} {hadamard:?} {request:?}");
+                    assert_eq!(found, (of_rows, of_cols), "{what}");
+                }
+            }
+        }
+    }
+}
+
+element_tests! {
+    check_whole_matrices: maxima_of_whole_matrices_f32, maxima_of_whole_matrices,
+        maxima_of_whole_matrices_f16;
+}
+
 /// Per token in one read: the maximum of each row and the copy made with it. A row of 1024 blocks
 /// and more does not stay in registers.
 fn check_per_tokens<T: DeviceElement>(client: &Client) {

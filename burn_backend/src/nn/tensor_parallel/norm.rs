@@ -50,7 +50,7 @@ impl SequenceParallelRmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.norm.try_forward_stream_with(self.gain(), stream)
+        self.norm.try_forward_stream_with(self.gain(), None, stream)
     }
 
     /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.

@@ -1,6 +1,7 @@
 //! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
 
 mod form;
+mod found_amax;
 mod gemm;
 mod grouped_gemm;
 mod layers;

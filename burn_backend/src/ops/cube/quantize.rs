@@ -24,6 +24,7 @@ use super::super::tensors::{
     ActivationAmaxes, AmaxPair, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use super::super::{trace_op, usage_name};
+use super::found_amax;
 use super::tensors::{
     Source, device_groups, earlier_groups, float_kind, launched, like_quantized, new_tensor,
     result, to_burn, to_device,
@@ -478,6 +479,14 @@ impl GroupedSource {
         }
         let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
         if matches!(self.groups, Groups::One) && params.amax == AmaxGranularity::PerTensor {
+            let request = AmaxRequest::along(usage, params.amax, params.hadamard);
+            if let Some(Amaxes { rows, cols }) = found_amax::take(matrix, &request) {
+                return match usage {
+                    Usage::Rowwise => rows,
+                    Usage::Columnwise => cols,
+                }
+                .expect("requested");
+            }
             let hadamard = match usage {
                 Usage::Rowwise => None,
                 Usage::Columnwise => params.hadamard,
@@ -504,7 +513,13 @@ impl GroupedSource {
         let found = self.found.clone().unwrap_or_else(|| {
             let request = pair_request(row, col);
             let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
-            launched(quantize::amaxes(client, matrix, &self.groups, &request))
+            let found = match self.groups {
+                Groups::One => found_amax::take(matrix, &request),
+                _ => None,
+            };
+            found.unwrap_or_else(|| {
+                launched(quantize::amaxes(client, matrix, &self.groups, &request))
+            })
         });
         let [row, col] = [found.rows, found.cols].map(|amax| amax.expect("requested"));
         (row, col)

@@ -34,7 +34,7 @@ impl NormOps for Flex {
         let shape = matrix(&x);
         let (gain, bias) = (gain.to_contiguous(), contiguous(bias));
         let residual = contiguous(residual);
-        let NormSpec { norm, epsilon } = spec;
+        let NormSpec { norm, epsilon, .. } = spec;
         with_elements!(x, |values| {
             let residual = residual.as_ref().map(|residual| residual.storage());
             let bias = bias.as_ref().map(|bias| bias.storage());

@@ -6,6 +6,7 @@
 mod activation;
 mod norm;
 
+pub use super::spec::OutputAmax;
 pub use activation::ActivationOps;
 pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec};
 #[cfg(feature = "cubecl-backend")]

@@ -19,6 +19,7 @@ use nvfp4_kernels::reference::Norm;
 #[cfg(feature = "cubecl-backend")]
 use super::super::MaybeTensorMetadata;
 use super::super::dtype::cast;
+use super::super::spec::OutputAmax;
 use super::super::{MaybeTensor, float_dtype};
 
 /// Which norm, and what is added to the mean square, or to the variance.
@@ -28,6 +29,9 @@ pub struct NormSpec {
     pub norm: Norm,
     /// ε.
     pub epsilon: f32,
+    /// What the layer behind the norm needs to quantize its output, which the pass that writes the
+    /// output then finds. No bit of a result depends on it.
+    pub amax: Option<OutputAmax>,
 }
 
 /// What the forward of a norm gives.

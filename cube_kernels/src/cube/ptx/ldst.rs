@@ -64,6 +64,16 @@ pub fn ld_global_u8(address: u64) -> u32 {
     u32::reinterpret(value)
 }
 
+/// Loads a word of device memory: `ld.global.b32`.
+///
+/// PTX 1.0; all targets.
+#[cube]
+pub fn ld_global_u32(address: u64) -> u32 {
+    let value: u32;
+    gpu_asm!("ld.global.b32 {v}, [{a}];", v = out(_) value, a = in(_) address);
+    u32::reinterpret(value)
+}
+
 /// Loads two bytes of device memory, aligned to two: `ld.global.u16`.
 ///
 /// PTX 1.0; all targets.

@@ -8,16 +8,20 @@ use super::{
         prologue::{Input, Prologue, PrologueOutArgs, run_prologue},
         tile::{self, Grouping, ShapeLaunch},
     },
-    kernel::{
-        AMAX_UNROLL, AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel,
-    },
+    fold::{AmaxOutLaunch, AmaxPlan, STRIP},
+    kernel::{AMAX_UNROLL, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
+    strips::{STRIP_WORDS, amax_strips_kernel},
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,
     capabilities::{conversion_of, is_cpu},
-    launch::{Words, buffer, computed_tile_cubes, resident_grid, tile_cubes, tile_runs},
+    cube::hadamard::SignsLaunch,
+    launch::{
+        Words, buffer, computed_tile_cubes, grid, resident_grid, resident_units, tile_cubes,
+        tile_runs, units,
+    },
     memory::address_type,
-    tensor::{AmaxGranularity, Groups, Matrix},
+    tensor::{AmaxGranularity, FloatKind, Groups, Matrix},
     zeroed::{zeros_beside, zeros_of_step},
 };
 
@@ -42,7 +46,7 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
 }
 
 /// Which amax values [`amaxes`] finds in one read of a matrix.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AmaxRequest {
     /// Those for rowwise tensors: of each group, or of each row (per token).
     pub rows: Option<AmaxGranularity>,
@@ -68,6 +72,51 @@ impl AmaxRequest {
     }
 }
 
+impl AmaxRequest {
+    /// How a kernel finds what is asked for while it writes a matrix of `kind` in whole words, if
+    /// these are amax values of the whole matrix, down columns of a [strip](STRIP) at most.
+    pub(crate) fn of_whole(&self, client: &Client, kind: FloatKind) -> Option<AmaxPlan> {
+        let plan = self.plan(client, kind);
+        (self.rows.is_some() && plan.has_strips()).then_some(plan)
+    }
+
+    /// How a kernel finds it in one group of rows of `kind` in whole words.
+    fn plan(&self, client: &Client, kind: FloatKind) -> AmaxPlan {
+        let hadamard = self.hadamard();
+        AmaxPlan {
+            rows: self.rows,
+            cols: self.cols.map(|(scope, _)| scope),
+            hadamard: hadamard.map(|hadamard| hadamard.size()),
+            default_signs: hadamard == Some(Hadamard::default()),
+            grouping: Grouping::One,
+            elements: false,
+            units: units(client),
+            planes: !is_cpu(client),
+            conversion: conversion_of(client),
+            kind,
+        }
+    }
+
+    /// The transform of the columns.
+    fn hadamard(&self) -> Option<Hadamard> {
+        self.cols.and_then(|(_, hadamard)| hadamard)
+    }
+
+    /// Zeros for what is asked for, of which there are so many.
+    pub(crate) fn zeros(&self, client: &Client, lens: [usize; 2]) -> Amaxes {
+        let [rows, cols] = zeros_beside(client, lens);
+        Amaxes {
+            rows: self.rows.map(|_| rows),
+            cols: self.cols.map(|_| cols),
+        }
+    }
+
+    /// The signs of the transform.
+    pub(crate) fn signs(&self) -> SignsLaunch {
+        signs_of(self.hadamard())
+    }
+}
+
 /// What [`amaxes`] found: `f32` values in device memory.
 #[derive(Debug, Clone, Default)]
 pub struct Amaxes {
@@ -75,6 +124,21 @@ pub struct Amaxes {
     pub rows: Option<Handle>,
     /// For columnwise tensors: one for each group, or `groups x cols`.
     pub cols: Option<Handle>,
+}
+
+impl Amaxes {
+    /// What a kernel raises, of so many values each. Not asked for: the other ones, which the kernel
+    /// then does not touch for it.
+    ///
+    /// # Panics
+    /// When neither is asked for.
+    pub(crate) fn arg(&self, [rows_len, cols_len]: [usize; 2]) -> AmaxOutLaunch {
+        let one = self.rows.as_ref().or(self.cols.as_ref());
+        let rows = one.expect("one is asked for");
+        let cols = self.cols.as_ref().unwrap_or(rows);
+        // SAFETY: as many were allocated.
+        unsafe { AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))) }
+    }
 }
 
 /// Several amax values in one read of `x` (or of what it is made from); 0 where there is nothing to
@@ -138,15 +202,11 @@ fn find(
     let cols_len = request
         .cols
         .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let [rows, cols] = zeros_beside(client, [rows_len, cols_len]);
-    let found = Amaxes {
-        rows: request.rows.map(|_| rows),
-        cols: request.cols.map(|_| cols),
-    };
+    let lens = [rows_len, cols_len];
+    let found = request.zeros(client, lens);
     if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
         return Ok(found);
     }
-    let hadamard = request.cols.and_then(|(_, hadamard)| hadamard);
     let tile_cols = x.cols.div_ceil(tile::cols(x.dtype));
     let row_tiles = groups.units(x.rows, tile::ROWS);
     let (count, dim) = match groups {
@@ -155,26 +215,21 @@ fn find(
         _ => tile_runs(client, row_tiles, tile_cols),
     };
     let plan = AmaxPlan {
-        rows: request.rows,
-        cols: request.cols.map(|(scope, _)| scope),
-        hadamard: hadamard.map(|hadamard| hadamard.size()),
-        default_signs: hadamard == Some(Hadamard::default()),
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
         units: dim.x as usize,
-        planes: !is_cpu(client),
-        conversion: conversion_of(client),
-        kind: x.dtype,
+        ..request.plan(client, x.dtype)
     };
-    // Not asked for: the other one, which the kernel then does not touch for it.
-    let rows = found
-        .rows
-        .as_ref()
-        .or(found.cols.as_ref())
-        .expect("one is asked for");
-    let cols = found.cols.as_ref().unwrap_or(rows);
+    let out = found.arg(lens);
+    if input.is_plain() && plan.has_strips() {
+        launch_strips(client, x, out, request.signs(), plan);
+        return Ok(found);
+    }
     let span = tile::span(plan.hadamard);
-    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, rows);
+    // Not read where there is no map.
+    let unread = found.rows.as_ref().or(found.cols.as_ref());
+    let unread = unread.expect("one is asked for");
+    let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, unread);
     let shape = ShapeLaunch::new(x.rows, x.cols, groups.count(), tile_cols);
     // SAFETY: the kernel masks every access by the shapes it is given.
     unsafe {
@@ -190,13 +245,56 @@ fn find(
                 PrologueOutArgs::Matrix(Words::of(out).arg())
             }),
             AmaxTilesLaunch::new(map, shape, row_tiles),
-            AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))),
-            signs_of(hadamard),
+            out,
+            request.signs(),
             plan,
             words.elem,
         );
     }
     Ok(found)
+}
+
+/// Cubes with strips of two words that fit into an SM: a unit takes 64 registers.
+const WIDE_CUBES: usize = 4;
+/// Least turns of the SMs with strips of two words.
+const WIDE_TURNS: usize = 2;
+
+/// The amax values of the whole of `x`, whose memory was checked.
+fn launch_strips(
+    client: &Client,
+    x: &Matrix,
+    out: AmaxOutLaunch,
+    signs: SignsLaunch,
+    plan: AmaxPlan,
+) {
+    let blocks = x.rows.div_ceil(STRIP);
+    let row_words = x.cols * x.dtype.size() / 4;
+    // Strips of two words take fewer instructions an element, those of one balance better: the SMs
+    // must have some turns of the former.
+    let wide = blocks * row_words / STRIP_WORDS;
+    let most = match is_cpu(client) || wide >= WIDE_TURNS * resident_units(client, WIDE_CUBES) {
+        true => STRIP_WORDS,
+        false => 1,
+    };
+    let words = Words::of(x).of_at_most(most);
+    let row_vectors = row_words / words.width;
+    let (count, dim) = grid(client, blocks * row_vectors);
+    // SAFETY: the kernel stays below the rows and the vectors of each.
+    unsafe {
+        amax_strips_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len()),
+            words.width,
+            words.arg(),
+            out,
+            signs,
+            x.rows,
+            row_vectors,
+            plan,
+        );
+    }
 }
 
 fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {

@@ -1,8 +1,14 @@
 //! Largest magnitudes: of a matrix, of its rows, of its columns, of its groups, before and after
 //! the columnwise transform.
 
+mod fold;
 mod kernel;
 mod launch;
+mod strips;
 
+pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, leave_group};
+pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;
 pub use launch::*;
+pub use strips::amax_strips_kernel;
+pub(crate) use strips::{Strip, fold_strip};

@@ -5,7 +5,7 @@ use cubecl::ir::{ElemType, UIntKind};
 use super::{
     super::kernels::{
         AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
-        amax_kernel, amax_tiles_kernel,
+        amax_kernel, amax_strips_kernel, amax_tiles_kernel,
     },
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
@@ -49,6 +49,38 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype,
             word
         ));
+        for (width, hadamard, default_signs) in [
+            (2, Some(HadamardSize::H16), true),
+            (2, Some(HadamardSize::H16), false),
+            (2, None, false),
+            (1, Some(HadamardSize::H16), true),
+        ] {
+            all.push(instance!(
+                device,
+                amax_strips_kernel,
+                format!("{tag}-{hadamard:?}-{default_signs}-{width}"),
+                Expected::NONE,
+                address,
+                width,
+                b(words / width),
+                AmaxOutLaunch::new(b(1), b(1)),
+                signs(),
+                ROWS,
+                COLS * dtype.size() / (4 * width),
+                AmaxPlan {
+                    rows: Some(AmaxGranularity::PerTensor),
+                    cols: Some(AmaxGranularity::PerTensor),
+                    hadamard,
+                    default_signs,
+                    grouping: Grouping::One,
+                    elements: false,
+                    units: 256,
+                    planes: true,
+                    conversion: device.conversion,
+                    kind: dtype,
+                }
+            ));
+        }
         for (hadamard, grouping, computed) in [
             (None, Grouping::Offsets(16), "Plain"),
             (Some(HadamardSize::H16), Grouping::One, "Plain"),

@@ -1,0 +1,170 @@
+//! Amax values that a kernel found of what it wrote, until that is quantized.
+//!
+//! A norm and the layer behind it are operations of their own, between which autodiff and fusion
+//! hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
+//! found of. Memory that is kept here is neither freed nor, having two owners, written in place:
+//! whoever brings the same memory brings the same values.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cubecl::server::Handle;
+use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
+use nvfp4_kernels::tensor::Matrix;
+
+/// Most matrices whose memory is kept: what nobody quantizes leaves when others come. The layer
+/// behind a norm follows it at once.
+const MOST: usize = 4;
+
+/// What was found of a matrix.
+struct Found {
+    of: Matrix,
+    request: AmaxRequest,
+    amax: Amaxes,
+}
+
+static FOUND: Mutex<VecDeque<Found>> = Mutex::new(VecDeque::new());
+
+fn found() -> MutexGuard<'static, VecDeque<Found>> {
+    FOUND.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps what was found of `matrix` by `request`, if that asked for something.
+pub(super) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
+    if request == AmaxRequest::default() {
+        return;
+    }
+    let mut found = found();
+    found.truncate(MOST - 1);
+    found.push_front(Found {
+        of: matrix.clone(),
+        request,
+        amax,
+    });
+}
+
+/// What `request` asks for of `matrix`, if it was found; it is not kept any longer.
+pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
+    let mut found = found();
+    let mut of_matrix = found.iter().map(|one| is_same(&one.of, matrix));
+    let place = of_matrix.position(|same| same)?;
+    let of = found.remove(place)?;
+    let has_rows = request.rows.is_none() || request.rows == of.request.rows;
+    let has_cols = request.cols.is_none() || request.cols == of.request.cols;
+    if !has_rows || !has_cols {
+        return None;
+    }
+    #[cfg(test)]
+    tests::note_taken(matrix);
+    Some(of.amax)
+}
+
+fn is_same(a: &Matrix, b: &Matrix) -> bool {
+    let place = |matrix: &Matrix| {
+        let Handle {
+            memory,
+            service,
+            offset_start,
+            ..
+        } = &matrix.handle;
+        let start = offset_start.unwrap_or(0);
+        (memory.descriptor().id, *service, start)
+    };
+    let shape = |matrix: &Matrix| (matrix.rows, matrix.cols, matrix.dtype);
+    place(a) == place(b) && shape(a) == shape(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_core::module::Param;
+    use burn_core::tensor::{Device, Distribution, Tensor};
+
+    use super::super::super::context::tests::device;
+    use super::*;
+    use crate::nn::{ResidualStream, RmsNorm};
+    use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+
+    /// Rows and columns of what was taken.
+    static TAKEN: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+
+    pub(super) fn note_taken(matrix: &Matrix) {
+        let mut taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.push((matrix.rows, matrix.cols));
+    }
+
+    fn was_taken(shape: (usize, usize)) -> bool {
+        let taken = TAKEN.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.contains(&shape)
+    }
+
+    fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u8> {
+        tensor.into_data().as_bytes().to_vec()
+    }
+
+    fn layer(recipe: &str, width: usize, device: &Device) -> Nvfp4Linear {
+        let recipe = Nvfp4Recipe::preset(recipe).expect("a preset");
+        let config = Nvfp4LinearConfig::new(width, 64).with_recipe(recipe);
+        config.with_layer(Some(1)).with_bias(false).init(device)
+    }
+
+    /// The sum, the output of the layer and both gradients of a norm and a layer behind it, to
+    /// which the norm gives what it found, if it `finds` something.
+    fn results(
+        finds: bool,
+        (norm, layer): (&RmsNorm, Nvfp4Linear),
+        parts: [Tensor<3>; 2],
+    ) -> [Vec<u8>; 4] {
+        let [x, residual] = parts.map(|part| part.require_grad());
+        let stream = ResidualStream {
+            sum: residual,
+            pending: Some(x.clone()),
+        };
+        let next = finds.then_some(&layer);
+        let (sum, normed) = norm.try_forward_stream_for(next, stream).expect("it fits");
+        let y = layer.forward(normed);
+        let grads = y.clone().powi_scalar(2).sum().backward();
+        let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+        let of_x = x.grad(&grads).expect("a gradient");
+        [
+            bits(sum.inner()),
+            bits(y.inner()),
+            bits(of_weight),
+            bits(of_x),
+        ]
+    }
+
+    /// The layer quantizes from what the norm found, and gives the bits of one that looks itself.
+    #[test]
+    fn a_layer_takes_what_the_norm_before_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        let recipes = [
+            ("nvidia", 48, true),
+            ("nvidia_4over6", 80, true),
+            ("quartet2", 112, true),
+            ("per_token", 144, false),
+        ];
+        for (recipe, width, takes) in recipes {
+            let mut norm = RmsNorm::new(width, &device);
+            let gain = Tensor::random([width], Distribution::Normal(1.0, 0.2), &device);
+            norm.gain = Param::from_tensor(gain);
+            let random = || {
+                let values = Tensor::<3>::random([2, 35, width], Distribution::Default, &device);
+                values.cast(dtype).detach()
+            };
+            let parts = [random(), random()];
+            let layer = layer(recipe, width, &device);
+            let weight = layer.weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = self::layer(recipe, width, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                results(finds, (&norm, layer), parts.clone())
+            });
+            assert!(with == without, "{recipe}");
+            // Flex has nowhere to take it from.
+            let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+            assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! Folds elements into amax values: words in registers, words of 16 rows, planes, cubes.
+
+use cubecl::prelude::*;
+
+use super::super::tile::{self, Grouping, LoadPlan};
+use crate::{
+    HadamardSize,
+    cube::{
+        block::{block_amax, max_of_pairs},
+        codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
+        hadamard::Signs,
+        ptx,
+        words::unpack,
+    },
+    launch::per_word,
+    tensor::{AmaxGranularity, FloatKind},
+};
+
+/// Rows of a strip: those of a block down a column, and of the smallest transform.
+pub(crate) const STRIP: usize = 16;
+
+/// The most planes of a cube.
+const PLANES: usize = 32;
+
+/// Raises entry `index` of `out` to `bits`, once for each cube where there are planes: atomic
+/// operations on one address take turns. All units of the cube must be here. Magnitudes are compared
+/// as integers, so the order in which cubes arrive does not matter.
+#[cube]
+pub(super) fn atomic_amax(
+    out: &mut [Atomic<u32>],
+    index: usize,
+    bits: u32,
+    #[comptime] planes: bool,
+) {
+    if comptime!(planes) {
+        let mut maxima: Shared<[u32]> = Shared::new_slice(PLANES);
+        let plane = plane_max(bits);
+        if UNIT_POS_PLANE == 0u32 {
+            maxima[(UNIT_POS / PLANE_DIM) as usize] = plane;
+        }
+        sync_cube();
+        if UNIT_POS < PLANE_DIM {
+            let mut largest = 0u32;
+            if UNIT_POS < CUBE_DIM / PLANE_DIM {
+                largest = maxima[UNIT_POS as usize];
+            }
+            let largest = plane_max(largest);
+            if UNIT_POS == 0u32 {
+                out[index].fetch_max(largest);
+            }
+        }
+    } else {
+        out[index].fetch_max(bits);
+    }
+}
+
+/// The magnitude bits of the larger of `bits` and the elements of a word (or of one element).
+#[cube]
+fn fold<F: Numeric>(
+    bits: u32,
+    stored: F,
+    #[comptime] elements: bool,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> u32 {
+    let word = u32::cast_from(stored);
+    let mut largest = bits;
+    #[unroll]
+    for half in 0..comptime!(if elements {
+        1u32
+    } else {
+        per_word(kind) as u32
+    }) {
+        let value = unpack(word, half, kind);
+        if comptime!(conversion.has_ptx()) {
+            let so_far = f32::reinterpret(largest);
+            largest = u32::reinterpret(ptx::max_nan_abs(so_far, value));
+        } else {
+            largest = max(largest, magnitude_bits(value));
+        }
+    }
+    largest
+}
+
+/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest
+/// value in each half, which take half an instruction an element where magnitudes take two.
+#[derive(CubeType)]
+pub(crate) struct Running {
+    magnitude: u32,
+    high: u32,
+    low: u32,
+}
+
+#[cube]
+impl Running {
+    pub fn new() -> Running {
+        Running {
+            magnitude: 0u32,
+            high: 0u32,
+            low: 0u32,
+        }
+    }
+
+    pub fn fold<F: Numeric>(
+        &mut self,
+        stored: F,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let word = u32::cast_from(stored);
+            self.high = ptx::max_nan_bf16x2(self.high, word);
+            self.low = ptx::min_nan_bf16x2(self.low, word);
+        } else {
+            self.magnitude = fold::<F>(self.magnitude, stored, elements, conversion, kind);
+        }
+    }
+
+    pub fn bits(
+        &self,
+        #[comptime] elements: bool,
+        #[comptime] conversion: Conversion,
+        #[comptime] kind: FloatKind,
+    ) -> u32 {
+        if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && !elements) {
+            let both = ptx::max_nan_abs_bf16x2(self.high, self.low);
+            larger_half(both)
+        } else {
+            self.magnitude
+        }
+    }
+}
+
+/// The magnitude bits of the larger of a pair of bf16 magnitudes.
+#[cube]
+fn larger_half(both: u32) -> u32 {
+    let low = f32::reinterpret(both << 16u32);
+    u32::reinterpret(ptx::max_nan_abs(
+        low,
+        f32::reinterpret(both & 0xFFFF_0000u32),
+    ))
+}
+
+/// The comptime choices of `amax_tiles_kernel` and of `amax_strips_kernel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AmaxPlan {
+    /// Maxima for rowwise tensors.
+    pub rows: Option<AmaxGranularity>,
+    /// Maxima for columnwise tensors.
+    pub cols: Option<AmaxGranularity>,
+    /// The transform of the columns.
+    pub hadamard: Option<HadamardSize>,
+    /// Whether its signs are the default ones, which are then built in.
+    pub default_signs: bool,
+    /// How groups are given.
+    pub grouping: Grouping,
+    /// Whether `x` is loaded by elements.
+    pub elements: bool,
+    /// Units of a cube.
+    pub units: usize,
+    /// Whether planes can reduce.
+    pub planes: bool,
+    /// Who compares.
+    pub conversion: Conversion,
+    /// The element type of `x`.
+    pub kind: FloatKind,
+}
+
+impl AmaxPlan {
+    /// Whether strips of 16 rows of a matrix in memory give what is asked for: one maximum of all
+    /// rows, or of all columns, whose transform mixes no more.
+    pub(super) fn has_strips(&self) -> bool {
+        let is_whole = |scope: Option<AmaxGranularity>| scope != Some(AmaxGranularity::PerRow);
+        self.grouping == Grouping::One
+            && is_whole(self.rows)
+            && is_whole(self.cols)
+            && tile::span(self.hadamard) == STRIP
+            && !self.elements
+    }
+
+    pub(super) const fn load(&self) -> LoadPlan {
+        LoadPlan {
+            paired: true,
+            elements: self.elements,
+            units: self.units,
+            conversion: self.conversion,
+            kind: self.kind,
+        }
+    }
+}
+
+/// Where amax values are raised. Where the plan has none, any memory.
+#[derive(CubeType, CubeLaunch)]
+pub struct AmaxOut {
+    /// Those of rows.
+    pub rows: Box<[Atomic<u32>]>,
+    /// Those of columns.
+    pub cols: Box<[Atomic<u32>]>,
+}
+
+/// The largest of what a unit folded.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Maxima {
+    /// Of all elements.
+    pub rows: u32,
+    /// Of columns, but for the factor of their transform.
+    pub cols: u32,
+}
+
+#[cube]
+impl Maxima {
+    pub fn new() -> Maxima {
+        Maxima {
+            rows: 0u32,
+            cols: 0u32,
+        }
+    }
+
+    /// Takes further words, as far as one maximum of all is asked for.
+    pub fn include(&mut self, folded: &Folded, #[comptime] plan: AmaxPlan) {
+        if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
+            self.rows = max(self.rows, folded.all);
+        }
+        if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
+            #[unroll]
+            for half in 0..comptime!(4 / plan.kind.size()) {
+                self.cols = max(self.cols, folded.columns[half]);
+            }
+        }
+    }
+}
+
+/// Raises the amax values of a group to those of its units. All units of the cube must be here.
+#[cube]
+pub(crate) fn leave_group(
+    out: &mut AmaxOut,
+    group: usize,
+    maxima: &Maxima,
+    #[comptime] plan: AmaxPlan,
+) {
+    if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
+        atomic_amax(&mut out.rows, group, canonical(maxima.rows), plan.planes);
+    }
+    if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
+        let bits = canonical(with_factor(maxima.cols, plan.hadamard));
+        atomic_amax(&mut out.cols, group, bits, plan.planes);
+    }
+}
+
+/// The magnitude bits of the largest of the elements of some words.
+#[cube]
+pub(super) fn words_amax(
+    words: &Array<u32>,
+    #[comptime] count: usize,
+    #[comptime] conversion: Conversion,
+    #[comptime] kind: FloatKind,
+) -> u32 {
+    if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16) {
+        let both = max_of_pairs(words, 0usize, count);
+        let low = f32::reinterpret(both << 16u32);
+        u32::reinterpret(ptx::max_nan_abs(
+            low,
+            f32::reinterpret(both & 0xFFFF_0000u32),
+        ))
+    } else {
+        let mut bits = 0u32;
+        #[unroll]
+        for w in 0..count {
+            bits = fold::<u32>(bits, words[w], false, conversion, kind);
+        }
+        bits
+    }
+}
+
+/// The magnitude bits of the largest of the elements of some words, and of each column of them after
+/// the transform, where the plan has one: all but for its [factor](with_factor).
+#[derive(CubeType)]
+pub(crate) struct Folded {
+    /// Of all elements.
+    pub all: u32,
+    /// Of each column: one, or two of 16 bits.
+    pub columns: Array<u32>,
+}
+
+/// Folds words down a column of words, as many as a unit has of a block or of a transform. Where
+/// units [share](tile::lanes) a transform, this unit is number `lane` of them, and all units of the
+/// plane must be here.
+#[cube]
+pub(super) fn fold_words(
+    words: &Array<u32>,
+    signs: &Signs,
+    lane: usize,
+    #[comptime] plan: AmaxPlan,
+) -> Folded {
+    let (conversion, kind) = comptime!((plan.conversion, plan.kind));
+    let count = comptime!(tile::span(plan.hadamard) / tile::lanes(plan.hadamard, conversion));
+    let per_word = comptime!(4 / kind.size());
+    let mut all = 0u32;
+    if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
+        all = words_amax(words, count, conversion, kind);
+    }
+    let mut columns = Array::<u32>::new(per_word);
+    if comptime!(plan.cols.is_some()) {
+        let packed =
+            comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none());
+        if comptime!(packed) {
+            let both = max_of_pairs(words, 0usize, count);
+            columns[0] = both << 16u32;
+            columns[comptime!(per_word - 1)] = both & 0xFFFF_0000u32;
+        } else {
+            #[unroll]
+            for half in 0..comptime!(per_word as u32) {
+                let mut values = tile::unpack_column(
+                    words,
+                    signs,
+                    lane,
+                    half,
+                    plan.hadamard,
+                    plan.default_signs,
+                    conversion,
+                    kind,
+                );
+                columns[half as usize] = column_amax(&mut values, lane, count, plan);
+            }
+        }
+    }
+    Folded { all, columns }
+}
+
+/// The magnitude bits of the largest value of a column, after the transform where there is one, but
+/// for its factor.
+#[cube]
+fn column_amax(
+    values: &mut Array<f32>,
+    lane: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: AmaxPlan,
+) -> u32 {
+    if comptime!(plan.hadamard.is_some()) {
+        let size = comptime!(plan.hadamard.unwrap());
+        tile::transform_values(values, lane, size, plan.conversion);
+    }
+    let mut bits = 0u32;
+    #[unroll]
+    for b in 0..comptime!(count / 16) {
+        let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
+        bits = max(bits, magnitude_bits(part));
+    }
+    bits
+}
+
+/// The largest magnitude of columns with the factor of their transform, rounded to bf16 as
+/// transformed values are. Both keep the order of magnitudes, so the maximum goes first.
+#[cube]
+pub(super) fn with_factor(bits: u32, #[comptime] hadamard: Option<HadamardSize>) -> u32 {
+    if comptime!(hadamard.is_some()) {
+        let factor = comptime!(hadamard.unwrap().factor());
+        magnitude_bits(round_to_bf16(f32::reinterpret(bits) * factor))
+    } else {
+        bits
+    }
+}
