@@ -5,13 +5,8 @@ use cubecl::prelude::AddressType;
 use crate::cube::ptx::BlockScaled;
 
 use super::kernels::{
-<<<<<<< HEAD
     CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm90SmallMShape, Sm100Plan, Sm120Plan,
-    SmallMShape, StreamKPlan, W4a16Plan,
-=======
-    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
-    W4a16MnMajorPlan, W4a16Plan,
->>>>>>> hA
+    SmallMShape, StreamKPlan, W4a16MnMajorPlan, W4a16Plan,
 };
 
 /// What a GEMM kernel, or one that prepares its operands, was specialized for.

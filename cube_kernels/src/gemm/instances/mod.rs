@@ -12,20 +12,13 @@ use super::kernels::small_m_launch::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
     MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
-<<<<<<< HEAD
     ProblemShapeLaunch, SM90_SMALL_M_UNITS, SM90_UNITS, ScalarPlan, Schedule,
     ScheduledProblemLaunch, Sm90Plan, Sm90SmallMShape, Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft,
-    SmallMShape, StreamKPlan, StreamKProblemLaunch, W4a16Plan, W4a16Tile, add_rows_kernel,
-    arrange_kernel, cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel,
-    scalar_kernel, sm90_bf16_kernel, sm90_small_m_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel,
-=======
-    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
-    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
-    W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
-    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
-    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel,
->>>>>>> hA
-    sm120_block_scaled_kernel, small_m_kernel, transpose_kernel,
+    SmallMShape, StreamKPlan, StreamKProblemLaunch, W4a16MnMajorPlan, W4a16MnTile, W4a16Plan,
+    W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel, dequantize_unscaled_kernel,
+    factors_kernel, scalar_grouped_kernel, scalar_kernel, sm90_bf16_kernel, sm90_small_m_kernel,
+    sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel, sm120_block_scaled_kernel,
+    small_m_kernel, transpose_kernel,
 };
 use crate::{
     cube::ptx::{BlockScaled, Major},
