@@ -30,8 +30,3 @@ pub fn wait_for_previous(#[comptime] overlaps: bool) {
         ptx::griddepcontrol_wait();
     }
 }
-
-/// TEMP
-pub fn early(which: &str) -> bool {
-    std::env::var("NVX_EARLY").is_ok_and(|v| v.contains(which))
-}

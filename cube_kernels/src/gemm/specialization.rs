@@ -5,8 +5,8 @@ use cubecl::prelude::AddressType;
 use crate::cube::ptx::BlockScaled;
 
 use super::kernels::{
-    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm90SmallMShape, Sm100Plan, Sm120Plan,
-    SmallMShape, StreamKPlan, W4a16MnMajorPlan, W4a16Plan,
+    CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
+    W4a16MnMajorPlan, W4a16Plan,
 };
 
 /// What a GEMM kernel, or one that prepares its operands, was specialized for.
@@ -34,8 +34,6 @@ pub enum GemmInstance {
     Sm120BlockScaled(Sm120Plan),
     /// The kernel of small M.
     SmallM(SmallMShape),
-    /// The kernel of small M of Hopper and later.
-    Sm90SmallM(Sm90SmallMShape),
     /// The kernel with portable matrix instructions.
     Cmma(CmmaPlan, AddressType),
     /// The kernel with a thread for each output element.

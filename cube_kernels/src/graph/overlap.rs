@@ -24,13 +24,12 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-const WAITING: [&str; 6] = [
+const WAITING: [&str; 5] = [
     "decode_run_kernel",
     "merge_runs_kernel",
     "norm_kernel",
     "prologue_kernel",
     "small_m_kernel",
-    "sm90_small_m_kernel",
 ];
 
 /// A dependency on the point of a kernel where it lets the next begin.

@@ -83,9 +83,6 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
             load_factors::<G>(&inputs.gain, &at, &mut gain, k * BLOCK, plan);
         }
     }
-    let_next_begin(comptime!(
-        plan.overlaps && crate::cube::overlap::early("norm")
-    ));
     wait_for_previous(plan.overlaps);
     // Not before: cubes of a GEMM that begin beside those of another are not shared out evenly.
     let_next_begin(plan.overlaps);

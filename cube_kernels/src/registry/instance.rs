@@ -116,8 +116,6 @@ pub enum Architectures {
     All,
     /// sm_90a: `wgmma` and TMA, or what only kernels with them need.
     Sm90a,
-    /// sm_90a, sm_100a and sm_103a: bulk copies to more than 100 KB of shared memory.
-    Sm90And100,
     /// sm_100a and sm_103a: `tcgen05`.
     Sm100,
     /// sm_120a and sm_121a: block-scaled `mma`.
@@ -130,7 +128,6 @@ impl Architectures {
         match self {
             Self::All => true,
             Self::Sm90a => arch == "sm_90a",
-            Self::Sm90And100 => ["sm_90a", "sm_100a", "sm_103a"].contains(&arch),
             Self::Sm100 => ["sm_100a", "sm_103a"].contains(&arch),
             Self::Sm120 => ["sm_120a", "sm_121a"].contains(&arch),
         }

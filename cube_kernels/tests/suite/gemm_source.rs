@@ -9,9 +9,8 @@ use nvfp4_kernels::{
     gemm::{
         GemmInstance,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90SmallMShape,
-            Sm90Tile, Sm100Form, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore,
-            sm100_units,
+            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Form,
+            Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore, sm100_units,
         },
     },
     tensor::FloatKind,
@@ -57,7 +56,6 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
         }
         GemmInstance::Sm120BlockScaled(plan) => sm120_block_scaled(name, plan, sass),
         GemmInstance::SmallM(shape) => small_m(name, shape, sass, arch),
-        GemmInstance::Sm90SmallM(shape) => sm90_small_m(name, shape, takes, sass),
         GemmInstance::Cmma(plan, address) => cmma(name, plan, address, sass, arch),
         GemmInstance::Scalar(_) => assert_eq!(count(sass, "HMMA"), 0, "{name}"),
         GemmInstance::Arrange { grouped } => {
@@ -313,23 +311,6 @@ fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
         // For other architectures the compiler may have unrolled the loop.
         _ => assert!(found > 0 && found.is_multiple_of(step), "{name}: {found}"),
     }
-}
-
-/// Two instructions for each word of a stage. Two cubes fit on a multiprocessor, three do not.
-fn sm90_small_m(name: &str, shape: Sm90SmallMShape, takes: Resources, sass: &str) {
-    let found = count(sass, "HMMA");
-    assert!(found > 0 && found.is_multiple_of(8), "{name}: {found}");
-    // Codes and scales of all stages are on their way before the wait.
-    let before = &sass[..sass.find("ACQBULK").expect("it waits")];
-    let copies = count(before, "LDGSTS");
-    assert_eq!(copies, 4 * shape.stages(), "{name}");
-    println!(
-        "{name}: {} registers, {} bytes",
-        takes.registers, takes.shared
-    );
-    let of_multiprocessor = 227 * 1024;
-    assert!(2 * (takes.shared + 1024) <= of_multiprocessor, "{name}");
-    assert!(3 * takes.shared > of_multiprocessor, "{name}");
 }
 
 fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str) {

@@ -32,7 +32,7 @@ mod gemm_grouped;
 mod gemm_mn_major;
 #[cfg(feature = "cube")]
 mod gemm_portable;
-#[cfg(any(feature = "cpu", feature = "cuda"))]
+#[cfg(feature = "cube")]
 mod gemm_small_m;
 #[cfg(feature = "cube")]
 mod gemm_stream_k;

@@ -587,9 +587,6 @@ pub fn merge_runs_kernel<F: Numeric>(
     let kv_head = CUBE_POS_Y / blocks;
     let row = (CUBE_POS_Y - kv_head * blocks) * rows + CUBE_POS_X;
     let own = extent(starts, counts, time, &shape, sequence);
-    let_next_begin(comptime!(
-        plan.overlaps && crate::cube::overlap::early("merge")
-    ));
     wait_for_previous(plan.overlaps);
     let_next_begin(plan.overlaps);
     let part = (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize * shape.splits as usize;

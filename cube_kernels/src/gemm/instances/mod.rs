@@ -12,13 +12,12 @@ use super::kernels::small_m_launch::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
     MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
-    ProblemShapeLaunch, SM90_SMALL_M_UNITS, SM90_UNITS, ScalarPlan, Schedule,
-    ScheduledProblemLaunch, Sm90Plan, Sm90SmallMShape, Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft,
-    SmallMShape, StreamKPlan, StreamKProblemLaunch, W4a16MnMajorPlan, W4a16MnTile, W4a16Plan,
-    W4a16Tile, add_rows_kernel, arrange_kernel, cmma_kernel, dequantize_unscaled_kernel,
-    factors_kernel, scalar_grouped_kernel, scalar_kernel, sm90_bf16_kernel, sm90_small_m_kernel,
-    sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel, sm120_block_scaled_kernel,
-    small_m_kernel, transpose_kernel,
+    ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
+    W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
+    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
+    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel,
+    sm120_block_scaled_kernel, small_m_kernel, transpose_kernel,
 };
 use crate::{
     cube::ptx::{BlockScaled, Major},
@@ -468,29 +467,6 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
             shape,
         );
         all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
-    }
-    for (size, kind) in [
-        ((1, 64, 2048), PLAIN),
-        ((1, 64, 14336), PLAIN),
-        ((2, 64, 8192), ALL),
-        ((8, 64, 2048), ALL),
-    ] {
-        let shape = Sm90SmallMShape::of(size, device.overlaps).unwrap();
-        let instance = instance!(
-            device,
-            units SM90_SMALL_M_UNITS,
-            sm90_small_m_kernel,
-            format!("{}-{}", shape.lines, shape.room),
-            NO_SPILLS,
-            AddressType::U32,
-            device.buffer(64),
-            packed(device),
-            ProblemShapeLaunch::of(size, 1),
-            epilogue(device, kind),
-            device.buffer(64),
-            shape,
-        );
-        all.push(instance.of_gemm(GemmInstance::Sm90SmallM(shape), Architectures::Sm90And100));
     }
     all
 }

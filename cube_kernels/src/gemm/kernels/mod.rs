@@ -30,8 +30,6 @@ mod sm120_block_scaled_stage;
 #[allow(missing_docs)]
 pub(crate) mod sm90_bf16;
 #[allow(missing_docs)]
-mod sm90_small_m;
-#[allow(missing_docs)]
 pub(crate) mod sm90_stream_k;
 #[allow(missing_docs)]
 pub(crate) mod sm90_w4a16;
@@ -48,8 +46,6 @@ mod sm90_w4a16_output;
 #[allow(missing_docs)]
 mod small_m;
 pub(crate) mod small_m_launch;
-#[allow(missing_docs)]
-mod small_m_output;
 #[allow(missing_docs)]
 mod w4a16_arrange;
 
@@ -70,7 +66,6 @@ pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
 pub use cublaslt::{add_rows_kernel, factors_kernel};
 pub use scalar::{ScalarPlan, scalar_grouped_kernel, scalar_kernel};
 pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_bf16_kernel};
-pub use sm90_small_m::{Sm90SmallMShape, UNITS as SM90_SMALL_M_UNITS, sm90_small_m_kernel};
 pub use sm90_stream_k::{
     PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
 };

@@ -10,8 +10,6 @@
 
 use cubecl::prelude::*;
 
-use super::small_m_output::{OutputRows, WarpSums, write_rows};
-
 use crate::{
     cube::{
         codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
@@ -23,8 +21,9 @@ use crate::{
     },
     gemm::{
         arguments::{MixedMatrix, PackedMatrix, ProblemShape},
-        epilogue::Epilogue,
+        epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
     },
+    tensor::FloatKind,
 };
 
 /// Columns that a warp takes at a time.
@@ -79,13 +78,15 @@ impl SmallMShape {
         16 * self.strips
     }
 
-    /// The sums that warps exchange.
-    const fn sums(self) -> WarpSums {
-        WarpSums {
-            warps: self.warps,
-            lines: 8 * self.columns,
-            rows: self.rows(),
-        }
+    /// Floats from one row of `a` to the next in the sums that warps exchange: four more than there
+    /// are, so that the lanes of a warp write to different banks.
+    const fn stride(self) -> usize {
+        self.rows() + 4
+    }
+
+    /// Floats of the sums of one warp.
+    const fn sums(self) -> usize {
+        8 * self.columns * self.stride()
     }
 }
 
@@ -214,7 +215,7 @@ pub fn small_m_kernel(
     #[comptime] shape: SmallMShape,
 ) {
     let mut exchange: Shared<[f32]> =
-        Shared::new_aligned_slice(comptime!(shape.sums().floats()), 16usize);
+        Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
     let row0 = CUBE_POS as u32 * comptime!(shape.rows() as u32);
     let_next_begin(shape.overlaps);
     if comptime!(shape.left == SmallMLeft::Bf16) {
@@ -230,18 +231,9 @@ pub fn small_m_kernel(
     sync_cube();
     let rows = OutputRows {
         first: row0,
-        end: min(row0 + comptime!(shape.rows() as u32), problem.n),
         tile_factor,
     };
-    // Decoded elements were 2^-8 times what they stand for. Known here, it takes no register.
-    let sum_scale = comptime!(if shape.left == SmallMLeft::Packed {
-        65536.0f32
-    } else {
-        256.0f32
-    });
-    let sums = comptime!(shape.sums());
-    let largest = write_rows(&exchange, &problem, &rows, &epilogue, out, sum_scale, sums);
-    epilogue.atomic_amax(0u32, largest);
+    write_rows(&exchange, &problem, &rows, &epilogue, out, shape);
 }
 
 /// The sums of one warp: every `shape.warps`th chunk of 128 columns.
@@ -481,13 +473,13 @@ fn stage_sums(
     let warp = UNIT_POS / 32u32;
     let group = (UNIT_POS % 32u32) / 4u32;
     let quarter = UNIT_POS % 4u32;
-    let stride = comptime!(shape.sums().stride() as u32);
+    let stride = comptime!(shape.stride() as u32);
     #[unroll]
     for i in 0..comptime!(shape.strips) {
         #[unroll]
         for j in 0..comptime!(shape.columns) {
             let sum = sums[comptime!(i * shape.columns + j)];
-            let base = warp * comptime!(shape.sums().of_warp() as u32)
+            let base = warp * comptime!(shape.sums() as u32)
                 + (comptime!(j as u32 * 8) + quarter * 2u32) * stride
                 + comptime!(i as u32 * 16)
                 + group;
@@ -497,4 +489,79 @@ fn stage_sums(
             exchange[(base + stride + 8u32) as usize] = sum.extract(3usize);
         }
     }
+}
+
+/// The rows of `b` that a cube multiplies.
+#[derive(CubeType, Clone, Copy)]
+struct OutputRows {
+    /// The first of them.
+    first: u32,
+    /// Their factor, where all have one.
+    tile_factor: f32,
+}
+
+/// Adds the sums of all warps, applies the epilogue and writes two neighbours at a time.
+#[cube]
+fn write_rows(
+    exchange: &[f32],
+    problem: &ProblemShape,
+    rows: &OutputRows,
+    epilogue: &Epilogue,
+    out: &mut [u32],
+    #[comptime] shape: SmallMShape,
+) {
+    let kind = comptime!(epilogue.kind);
+    let stride = comptime!(shape.stride() as u32);
+    let n = problem.n;
+    let (row0, tile_factor) = (rows.first, rows.tile_factor);
+    let pairs = comptime!(shape.rows() as u32 / 2);
+    let mut largest = 0u32;
+    let mut item = UNIT_POS;
+    while item < problem.m * pairs {
+        let line = item / pairs;
+        let local = (item % pairs) * 2u32;
+        let column = row0 + local;
+        if column < n {
+            let mut even = 0.0f32;
+            let mut odd = 0.0f32;
+            #[unroll]
+            for w in 0..comptime!(shape.warps) {
+                let base = comptime!((w * shape.sums()) as u32) + line * stride + local;
+                even += exchange[base as usize];
+                odd += exchange[(base + 1u32) as usize];
+            }
+            let line_factor = epilogue.a_factor(line, 0u32);
+            let pair = line as usize * n as usize + column as usize;
+            // Decoded elements were 2^-8 times what they stand for. Known here, it takes no
+            // register.
+            let sum_scale = comptime!(if shape.left == SmallMLeft::Packed {
+                65536.0f32
+            } else {
+                256.0f32
+            });
+            let even_with = Addends {
+                alpha: line_factor * epilogue.b_row_factor(column, tile_factor),
+                bias: epilogue.load_bias(column as usize),
+                c: epilogue.load_c(pair, 0u32),
+            };
+            let odd_with = Addends {
+                alpha: line_factor * epilogue.b_row_factor(column + 1u32, tile_factor),
+                bias: epilogue.load_bias((column + 1u32) as usize),
+                c: epilogue.load_c(pair, 1u32),
+            };
+            let even = apply(even * sum_scale, even_with, kind);
+            let odd = apply(odd * sum_scale, odd_with, kind);
+            if comptime!(kind.out == FloatKind::F32) {
+                out[pair] = u32::reinterpret(even);
+                out[pair + 1usize] = u32::reinterpret(odd);
+            } else {
+                out[pair / 2usize] = pack_pair(even, odd, comptime!(kind.out));
+            }
+            if comptime!(kind.amax.is_some()) {
+                largest = max(largest, rounded_magnitude(even, odd, comptime!(kind.out)));
+            }
+        }
+        item += CUBE_DIM;
+    }
+    epilogue.atomic_amax(0u32, largest);
 }

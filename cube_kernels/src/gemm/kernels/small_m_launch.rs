@@ -4,7 +4,6 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     sm90_bf16::check_sm90,
-    sm90_small_m::{Sm90SmallMShape, UNITS as SM90_SMALL_M_UNITS, sm90_small_m_kernel},
     sm120_block_scaled::check_sm120,
     small_m::{CHUNK, MAX_ROWS, SmallMLeft, SmallMShape, small_m_kernel},
 };
@@ -131,17 +130,6 @@ impl Kernel for SmallM {
     }
 }
 
-/// The shape of the kernel for Hopper and later, where it takes the sizes.
-fn resident(launch: &Launch) -> Option<Sm90SmallMShape> {
-    let GemmShape { m, n, k } = launch.shape;
-    // Those of sm_120 have less shared memory.
-    let has_room = matches!(launch.capabilities.compute_capability, Some(90..120));
-    if launch.a.is_packed() || !has_room || crate::cube::overlap::early("old") {
-        return None;
-    }
-    Sm90SmallMShape::of((m, n, k), overlaps_kernels(launch.client))
-}
-
 /// Queues the GEMM.
 fn queue(launch: &Launch) {
     let Launch {
@@ -158,29 +146,6 @@ fn queue(launch: &Launch) {
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    // SAFETY: rows of `out` outside are not written.
-    if let Some(shape) = resident(launch) {
-        let words = m * n * epilogue.kind.out.size() / 4;
-        let cubes = (n / 16).min(sms(client)) as u32;
-        unsafe {
-            sm90_small_m_kernel::launch_unchecked(
-                client,
-                CubeCount::Static(cubes, 1, 1),
-                CubeDim::new_1d(SM90_SMALL_M_UNITS),
-                address_type((n * k).max(m * n)),
-                buffer(&a.dense, m * k / 8),
-                PackedMatrixLaunch::new(
-                    buffer(&b.codes, n * k / 8),
-                    buffer(&b.scales, n * k / BLOCK),
-                ),
-                ProblemShapeLaunch::of((m, n, k), 1),
-                epilogue.launch([m, n], 1, (out, words), 1.0),
-                buffer(out, words),
-                shape,
-            );
-        }
-        return;
-    }
     let left = if a.is_packed() {
         SmallMLeft::Packed
     } else {

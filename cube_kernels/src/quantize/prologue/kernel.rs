@@ -338,9 +338,6 @@ pub fn prologue_kernel<N: Size>(
     if comptime!(plan.bounded) {
         written_before(end, plan.overlaps);
     }
-    let_next_begin(comptime!(
-        plan.overlaps && crate::cube::overlap::early("prologue")
-    ));
     wait_for_previous(plan.overlaps);
     let_next_begin(plan.overlaps);
     let rows = if comptime!(plan.bounded) {
