@@ -350,19 +350,6 @@ fn repeated_launches_agree() {
     }
 }
 
-/// Packed operands of so many tiles that a GPU's planes take them as a whole; of the other shapes
-/// they take halves.
-#[test]
-fn many_tiles() {
-    let client = client!("many_tiles");
-    if client.name() == "cpu" {
-        println!("SKIPPED: many_tiles: a CPU takes all tiles alike");
-        return;
-    }
-    let (rows, cols) = (260, 17_008);
-    check_packed(&client, rows, cols, Kind::Heavy);
-}
-
 /// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone.
 /// (The scale bytes are not: their random bits belong to other groups. `shapes` compares them with
 /// the oracle.)

@@ -56,68 +56,56 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         redrawn_signs: across,
         unscaled: form == EdenForm::Bf16Unscaled,
         screened: !packed && source.grouping == Grouping::One,
-        halved: false,
         conversion: device.conversion,
     };
     let both = [false, true]
         .into_iter()
         .flat_map(|across| SOURCES.map(|(name, source)| (across, name, source)));
     let mut all = Vec::new();
-    // Where tiles are few, planes take halves of them, in cubes of four.
-    let of_packed = |all: &mut Vec<Instance>, address, (across, halved), (name, source)| {
-        let (form, others) = forms(source);
-        let tag = format!("packed-{address:?}-{across}{name}");
-        let units = if halved { 128 } else { 256 };
-        let policy = |form| EdenPolicy {
-            halved,
-            ..policy(across, true, false, source, form)
-        };
-        all.push(instance!(
-            device,
-            units units,
-            ms_eden_amax_kernel,
-            &tag,
-            Expected::NONE,
-            address,
-            1,
-            EdenStoredArgs::Packed(packed(device)),
-            tiles(),
-            screen(),
-            b(8),
-            signs(),
-            policy(form),
-            FloatKind::F32,
-            FloatKind::F32.storage_type()
-        ));
-        for (suffix, form) in [("", form)].into_iter().chain(others) {
+    for address in [AddressType::U32, AddressType::U64] {
+        for (across, name, source) in both.clone() {
+            let (form, others) = forms(source);
+            let tag = format!("packed-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
-                units units,
-                ms_eden_kernel,
-                format!("{tag}{suffix}"),
-                e2m1,
+                ms_eden_amax_kernel,
+                &tag,
+                Expected::NONE,
                 address,
                 1,
                 EdenStoredArgs::Packed(packed(device)),
                 tiles(),
-                EdenInputsLaunch::new(b(8), 1.0, 1.0),
-                out(form),
-                EdenDrawLaunch::new(
-                    b(2),
-                    random(),
-                    PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
-                    b(1),
-                    signs()
-                ),
-                policy(form),
+                screen(),
+                b(8),
+                signs(),
+                policy(across, true, false, source, form),
                 FloatKind::F32,
                 FloatKind::F32.storage_type()
             ));
-        }
-    };
-    for address in [AddressType::U32, AddressType::U64] {
-        for (across, name, source) in both.clone() {
-            of_packed(&mut all, address, (across, false), (name, source));
+            for (suffix, form) in [("", form)].into_iter().chain(others) {
+                all.push(instance!(
+                    device,
+                    ms_eden_kernel,
+                    format!("{tag}{suffix}"),
+                    e2m1,
+                    address,
+                    1,
+                    EdenStoredArgs::Packed(packed(device)),
+                    tiles(),
+                    EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                    out(form),
+                    EdenDrawLaunch::new(
+                        b(2),
+                        random(),
+                        PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
+                        b(1),
+                        signs()
+                    ),
+                    policy(across, true, false, source, form),
+                    FloatKind::F32,
+                    FloatKind::F32.storage_type()
+                ));
+            }
         }
     }
     for (dtype, address) in ELEMENTS {
@@ -206,10 +194,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 redrawn_signs: [false, true],
             }
         ));
-    }
-    for across in [false, true] {
-        let source = ("-halved", PLAIN);
-        of_packed(&mut all, AddressType::U32, (across, true), source);
     }
     all
 }

@@ -10,7 +10,7 @@ use super::{
     cube_tile::{take_tile, tile_amax},
     plane_result::PlaneBlocks,
     plane_tile::{HeldLines, Reading, plane_amax, take_segments},
-    position::{EdenPolicy, EdenTiles, TURNS, halves_of, is_filled, tile_position},
+    position::{EdenPolicy, EdenTiles, TURNS, is_filled, tile_position},
     result::Blocks,
 };
 use crate::{
@@ -18,8 +18,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The number of the first tile of this unit, or of its half, and the distance to the next: a
-/// plane's, or a cube's.
+/// The number of the first tile of this unit, and the distance to the next: a plane's, or a cube's.
 #[derive(CubeType)]
 struct Walk {
     first: usize,
@@ -66,20 +65,18 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     };
     let tile_walk = walk(policy);
     let mut index = tile_walk.first;
-    let pieces = comptime!(policy.pieces());
-    let count = tiles.row_tiles * shape.tile_cols * pieces;
+    let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
         let reading = Reading::new(factor, shape.cols, &signs, policy);
         while index < count {
-            let at = tile_position(index / pieces, &tiles, policy);
+            let at = tile_position(index, &tiles, policy);
             let wanted = if comptime!(policy.screened) {
-                screen.may_hold_largest(index / pieces)
+                screen.may_hold_largest(index)
             } else {
                 comptime!(policy.plain()) || is_filled(&at, policy)
             };
             if wanted {
-                let halves = halves_of(index, policy);
-                let bits = plane_amax::<F, N>(&source, &at, &halves, reading, policy, kind);
+                let bits = plane_amax::<F, N>(&source, &at, reading, policy, kind);
                 kept.include(bits, at.part, out, policy);
             }
             index += usize::cast_from(tile_walk.step);
@@ -121,19 +118,16 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     let mut kept = write_amax(&from, shape, &mut out, policy);
     let tile_walk = walk(policy);
     let mut index = tile_walk.first;
-    let pieces = comptime!(policy.pieces());
-    let count = tiles.row_tiles * shape.tile_cols * pieces;
+    let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
         let mut blocks = PlaneBlocks::new(comptime!(policy.tiles_of_cube()), policy.unscaled);
         let reading = Reading::new(factor, shape.cols, &signs, policy);
         while index < count {
-            let at = tile_position(index / pieces, &tiles, policy);
+            let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 kept.turn_to(at.part, &from, policy);
                 let held = HeldLines::new::<F, N>(&source, &at, reading, policy);
-                let halves = halves_of(index, policy);
-                for half in 0..halves.count {
-                    let half = halves.first + half;
+                for half in 0..2usize {
                     for turn in 0..comptime!(TURNS / 2) {
                         let turn = half * comptime!(TURNS / 2) + turn;
                         let taken =

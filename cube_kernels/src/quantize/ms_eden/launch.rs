@@ -25,7 +25,7 @@ use crate::{
         eden::LINES,
         philox::{Numbering, RandomLaunch},
     },
-    launch::{buffer, multiprocessors, tile_grid, units, vector_size},
+    launch::{buffer, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
     moe::EarlierGroups,
     reference::{EDEN_GROUP, EdenTarget, eden_position, padding::padded_bound},
@@ -471,10 +471,6 @@ fn result(
     DeviceQuantized::empty(client, layout, groups, amax)
 }
 
-/// Tiles for an SM, up to which planes take them half by half: one a plane, they leave four planes
-/// for each of the SM's schedulers only where they are twice as many.
-const TILES_WORTH_HALVING: usize = 8;
-
 /// The launch of either kernel.
 struct Geometry<'a> {
     source: Stored<'a>,
@@ -565,25 +561,13 @@ impl<'a> Geometry<'a> {
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
             screened: false,
-            halved: false,
             conversion,
         };
-        // Where they are few, the time is that of one plane's tile and not of all. A matrix has
-        // many: it is a gradient.
-        let halved = policy.planes()
-            && policy.plain()
-            && policy.packed
-            && tile_count <= TILES_WORTH_HALVING * multiprocessors(client);
-        let policy = EdenPolicy { halved, ..policy };
-        let (tiles_of_cube, dim) = match policy.planes() {
-            true => {
-                let planes = (units(client) / 32).min(policy.tiles_of_cube());
-                (planes, CubeDim::new_1d(32 * planes as u32))
-            }
-            false => (1, CubeDim::new_1d(units(client) as u32)),
+        let tiles_of_cube = match policy.planes() {
+            true => units(client) / 32,
+            false => 1,
         };
-        let pieces = tile_count * policy.pieces();
-        let (count, _) = tile_grid(client, pieces.div_ceil(tiles_of_cube));
+        let (count, dim) = tile_grid(client, tile_count.div_ceil(tiles_of_cube));
         Ok(Self {
             source,
             policy,

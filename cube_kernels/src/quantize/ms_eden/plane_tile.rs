@@ -15,7 +15,7 @@ use super::{
     packed::mask_block,
     plane_exchange::{Exchange, Segments},
     plane_result::PlaneBlocks,
-    position::{EdenPolicy, Halves, Position, TURNS, slot_of_line},
+    position::{EdenPolicy, Position, TURNS, slot_of_line},
 };
 use crate::{
     HadamardSize,
@@ -598,22 +598,20 @@ pub(super) struct Taken {
     exchange: Exchange,
 }
 
-/// The largest magnitude of `halves` of a tile after the transform, as bits, as each unit sees its
-/// part. What lies outside the matrix is zero.
+/// The largest magnitude of a tile after the transform, as bits, as each unit sees its part. What
+/// lies outside the matrix is zero.
 #[cube]
 pub(super) fn plane_amax<F: Numeric, N: Size>(
     source: &EdenStored<F, N>,
     at: &Position,
-    halves: &Halves,
     reading: Reading,
     #[comptime] policy: EdenPolicy,
     #[comptime] kind: FloatKind,
 ) -> u32 {
     let mut most = 0u32;
     let held = HeldLines::new::<F, N>(source, at, reading, policy);
-    let first = halves.first * comptime!(TURNS / 2);
-    for turn in 0..comptime!(halves.count * TURNS / 2) {
-        let part = part_of(first + turn, reading, policy);
+    for turn in 0..TURNS {
+        let part = part_of(turn, reading, policy);
         let mut segments = source.load_part(&held, part, at, reading, policy, kind);
         let largest = reading.exchange.largest(&mut segments);
         most = max(most, u32::reinterpret(largest));

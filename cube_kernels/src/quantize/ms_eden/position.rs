@@ -32,8 +32,6 @@ pub struct EdenPolicy {
     pub unscaled: bool,
     /// Tiles that a screening rules out are left out.
     pub screened: bool,
-    /// Tiles of a packed source are few: a plane takes half of one at a time.
-    pub halved: bool,
     /// Who converts to E2M1.
     pub conversion: Conversion,
 }
@@ -55,18 +53,9 @@ impl EdenPolicy {
         if self.packed && self.across { TURNS } else { 1 }
     }
 
-    /// The most tiles that a cube works on at a time, or halves of tiles.
+    /// The most tiles that a cube works on at a time.
     pub(super) fn tiles_of_cube(self) -> usize {
-        match (self.planes(), self.halved) {
-            (true, true) => FEW_PLANES,
-            (true, false) => MOST_PLANES,
-            (false, _) => 1,
-        }
-    }
-
-    /// What a tile is worked on in: as a whole, or half by half.
-    pub(super) fn pieces(self) -> usize {
-        if self.halved { 2 } else { 1 }
+        if self.planes() { MOST_PLANES } else { 1 }
     }
 }
 
@@ -78,34 +67,6 @@ pub(super) const HALF: usize = LINES / 2;
 
 /// Planes of a cube at most.
 const MOST_PLANES: usize = 8;
-
-/// The same where tiles are few, so that cubes are more: one plane for each of an SM's schedulers.
-/// With two ptxas spills registers for sm_100a.
-const FEW_PLANES: usize = 4;
-
-/// The halves of a tile that a plane works on.
-#[derive(CubeType, Clone, Copy)]
-pub(super) struct Halves {
-    /// The first.
-    pub first: usize,
-    /// How many.
-    #[cube(comptime)]
-    pub count: usize,
-}
-
-/// Those of piece number `index` of all tiles.
-#[cube]
-pub(super) fn halves_of(index: usize, #[comptime] policy: EdenPolicy) -> Halves {
-    let first = if comptime!(policy.halved) {
-        index % 2usize
-    } else {
-        0usize.runtime()
-    };
-    Halves {
-        first,
-        count: comptime!(2 / policy.pieces()),
-    }
-}
 
 /// The number of a line among those of its half of a tile.
 #[cube]
