@@ -940,6 +940,34 @@ fn high_precision_is_the_loop_over_experts() {
     }
 }
 
+/// NaN in rows of no group, of the input and of its gradient, reaches no group and no weight.
+#[test]
+fn rows_of_no_group_are_not_read() {
+    skip_where_small_only!();
+    let device = device().autodiff();
+    let (sizes, rest) = ([20, 3, 0, 130], 7);
+    for dtype in dtypes() {
+        for (name, spec) in [
+            ("high precision", LinearSpec::high_precision()),
+            ("fwd_nvfp4_bwd_bf16", preset("fwd_nvfp4_bwd_bf16", false)),
+            ("nvidia", preset("nvidia", false)),
+        ] {
+            let mut case = Case::new(&sizes, rest, dtype);
+            let expected = case.grouped(&device, spec);
+            for matrix in [&mut case.x, &mut case.dy] {
+                let first = (matrix.rows - rest) * matrix.cols;
+                matrix.values[first..].fill(f32::NAN);
+            }
+            let found = case.grouped(&device, spec);
+            let shares = case.shares(&found).into_iter().zip(case.shares(&expected));
+            for ((part, group, found), (_, _, expected)) in shares {
+                let what = format!("{name}, {dtype:?}: {part} of group {group}");
+                assert_same(&what, found, expected, true, 0.0);
+            }
+        }
+    }
+}
+
 /// What no gradient asks for is not there, and constants stay constants.
 #[test]
 fn only_asked_gradients_come() {

@@ -95,11 +95,9 @@ pub(super) fn k_grouped(
         (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
             let groups = offsets.meta.shape()[0] - 1;
             trace_masked(m, n, groups, float_dtype(x.dtype));
-            let [x, dy] = match others {
-                OtherRows::Zero => [x, dy],
-                // Masks are factors, and a factor of 0 leaves a NaN.
-                OtherRows::Undefined => [x, dy].map(|x| within_groups(x, &offsets)),
-            };
+            // Masks are factors, and a factor of 0 leaves a NaN. Rows of no group may hold one: those
+            // of dequantized tokens are undefined.
+            let [x, dy] = [x, dy].map(|x| within_groups(x, &offsets));
             return masked_k(x, dy, offsets, dtype);
         }
         operands => operands,
