@@ -38,6 +38,7 @@ fn doctor_names_the_kernels() {
         "GEMM, NVFP4 x NVFP4",
         "GEMM, MXFP8 x MXFP8",
         "GEMM, bf16 x NVFP4",
+        "GEMM, bf16 x NVFP4, dgrad",
         "GEMM, bf16 x bf16",
         "GEMM, f32 or f16",
         "M-grouped GEMM, NVFP4",

@@ -299,11 +299,7 @@ fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath
         ("GEMM, NVFP4 x NVFP4", [Packed; 2], padded),
         ("GEMM, MXFP8 x MXFP8", [Mxfp8; 2], mx),
         ("GEMM, bf16 x NVFP4", [KMajor, Packed], padded),
-        (
-            "GEMM, bf16 x NVFP4, MN-major",
-            [KMajor, PackedMnMajor],
-            shape,
-        ),
+        ("GEMM, bf16 x NVFP4, dgrad", [KMajor, PackedMnMajor], shape),
         ("GEMM, bf16 x bf16", [KMajor; 2], shape),
         ("GEMM, bf16, MN-major", [MnMajor; 2], shape),
     ];
