@@ -84,6 +84,7 @@ fn doctor_names_the_kernels_of_a_shape() {
         "GEMM, NVFP4 x NVFP4",
         "GEMM, MXFP8 x MXFP8",
         "GEMM, bf16 x NVFP4",
+        "GEMM, bf16 x NVFP4, dgrad",
         "GEMM, bf16 x bf16",
     ];
     let grouped = [
