@@ -14,7 +14,7 @@ use nvfp4_kernels::{AmaxGranularity, Format, Storage, Usage};
 
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
-use super::quantize::{dequantize, dequantize_matrix};
+use super::dequantize::{dequantize, dequantize_matrix};
 use super::tensors::{
     Source, float_kind, launched, like, like_quantized, matrix, result, stored_shape, to_device,
 };

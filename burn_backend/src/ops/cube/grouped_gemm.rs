@@ -18,8 +18,8 @@ use nvfp4_kernels::{BLOCK, Format, ScaleLayout, Usage, moe};
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, OtherRows, RowGroups};
 use super::super::{float_dtype, trace_op};
+use super::dequantize::dequantize;
 use super::gemm::{DeviceOperand, bias_matrix};
-use super::quantize::dequantize;
 use super::tensors::{
     Source, float_kind, group_offsets, launched, like, new_tensor, result, stored_shape,
 };

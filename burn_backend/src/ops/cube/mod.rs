@@ -1,5 +1,6 @@
 //! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
 
+mod dequantize;
 mod form;
 mod found_amax;
 mod gemm;
@@ -114,7 +115,7 @@ impl Nvfp4KernelOps for CubeBackend {
         groups: RowGroups<Self>,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
-        quantize::dequantize(source, &groups, dtype)
+        dequantize::dequantize(source, &groups, dtype)
     }
 
     fn nvfp4_gemm(

@@ -10,12 +10,9 @@ use nvfp4_kernels::quantize::{
     QuantRequest, RedrawnSigns,
 };
 use nvfp4_kernels::reference::{Activation, EdenTarget};
-use nvfp4_kernels::tensor::{
-    DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix,
-};
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, ScaleLayout, Storage, Usage};
+use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 
-use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
@@ -662,43 +659,4 @@ pub(super) fn requantize(
     };
     let layout = count.layout((rows, cols), usage, params, form);
     to_burn(&like, made, count, layout)
-}
-
-/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
-pub(super) fn dequantize(
-    source: QuantizedMatrix<CubeBackend>,
-    groups: &RowGroups<CubeBackend>,
-    dtype: FloatDType,
-) -> CubeTensor {
-    let source = with_amax_per_row::<CubeBackend>(source, groups);
-    let layout = source.layout;
-    let Layout { rows, cols, .. } = layout;
-    if layout.storage == Storage::Bf16Unscaled {
-        return scaled::<CubeBackend>(source, dtype);
-    }
-    let op = match layout.format.is_mx() {
-        true => "mx_dequantize",
-        false => "dequantize",
-    };
-    trace_op(op, usage_name(layout.usage), rows, cols);
-    let (like, kind) = (like_quantized(&source), float_kind(dtype));
-    // At groups only tiles of scales begin anew: each row has its amax.
-    let groups = match layout.scale_layout {
-        ScaleLayout::Compact => Groups::One,
-        ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
-    };
-    let source = to_device(source, groups);
-    result(&like, dequantize_matrix(&like, &source, kind))
-}
-
-/// The values of a quantized tensor, in the orientation of its source.
-pub(super) fn dequantize_matrix(
-    like: &CubeTensor,
-    source: &DeviceQuantized,
-    kind: FloatKind,
-) -> Matrix {
-    launched(match source.layout.format.is_mx() {
-        true => quantize::mx_dequantize(&like.client, source, kind),
-        false => quantize::dequantize(&like.client, source, kind),
-    })
 }

@@ -1,0 +1,51 @@
+//! The values of quantized tensors.
+
+use burn_core::tensor::FloatDType;
+use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use nvfp4_kernels::quantize;
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::{Layout, ScaleLayout, Storage};
+
+use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::tensors::{QuantizedMatrix, RowGroups};
+use super::super::{trace_op, usage_name};
+use super::tensors::{device_groups, float_kind, launched, like_quantized, result, to_device};
+
+/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
+pub(super) fn dequantize(
+    source: QuantizedMatrix<CubeBackend>,
+    groups: &RowGroups<CubeBackend>,
+    dtype: FloatDType,
+) -> CubeTensor {
+    let source = with_amax_per_row::<CubeBackend>(source, groups);
+    let layout = source.layout;
+    let Layout { rows, cols, .. } = layout;
+    if layout.storage == Storage::Bf16Unscaled {
+        return scaled::<CubeBackend>(source, dtype);
+    }
+    let op = match layout.format.is_mx() {
+        true => "mx_dequantize",
+        false => "dequantize",
+    };
+    trace_op(op, usage_name(layout.usage), rows, cols);
+    let (like, kind) = (like_quantized(&source), float_kind(dtype));
+    // At groups only tiles of scales begin anew: each row has its amax.
+    let groups = match layout.scale_layout {
+        ScaleLayout::Compact => Groups::One,
+        ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
+    };
+    let source = to_device(source, groups);
+    result(&like, dequantize_matrix(&like, &source, kind))
+}
+
+/// The values of a quantized tensor, in the orientation of its source.
+pub(super) fn dequantize_matrix(
+    like: &CubeTensor,
+    source: &DeviceQuantized,
+    kind: FloatKind,
+) -> Matrix {
+    launched(match source.layout.format.is_mx() {
+        true => quantize::mx_dequantize(&like.client, source, kind),
+        false => quantize::dequantize(&like.client, source, kind),
+    })
+}
