@@ -467,22 +467,21 @@ impl GroupedSource {
 
     /// The amax values of the tensor with this usage.
     fn amax(&self, params: &QuantParams, usage: Usage) -> Handle {
-        if let Some(Amaxes { rows, cols }) = self.found.clone() {
-            return match usage {
+        let of_usage = |Amaxes { rows, cols }: Amaxes| {
+            let amax = match usage {
                 Usage::Rowwise => rows,
                 Usage::Columnwise => cols,
-            }
-            .expect("requested");
+            };
+            amax.expect("requested")
+        };
+        if let Some(found) = self.found.clone() {
+            return of_usage(found);
         }
         let (client, matrix) = (&self.x.tensor.client, &self.x.matrix);
         if matches!(self.groups, Groups::One) && params.amax == AmaxGranularity::PerTensor {
             let request = AmaxRequest::along(usage, params.amax, params.hadamard);
-            if let Some(Amaxes { rows, cols }) = found_amax::take(matrix, &request) {
-                return match usage {
-                    Usage::Rowwise => rows,
-                    Usage::Columnwise => cols,
-                }
-                .expect("requested");
+            if let Some(found) = found_amax::take(matrix, &request) {
+                return of_usage(found);
             }
             let hadamard = match usage {
                 Usage::Rowwise => None,

@@ -71,14 +71,15 @@ impl W4a16Tile {
     }
 }
 
-/// The instructions' width for `rows` rows of `a`.
+/// The instructions' width for `rows` rows of `a`: the first of the ascending `widths` that holds
+/// them, or the last.
 #[cube]
-fn width_of(rows: u32, #[comptime] tile: W4a16Tile) -> u32 {
-    let count = comptime!(tile.widths().len());
-    let mut width = comptime!(tile.rows_a as u32).runtime();
+pub(super) fn width_of(rows: u32, #[comptime] widths: &'static [usize]) -> u32 {
+    let count = comptime!(widths.len());
+    let mut width = comptime!(widths[count - 1] as u32).runtime();
     #[unroll]
     for i in 1..count {
-        let narrower = comptime!(tile.widths()[count - 1 - i] as u32);
+        let narrower = comptime!(widths[count - 1 - i] as u32);
         if rows <= narrower {
             width = narrower.runtime();
         }
@@ -251,7 +252,7 @@ fn produce(
     while tile < tiles.m * tiles.n {
         let at = place_of(problem, tiles, tile, plan);
         let column = at.group * problem.shape.n + at.column;
-        let width = width_of(at.end - at.row, shape);
+        let width = width_of(at.end - at.row, comptime!(plan.tile.widths()));
         for step in 0..steps {
             let stage = used % comptime!(stages as u32);
             let parity = ((used / comptime!(stages as u32)) & 1u32) ^ 1u32;
@@ -399,7 +400,7 @@ fn consume(
     let mut used = 0u32;
     while tile < tiles.m * tiles.n {
         let at = place_of(problem, tiles, tile, plan);
-        let width = width_of(at.end - at.row, shape);
+        let width = width_of(at.end - at.row, comptime!(plan.tile.widths()));
         let mut begin = used;
         let mut own_steps = steps;
         if comptime!(shape.ways > 1) {

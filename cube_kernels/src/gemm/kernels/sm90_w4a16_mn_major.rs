@@ -20,11 +20,10 @@ use half::bf16;
 
 use super::{
     sm90_bf16::{check_sm90, operand_map},
+    sm90_w4a16::width_of,
     sm90_w4a16_mn_major_output::write_lane,
     sm90_w4a16_mn_major_stage::{SharedAddresses, bring_scales, lane_of_stage},
-    sm90_w4a16_mn_major_tiles::{
-        W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows, width_of,
-    },
+    sm90_w4a16_mn_major_tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows},
     sm90_w4a16_output::TilePlace,
 };
 use crate::{
@@ -163,7 +162,7 @@ fn produce(
         let tiles = rows * tile_columns(problem);
         if tile - passed < tiles {
             let at = place_of(problem, group, tile - passed, rows, plan);
-            let width = width_of(at.end - at.row, comptime!(plan.tile));
+            let width = width_of(at.end - at.row, comptime!(plan.tile.widths()));
             for step in 0..steps {
                 let depth = step * comptime!(STAGE_K as u32);
                 let stage = used % stages;
@@ -232,7 +231,7 @@ fn consume(
         let tiles = rows * tile_columns(problem);
         if tile - passed < tiles {
             let at = place_of(problem, group, tile - passed, rows, plan);
-            let width = width_of(at.end - at.row, comptime!(plan.tile));
+            let width = width_of(at.end - at.row, comptime!(plan.tile.widths()));
             let pipeline = PipelineState {
                 full: shared.full,
                 empty: shared.empty,

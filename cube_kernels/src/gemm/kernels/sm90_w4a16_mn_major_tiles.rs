@@ -81,18 +81,3 @@ pub(super) fn place_of(
 pub(super) fn steps_of(problem: &GroupedProblem) -> u32 {
     problem.shape.k.div_ceil(comptime!(STAGE_K as u32))
 }
-
-/// The instructions' width for `rows` rows of `a`.
-#[cube]
-pub(super) fn width_of(rows: u32, #[comptime] tile: W4a16MnTile) -> u32 {
-    let count = comptime!(tile.widths().len());
-    let mut width = comptime!(tile.rows_a() as u32).runtime();
-    #[unroll]
-    for i in 1..count {
-        let narrower = comptime!(tile.widths()[count - 1 - i] as u32);
-        if rows <= narrower {
-            width = narrower.runtime();
-        }
-    }
-    width
-}
