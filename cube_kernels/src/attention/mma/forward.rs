@@ -201,10 +201,44 @@ pub fn online_softmax(
     scale: f32,
     #[comptime] plan: MmaPlan,
 ) {
+    let factors = weigh(scores, &mut rows.highest, &mut rows.sum, scale, plan);
+    #[unroll]
+    for at in 0..comptime!(plan.strips * plan.head / 8) {
+        let row = comptime!(2 * (at / (plan.head / 8)));
+        rows.out[at] = rescaled(rows.out[at], &factors, row);
+    }
+}
+
+/// Four accumulators of strip `row / 2`, two of each of its rows of a lane, times their factors.
+#[cube]
+pub fn rescaled(
+    four: Vector<f32, Const<4>>,
+    factors: &Array<f32>,
+    #[comptime] row: usize,
+) -> Vector<f32, Const<4>> {
+    let mut scaled = Vector::<f32, Const<4>>::new(0.0f32);
+    #[unroll]
+    for e in 0..4usize {
+        scaled.insert(e, four.extract(e) * factors[comptime!(row + e / 2)]);
+    }
+    scaled
+}
+
+/// Turns scores into `2^(score - highest)`, adds them to the sums, and returns what the rows' output
+/// so far is multiplied by.
+#[cube]
+pub fn weigh(
+    scores: &mut Array<Vector<f32, Const<4>>>,
+    highest_so_far: &mut Array<f32>,
+    sums: &mut Array<f32>,
+    scale: f32,
+    #[comptime] plan: MmaPlan,
+) -> Array<f32> {
+    let mut factors = Array::<f32>::new(comptime!(2 * plan.strips));
     #[unroll]
     for i in 0..comptime!(2 * plan.strips) {
         let half = comptime!(2 * (i % 2));
-        let before = rows.highest[i];
+        let before = highest_so_far[i];
         let mut highest = before;
         #[unroll]
         for j in 0..comptime!(plan.inner / 8) {
@@ -215,11 +249,11 @@ pub fn online_softmax(
         // The four lanes of a row.
         highest = max(highest, plane_shuffle_xor(highest, 1u32));
         highest = max(highest, plane_shuffle_xor(highest, 2u32));
-        rows.highest[i] = highest;
+        highest_so_far[i] = highest;
         // A row that has seen nothing has no maximum.
         let used = select(highest == f32::NEG_INFINITY, 0.0f32, highest) * scale;
         let factor = ex2_approx_ftz(fma_rn(before, scale, -used));
-        let mut sum = rows.sum[i] * factor;
+        let mut sum = sums[i] * factor;
         #[unroll]
         for j in 0..comptime!(plan.inner / 8) {
             let at = comptime!((i / 2) * plan.inner / 8 + j);
@@ -233,18 +267,10 @@ pub fn online_softmax(
             }
             scores[at] = four;
         }
-        rows.sum[i] = sum;
-        #[unroll]
-        for j in 0..comptime!(plan.head / 8) {
-            let at = comptime!((i / 2) * plan.head / 8 + j);
-            let mut four = rows.out[at];
-            let low = four.extract(half) * factor;
-            let high = four.extract(comptime!(half + 1)) * factor;
-            four.insert(half, low);
-            four.insert(comptime!(half + 1), high);
-            rows.out[at] = four;
-        }
+        sums[i] = sum;
+        factors[i] = factor;
     }
+    factors
 }
 
 /// The largest score before the first: that of the additional one, if there is one.

@@ -1,6 +1,6 @@
 //! The backward on Hopper, in two passes: gradients of keys and values, then of queries. Both are
 //! one pipeline. A CTA holds the rows of one side, 64 to a consumer warpgroup, and passes over
-//! blocks of the other side, which the producer warpgroup brings in two stages.
+//! blocks of the other side, which the producer warpgroup brings in three stages.
 //!
 //! Two GEMMs of operands in shared memory give scores and gradients of weights; what becomes of
 //! them is in registers, the left operand of one GEMM (queries) or two (keys), whose right operands
@@ -11,9 +11,11 @@ use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
 
 use super::{
-    backward_problem::{BackwardProblem, Blocks, Memory, Sm90BackwardPlan, Tile, empty, full},
-    forward::{BOX, BOX_VECTORS, STAGES},
-    gradients::{Place, keys_and_values, keys_and_values_in_pairs, queries, write},
+    backward_problem::{
+        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, Sm90BackwardPlan, Tile, empty, full,
+    },
+    forward::{BOX, BOX_VECTORS},
+    gradients::{Place, keys_and_values, queries, write},
 };
 use crate::{
     attention::mma::{
@@ -107,13 +109,13 @@ pub fn sm90_backward_kernel(
     let mut own_b_tile: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(plan.own_vectors()), 1024usize);
     let mut a_stages: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.stage_vectors()), 1024usize);
     let mut b_stages: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.stage_vectors()), 1024usize);
     let row_values: Shared<[Vector<u32, Const<4>>]> =
-        Shared::new_aligned_slice(comptime!(STAGES * plan.plan.inner / 2), 16usize);
+        Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.plan.inner / 2), 16usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * (1 + STAGES)), 8usize);
+        Shared::new_aligned_slice(comptime!(2 * (1 + BACKWARD_STAGES)), 8usize);
     let memory = Memory {
         own_a: cvta_to_shared::<Vector<bf16, Const<8>>>(own_a_tile.as_slice().as_ptr()),
         own_b: cvta_to_shared::<Vector<bf16, Const<8>>>(own_b_tile.as_slice().as_ptr()),
@@ -126,7 +128,7 @@ pub fn sm90_backward_kernel(
         barriers[0].init_manual(1);
         barriers[1].init_manual(2);
         #[unroll]
-        for i in 1..comptime!(1 + STAGES) {
+        for i in 1..comptime!(1 + BACKWARD_STAGES) {
             // TMA's thread, and the warp that stores what is known of queries.
             barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
             barriers[comptime!(2 * i + 1)].init_manual(2);
@@ -183,8 +185,8 @@ pub fn sm90_backward_kernel(
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = ((blocks.first + step % blocks.count) * inner) as i32;
-                    let stage = used % comptime!(STAGES as u32);
-                    let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+                    let stage = used % comptime!(BACKWARD_STAGES as u32);
+                    let parity = ((used / comptime!(BACKWARD_STAGES as u32)) & 1u32) ^ 1u32;
                     let number = 1u32 + stage;
                     mbarrier_wait_parity(empty(memory, number), parity);
                     mbarrier_arrive_expect_tx(
@@ -235,11 +237,7 @@ pub fn sm90_backward_kernel(
             let blocks = blocks_of(&problem, visible, extent, tile, plan);
             mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
             if comptime!(plan.is_keys()) {
-                let sums = if comptime!(plan.plan.head <= 64) {
-                    keys_and_values_in_pairs(&problem, visible, tile, blocks, memory, used, plan)
-                } else {
-                    keys_and_values(&problem, visible, tile, blocks, memory, used, plan)
-                };
+                let sums = keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
@@ -326,8 +324,8 @@ fn store_rows(
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
             let row = (blocks.first + step % blocks.count) * inner;
-            let stage = used % comptime!(STAGES as u32);
-            let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+            let stage = used % comptime!(BACKWARD_STAGES as u32);
+            let parity = ((used / comptime!(BACKWARD_STAGES as u32)) & 1u32) ^ 1u32;
             let values = head as usize * problem.problem.q_tokens as usize
                 + (tile.sequence * extent.q_len) as usize;
             mbarrier_wait_parity(empty(memory, 1u32 + stage), parity);

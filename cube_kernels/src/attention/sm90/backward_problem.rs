@@ -8,6 +8,9 @@ use crate::{
     cube::ptx::{Major, WgmmaGemm, WgmmaOperand},
 };
 
+/// Stages of the blocks that a CTA passes over: one is filled while the GEMMs of two run.
+pub(super) const BACKWARD_STAGES: usize = 3;
+
 /// Which gradients a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
@@ -143,6 +146,34 @@ pub(super) struct Memory {
     /// Log-sum-exps of the queries of a stage, then their deltas.
     pub rows: u32,
     pub barriers: u32,
+}
+
+/// A stage of blocks of the other side.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Stage {
+    /// The number of its barriers.
+    pub number: u32,
+    /// The parity of the phase of the full one that ends when this use of it is full.
+    pub parity: u32,
+    /// Where its operands begin, and what is known of its queries.
+    pub a: u32,
+    pub b: u32,
+    pub rows: u32,
+}
+
+/// The stage of use number `used`, counted from the first.
+#[cube]
+pub(super) fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90BackwardPlan) -> Stage {
+    let stage = used % comptime!(BACKWARD_STAGES as u32);
+    let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
+    Stage {
+        number: 1u32 + stage,
+        parity: (used / comptime!(BACKWARD_STAGES as u32)) & 1u32,
+        a: memory.block_a + bytes,
+        b: memory.block_b + bytes,
+        rows: memory.rows + stage * comptime!(8 * plan.plan.inner as u32),
+    }
 }
 
 #[cube]

@@ -10,14 +10,15 @@ use half::bf16;
 
 use crate::{
     attention::mma::{
-        forward::{Rows, cap_all, first_highest, first_sum, mask, online_softmax, row_factors},
+        forward::{Rows, cap_all, first_highest, first_sum, mask, row_factors, weigh},
         multiply::pack,
         problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
     },
     cube::ptx::{
         Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
         mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
-        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers, wgmma_shared,
+        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers_scaled,
+        wgmma_registers_scaled_queued, wgmma_shared_queued, wgmma_wait, wgmma_wait_behind,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -181,6 +182,35 @@ fn empty(memory: Memory, number: u32) -> u32 {
     memory.barriers + number * 16u32 + 8u32
 }
 
+/// A stage of keys and of values.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Stage {
+    /// The number of the barriers of the keys.
+    keys: u32,
+    /// The number of those of the values.
+    values: u32,
+    /// The parity of the phase of the full ones that ends when this use of it is full.
+    parity: u32,
+    /// Where the keys begin, and the values.
+    k: u32,
+    v: u32,
+}
+
+/// The stage of use number `used`, counted from the first.
+#[cube]
+fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
+    let stage = used % comptime!(STAGES as u32);
+    let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
+    Stage {
+        keys: 1u32 + stage,
+        values: comptime!(1 + STAGES as u32) + stage,
+        parity: (used / comptime!(STAGES as u32)) & 1u32,
+        k: memory.k + bytes,
+        v: memory.v + bytes,
+    }
+}
+
 /// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows. `out` is `[tokens, heads,
 /// head]`, in units of 16 bytes; `lse` is `[heads, tokens]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
@@ -322,7 +352,8 @@ pub fn sm90_forward_kernel(
     }
 }
 
-/// The output of one warpgroup's queries of a tile, `used` blocks after the first.
+/// The output of one warpgroup's queries of a tile, `used` blocks after the first. The product of a
+/// block's weights and values runs while the weights of the next block are computed.
 #[cube]
 fn attend(
     problem: &Problem,
@@ -337,89 +368,128 @@ fn attend(
     let consumer = thread_in_cta() / 128u32 - 1u32;
     let leads = (UNIT_POS & 127u32) == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
-    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
     let (scores_of, output_of) = comptime!((plan.scores(), plan.output()));
     let queries = wgmma_operand(memory.q + consumer * 8192u32, scores_of.a);
     let scale = exponent_scale(problem, comptime!(plan.plan));
     let size!(S) = comptime!(plan.scores().accumulators());
     let size!(O) = comptime!(plan.output().accumulators());
     let size!(A) = comptime!(plan.output().fragments());
+    let columns = comptime!(plan.plan.head / 8);
     let mut rows = Rows {
         highest: Array::<f32>::new(2usize),
         sum: Array::<f32>::new(2usize),
-        out: Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.head / 8)),
+        out: Array::<Vector<f32, Const<4>>>::new(columns),
     };
     #[unroll]
     for i in 0..2usize {
         rows.highest[i] = first_highest(comptime!(plan.plan));
         rows.sum[i] = first_sum(comptime!(plan.plan));
     }
+    let mut sums = Vector::<f32, O>::new(0.0f32);
+    let mut weights = Vector::<u32, A>::new(0u32);
+    // What the sums are multiplied by before the products of `weights` are added.
+    let mut low = 0.0f32;
+    let mut high = 0.0f32;
+    let count = blocks.end - blocks.first;
+    // The first block has none before it.
     #[unroll]
-    for i in 0..comptime!(plan.plan.head / 8) {
-        rows.out[i] = Vector::new(0.0f32);
-    }
-    let mut block = blocks.end;
-    let mut step = used;
-    while block > blocks.first {
-        block -= 1u32;
-        let stage = step % comptime!(STAGES as u32);
-        let parity = (step / comptime!(STAGES as u32)) & 1u32;
-        let number = 1u32 + stage;
-        mbarrier_wait_parity(full(memory, number), parity);
-        let keys = wgmma_operand(memory.k + stage * stage_bytes, scores_of.b);
-        let found = wgmma_shared::<S>(queries, keys, scores_of);
-        if leads {
-            mbarrier_arrive(empty(memory, number));
-        }
-        let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
-        #[unroll]
-        for j in 0..comptime!(plan.plan.inner / 8) {
-            let mut four = four_of::<S>(found, j);
-            if comptime!(plan.plan.softcap) {
-                four = cap_all(problem, four);
+    for part in 0..2usize {
+        let begin = if comptime!(part == 0) {
+            0u32.runtime()
+        } else {
+            1u32.runtime()
+        };
+        let end = if comptime!(part == 0) {
+            min(count, 1u32)
+        } else {
+            count
+        };
+        for step in begin..end {
+            let stage = stage_of(memory, used + step, plan);
+            mbarrier_wait_parity(full(memory, stage.keys), stage.parity);
+            let keys = wgmma_operand(stage.k, scores_of.b);
+            let found = wgmma_shared_queued::<S>(queries, keys, scores_of);
+            if comptime!(part == 1) {
+                let before = stage_of(memory, used + step - 1u32, plan);
+                mbarrier_wait_parity(full(memory, before.values), before.parity);
+                sums = wgmma_registers_scaled_queued::<O, A>(
+                    Vector::<f32, O>::reinterpret(sums),
+                    low,
+                    high,
+                    Vector::<u32, A>::reinterpret(weights),
+                    wgmma_operand(before.v, output_of.b),
+                    output_of,
+                );
             }
-            scores[j] = four;
-        }
-        let first = tile.row + warp_row;
-        mask(
-            &mut scores,
-            visible,
-            first,
-            block * inner,
-            comptime!(plan.plan),
-        );
-        online_softmax(&mut scores, &mut rows, scale, comptime!(plan.plan));
-        let mut weights = Vector::<u32, A>::new(0u32);
-        #[unroll]
-        for j in 0..comptime!(plan.plan.inner / 8) {
-            let four = scores[j];
-            let kind = comptime!(plan.plan.kind);
-            let low = pack(four.extract(0usize), four.extract(1usize), kind);
-            let high = pack(four.extract(2usize), four.extract(3usize), kind);
-            weights.insert(comptime!(2 * j), low);
-            weights.insert(comptime!(2 * j + 1), high);
-        }
-        let number = comptime!(1 + STAGES as u32) + stage;
-        mbarrier_wait_parity(full(memory, number), parity);
-        let values = wgmma_operand(memory.v + stage * stage_bytes, output_of.b);
-        let mut sums = Vector::<f32, O>::new(0.0f32);
-        #[unroll]
-        for j in 0..comptime!(plan.plan.head / 8) {
-            let four = rows.out[j];
+            let found = wgmma_wait::<S>(found, scores_of, part);
+            if leads {
+                mbarrier_arrive(empty(memory, stage.keys));
+            }
+            let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
             #[unroll]
-            for e in 0..4usize {
-                sums.insert(comptime!(4 * j + e), four.extract(e));
+            for j in 0..comptime!(plan.plan.inner / 8) {
+                let mut four = four_of::<S>(found, j);
+                if comptime!(plan.plan.softcap) {
+                    four = cap_all(problem, four);
+                }
+                scores[j] = four;
             }
+            let block = blocks.end - 1u32 - step;
+            mask(
+                &mut scores,
+                visible,
+                tile.row + warp_row,
+                block * inner,
+                comptime!(plan.plan),
+            );
+            let factors = weigh(
+                &mut scores,
+                &mut rows.highest,
+                &mut rows.sum,
+                scale,
+                comptime!(plan.plan),
+            );
+            low = factors[0usize];
+            high = factors[1usize];
+            if comptime!(part == 1) {
+                wgmma_wait_behind(rows.sum[0usize] + rows.sum[1usize]);
+                if leads {
+                    let before = stage_of(memory, used + step - 1u32, plan);
+                    mbarrier_arrive(empty(memory, before.values));
+                }
+            }
+            let mut packed = Vector::<u32, A>::new(0u32);
+            #[unroll]
+            for j in 0..comptime!(plan.plan.inner / 8) {
+                let four = scores[j];
+                let kind = comptime!(plan.plan.kind);
+                let low = pack(four.extract(0usize), four.extract(1usize), kind);
+                let high = pack(four.extract(2usize), four.extract(3usize), kind);
+                packed.insert(comptime!(2 * j), low);
+                packed.insert(comptime!(2 * j + 1), high);
+            }
+            weights = packed;
         }
-        let sums = wgmma_registers::<O, A>(sums, weights, values, output_of);
+    }
+    if count > 0u32 {
+        let last = stage_of(memory, used + count - 1u32, plan);
+        mbarrier_wait_parity(full(memory, last.values), last.parity);
+        sums = wgmma_registers_scaled::<O, A>(
+            Vector::<f32, O>::reinterpret(sums),
+            low,
+            high,
+            Vector::<u32, A>::reinterpret(weights),
+            wgmma_operand(last.v, output_of.b),
+            output_of,
+        );
         if leads {
-            mbarrier_arrive(empty(memory, number));
+            mbarrier_arrive(empty(memory, last.values));
         }
-        #[unroll]
-        for j in 0..comptime!(plan.plan.head / 8) {
-            rows.out[j] = four_of::<O>(sums, j);
-        }
-        step += 1u32;
+    }
+    let sums = Vector::<f32, O>::reinterpret(sums);
+    #[unroll]
+    for j in 0..columns {
+        rows.out[j] = four_of::<O>(sums, j);
     }
     rows
 }

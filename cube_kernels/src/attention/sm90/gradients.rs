@@ -4,9 +4,8 @@
 use cubecl::prelude::*;
 
 use super::backward_problem::{
-    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Tile, empty, full,
+    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Tile, empty, full, stage_of,
 };
-use super::forward::STAGES;
 use crate::{
     attention::mma::{
         dkdv::{mask_weights, score_gradients, slopes_of, weigh},
@@ -18,7 +17,7 @@ use crate::{
     },
     cube::ptx::{
         ld_shared_v4, mbarrier_arrive, mbarrier_wait_parity, st_shared, wgmma_operand,
-        wgmma_registers, wgmma_registers_pair, wgmma_shared, wgmma_shared_pair,
+        wgmma_registers, wgmma_registers_queued, wgmma_shared_queued, wgmma_wait,
     },
     gemm::arguments::thread_in_cta,
 };
@@ -95,6 +94,9 @@ fn bound(
     slopes
 }
 
+/// The gradients of a warpgroup's keys and values. The gradients of the weights of a block are
+/// multiplied while its scores are weighed, and those of the values while the gradients of the
+/// scores are computed.
 #[cube]
 pub(super) fn keys_and_values(
     problem: &BackwardProblem,
@@ -108,7 +110,6 @@ pub(super) fn keys_and_values(
     let consumer = thread_in_cta() / 128u32 - 1u32;
     let leads = (UNIT_POS & 127u32) == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
-    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
     let values = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
@@ -120,18 +121,16 @@ pub(super) fn keys_and_values(
     let mut dk = Vector::<f32, O>::new(0.0f32);
     let mut dv = Vector::<f32, O>::new(0.0f32);
     for step in 0..blocks.count * blocks.heads {
-        let at = used + step;
-        let stage = at % comptime!(STAGES as u32);
-        let number = 1u32 + stage;
-        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
-        let queries_at = memory.block_a + stage * stage_bytes;
-        let dout_at = memory.block_b + stage * stage_bytes;
-        let rows_at = memory.rows + stage * comptime!(8 * plan.plan.inner as u32);
-        let queries = wgmma_operand(queries_at, scores_of.b);
-        let found = wgmma_shared::<S>(keys, queries, scores_of);
+        let stage = stage_of(memory, used + step, plan);
+        mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+        let queries = wgmma_operand(stage.a, scores_of.b);
+        let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
+        let dout = wgmma_operand(stage.b, scores_of.b);
+        let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
+        let found = wgmma_wait::<S>(found, scores_of, 1usize);
         let mut scores = fours::<S>(found, 0usize, columns);
         let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
-        weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
+        weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
         let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
         mask_weights(
             &mut scores,
@@ -141,19 +140,25 @@ pub(super) fn keys_and_values(
             comptime!(plan.plan),
         );
         let weights = left::<A>(&scores, plan);
-        let dout = wgmma_operand(dout_at, gradients_of.b);
-        dv = wgmma_registers::<O, A>(
+        let dout = wgmma_operand(stage.b, gradients_of.b);
+        dv = wgmma_registers_queued::<O, A>(
             Vector::<f32, O>::reinterpret(dv),
             weights,
             dout,
             gradients_of,
         );
-        let dout = wgmma_operand(dout_at, scores_of.b);
-        let found = wgmma_shared::<S>(values, dout, scores_of);
+        let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
         let found = fours::<S>(found, 0usize, columns);
-        score_gradients(&mut scores, &found, &slopes, rows_at, comptime!(plan.plan));
+        score_gradients(
+            &mut scores,
+            &found,
+            &slopes,
+            stage.rows,
+            comptime!(plan.plan),
+        );
         let gradients = left::<A>(&scores, plan);
-        let queries = wgmma_operand(queries_at, gradients_of.b);
+        let queries = wgmma_operand(stage.a, gradients_of.b);
+        // Its wait is for all: the sums of the values have ended, too.
         dk = wgmma_registers::<O, A>(
             Vector::<f32, O>::reinterpret(dk),
             gradients,
@@ -161,7 +166,7 @@ pub(super) fn keys_and_values(
             gradients_of,
         );
         if leads {
-            mbarrier_arrive(empty(memory, number));
+            mbarrier_arrive(empty(memory, stage.number));
         }
     }
     Sums {
@@ -170,86 +175,8 @@ pub(super) fn keys_and_values(
     }
 }
 
-/// [`keys_and_values()`] of narrow heads, of which a block is little work: its GEMMs are queued in
-/// pairs, with one wait for both. Of wide heads that takes the place of what the other warpgroup
-/// does meanwhile.
-#[cube]
-pub(super) fn keys_and_values_in_pairs(
-    problem: &BackwardProblem,
-    visible: Visible,
-    tile: Tile,
-    blocks: Blocks,
-    memory: Memory,
-    used: u32,
-    #[comptime] plan: Sm90BackwardPlan,
-) -> Sums {
-    let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leads = (UNIT_POS & 127u32) == 0u32;
-    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
-    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
-    let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
-    let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
-    let values = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
-    let size!(S) = comptime!(2 * plan.scores().accumulators());
-    let size!(O) = comptime!(2 * plan.gradients().accumulators());
-    let size!(A) = comptime!(plan.gradients().fragments());
-    let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
-    let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
-    let mut sums = Vector::<f32, O>::new(0.0f32);
-    for step in 0..blocks.count * blocks.heads {
-        let at = used + step;
-        let stage = at % comptime!(STAGES as u32);
-        let number = 1u32 + stage;
-        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
-        let queries_at = memory.block_a + stage * stage_bytes;
-        let dout_at = memory.block_b + stage * stage_bytes;
-        let rows_at = memory.rows + stage * comptime!(8 * plan.plan.inner as u32);
-        let queries = wgmma_operand(queries_at, scores_of.b);
-        let dout = wgmma_operand(dout_at, scores_of.b);
-        let found = wgmma_shared_pair::<S>(keys, queries, values, dout, scores_of);
-        let mut scores = fours::<S>(found, 0usize, columns);
-        let weight_gradients = fours::<S>(found, columns, columns);
-        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
-        weigh(&mut scores, rows_at, scale, comptime!(plan.plan));
-        let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
-        mask_weights(
-            &mut scores,
-            visible,
-            tile.row + warp_row,
-            query,
-            comptime!(plan.plan),
-        );
-        let weights = left::<A>(&scores, plan);
-        score_gradients(
-            &mut scores,
-            &weight_gradients,
-            &slopes,
-            rows_at,
-            comptime!(plan.plan),
-        );
-        let gradients = left::<A>(&scores, plan);
-        let queries = wgmma_operand(queries_at, gradients_of.b);
-        let dout = wgmma_operand(dout_at, gradients_of.b);
-        sums = wgmma_registers_pair::<O, A>(
-            Vector::<f32, O>::reinterpret(sums),
-            gradients,
-            queries,
-            weights,
-            dout,
-            gradients_of,
-        );
-        if leads {
-            mbarrier_arrive(empty(memory, number));
-        }
-    }
-    let sums = Vector::<f32, O>::reinterpret(sums);
-    Sums {
-        a: fours::<O>(sums, 0usize, count),
-        b: fours::<O>(sums, count, count),
-    }
-}
-
-/// The gradient of a warpgroup's queries, not scaled.
+/// The gradient of a warpgroup's queries, not scaled. The product of a block's gradients and keys
+/// runs while the gradients of the next block are computed.
 #[cube]
 pub(super) fn queries(
     problem: &BackwardProblem,
@@ -264,11 +191,10 @@ pub(super) fn queries(
     let consumer = thread_in_cta() / 128u32 - 1u32;
     let leads = (UNIT_POS & 127u32) == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
-    let stage_bytes = comptime!(16 * plan.stage_vectors() as u32);
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let q = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
     let dout = wgmma_operand(memory.own_b + consumer * 8192u32, scores_of.a);
-    let size!(S) = comptime!(2 * plan.scores().accumulators());
+    let size!(S) = comptime!(plan.scores().accumulators());
     let size!(O) = comptime!(plan.gradients().accumulators());
     let size!(A) = comptime!(plan.gradients().fragments());
     let (columns, count) = comptime!((plan.plan.inner / 8, plan.plan.head / 8));
@@ -283,45 +209,78 @@ pub(super) fn queries(
         comptime!(plan.plan),
     );
     let mut dq = Vector::<f32, O>::new(0.0f32);
-    for step in 0..blocks.count {
-        let at = used + step;
-        let stage = at % comptime!(STAGES as u32);
-        let number = 1u32 + stage;
-        mbarrier_wait_parity(full(memory, number), (at / comptime!(STAGES as u32)) & 1u32);
-        let keys_at = memory.block_a + stage * stage_bytes;
-        let values_at = memory.block_b + stage * stage_bytes;
-        let keys = wgmma_operand(keys_at, scores_of.b);
-        let values = wgmma_operand(values_at, scores_of.b);
-        let found = wgmma_shared_pair::<S>(q, keys, dout, values, scores_of);
-        let mut scores = fours::<S>(found, 0usize, columns);
-        let found = fours::<S>(found, columns, columns);
-        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
-        query_gradients(
-            &mut scores,
-            &found,
-            &slopes,
-            &rows,
-            scale,
-            comptime!(plan.plan),
-        );
-        let key = (blocks.first + step) * comptime!(plan.plan.inner as u32);
-        mask_gradients(
-            &mut scores,
-            visible,
-            tile.row + warp_row,
-            key,
-            comptime!(plan.plan),
-        );
-        let weights = left::<A>(&scores, plan);
-        let keys = wgmma_operand(keys_at, gradients_of.b);
+    let mut left_of = Vector::<u32, A>::new(0u32);
+    // The first block has none before it.
+    #[unroll]
+    for part in 0..2usize {
+        let begin = if comptime!(part == 0) {
+            0u32.runtime()
+        } else {
+            1u32.runtime()
+        };
+        let end = if comptime!(part == 0) {
+            min(blocks.count, 1u32)
+        } else {
+            blocks.count
+        };
+        for step in begin..end {
+            let stage = stage_of(memory, used + step, plan);
+            mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+            let keys = wgmma_operand(stage.a, scores_of.b);
+            let values = wgmma_operand(stage.b, scores_of.b);
+            let found = wgmma_shared_queued::<S>(q, keys, scores_of);
+            let weight_gradients = wgmma_shared_queued::<S>(dout, values, scores_of);
+            if comptime!(part == 1) {
+                let before = stage_of(memory, used + step - 1u32, plan);
+                dq = wgmma_registers_queued::<O, A>(
+                    Vector::<f32, O>::reinterpret(dq),
+                    Vector::<u32, A>::reinterpret(left_of),
+                    wgmma_operand(before.a, gradients_of.b),
+                    gradients_of,
+                );
+            }
+            let found = wgmma_wait::<S>(found, scores_of, comptime!(1 + part));
+            let mut scores = fours::<S>(found, 0usize, columns);
+            let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+            let found = wgmma_wait::<S>(weight_gradients, scores_of, part);
+            let found = fours::<S>(found, 0usize, columns);
+            query_gradients(
+                &mut scores,
+                &found,
+                &slopes,
+                &rows,
+                scale,
+                comptime!(plan.plan),
+            );
+            let key = (blocks.first + step) * comptime!(plan.plan.inner as u32);
+            mask_gradients(
+                &mut scores,
+                visible,
+                tile.row + warp_row,
+                key,
+                comptime!(plan.plan),
+            );
+            if comptime!(part == 1) {
+                dq = wgmma_wait::<O>(Vector::<f32, O>::reinterpret(dq), gradients_of, 0usize);
+                if leads {
+                    let before = stage_of(memory, used + step - 1u32, plan);
+                    mbarrier_arrive(empty(memory, before.number));
+                }
+            }
+            left_of = left::<A>(&scores, plan);
+        }
+    }
+    if blocks.count > 0u32 {
+        let last = stage_of(memory, used + blocks.count - 1u32, plan);
+        let keys = wgmma_operand(last.a, gradients_of.b);
         dq = wgmma_registers::<O, A>(
             Vector::<f32, O>::reinterpret(dq),
-            weights,
+            Vector::<u32, A>::reinterpret(left_of),
             keys,
             gradients_of,
         );
         if leads {
-            mbarrier_arrive(empty(memory, number));
+            mbarrier_arrive(empty(memory, last.number));
         }
     }
     fours::<O>(Vector::<f32, O>::reinterpret(dq), 0usize, count)

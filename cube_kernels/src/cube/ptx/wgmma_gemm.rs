@@ -118,6 +118,23 @@ impl Block {
         self
     }
 
+    /// The results from number `first` on begin as the next `count` inputs, in groups of four: two
+    /// of one row of a lane, times the first input behind them, and two of its other row, times the
+    /// second.
+    fn scaled_sums(mut self, first: usize, count: usize) -> Self {
+        for i in 0..count {
+            let factor = self.input + count + i % 4 / 2;
+            let _ = writeln!(
+                self.text,
+                "mul.rn.f32 %{}, %{}, %{factor};",
+                first + i,
+                self.input + i
+            );
+        }
+        self.input += count + 2;
+        self
+    }
+
     /// Registers are as they are: instructions follow.
     fn begin(mut self) -> Self {
         self.text += "setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0;\nwgmma.fence.sync.aligned;\n";
@@ -169,10 +186,19 @@ impl Block {
         self
     }
 
-    /// The whole text.
+    /// The whole text, of a block that ends with its GEMMs.
     fn end(self) -> String {
+        self.commit("wgmma.wait_group.sync.aligned 0; }")
+    }
+
+    /// The whole text, of a block whose GEMMs are one group, and still run when it ends.
+    fn queued(self) -> String {
+        self.commit("}")
+    }
+
+    fn commit(self, rest: &str) -> String {
         debug_assert!(self.written <= self.results);
-        self.text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0; }"
+        self.text + "wgmma.commit_group.sync.aligned;\n" + rest
     }
 }
 
@@ -180,6 +206,35 @@ impl Block {
 fn shared_text(gemm: WgmmaGemm) -> String {
     let block = Block::new(gemm.accumulators()).begin();
     block.gemm(gemm, Left::Shared, false).end()
+}
+
+/// [`wgmma_shared_queued()`].
+fn shared_queued_text(gemm: WgmmaGemm) -> String {
+    let block = Block::new(gemm.accumulators()).begin();
+    block.gemm(gemm, Left::Shared, false).queued()
+}
+
+/// [`wgmma_registers_queued()`].
+fn registers_queued_text(gemm: WgmmaGemm) -> String {
+    let sums = gemm.accumulators();
+    let block = Block::new(sums).sums(0, sums).begin();
+    block.gemm(gemm, Left::Registers, true).queued()
+}
+
+/// [`wgmma_registers_scaled()`].
+fn registers_scaled_block(gemm: WgmmaGemm) -> Block {
+    let sums = gemm.accumulators();
+    let block = Block::new(sums).scaled_sums(0, sums).begin();
+    block.gemm(gemm, Left::Registers, true)
+}
+
+/// [`wgmma_wait()`] for `sums` results, with `pending` groups still running.
+fn wait_text(sums: usize, pending: usize) -> String {
+    let mut text = format!("wgmma.wait_group.sync.aligned {pending};\n");
+    for i in 0..sums {
+        let _ = writeln!(text, "mov.f32 %{i}, %{};", sums + i);
+    }
+    text
 }
 
 /// [`wgmma_shared_pair()`].
@@ -219,6 +274,129 @@ pub fn wgmma_shared<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vec
         d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_text(gemm)
     );
     Vector::<f32, S>::reinterpret(sums)
+}
+
+/// [`wgmma_shared()`] as a group of its own, which still runs: [`wgmma_wait()`] has its results.
+#[cube]
+pub fn wgmma_shared_queued<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vector<f32, S> {
+    let a = u64::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let sums: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {a} {b}
+    {text}",
+        d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_queued_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(sums)
+}
+
+/// [`wgmma_registers()`] as a group of its own, which still runs: [`wgmma_wait()`] has its results.
+#[cube]
+pub fn wgmma_registers_queued<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    a: Vector<u32, A>,
+    b: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let a = Vector::<u32, A>::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {a} {b}
+    {text}",
+        d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
+        text = const registers_queued_text(gemm)
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// `sums`, the results of a queued group of `gemm`, when at most the last `pending` groups still
+/// run, of which it is none.
+///
+/// PTX ISA "wgmma.wait_group"; PTX 8.0, sm_90a.
+#[cube]
+pub fn wgmma_wait<S: Size>(
+    sums: Vector<f32, S>,
+    #[comptime] gemm: WgmmaGemm,
+    #[comptime] pending: usize,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c}
+    {text}",
+        d = out(_) result, c = in(_) sums, text = const wait_text(gemm.accumulators(), pending)
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// Waits until no group runs, but not before `sum`, of weights and so no negative number, is known:
+/// ptxas moves a wait ahead of what is computed meanwhile, but not across a branch. What this one
+/// leads to is never executed.
+///
+/// PTX ISA "wgmma.wait_group"; PTX 8.0, sm_90a.
+#[cube]
+pub fn wgmma_wait_behind(sum: f32) {
+    let sum = f32::reinterpret(sum);
+    gpu_asm!(
+        "{{ .reg .pred p; setp.eq.f32 p, {}, 0fBF800000; @!p bra known; nanosleep.u32 0;
+    known: }}
+    wgmma.wait_group.sync.aligned 0;",
+        in(_) sum
+    );
+}
+
+/// `diag(factors) · sums + a · b` of `gemm`: [`wgmma_registers()`], before which the two rows of a
+/// lane are multiplied by a factor each, `low` and `high`.
+#[cube]
+pub fn wgmma_registers_scaled<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    low: f32,
+    high: f32,
+    a: Vector<u32, A>,
+    b: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let low = f32::reinterpret(low);
+    let high = f32::reinterpret(high);
+    let a = Vector::<u32, A>::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {l} {h} {a} {b}
+    {text}",
+        d = out(_) result, c = in(_) sums, l = in(_) low, h = in(_) high, a = in(_) a, b = in(_) b,
+        text = const registers_scaled_block(gemm).end()
+    );
+    Vector::<f32, S>::reinterpret(result)
+}
+
+/// [`wgmma_registers_scaled()`] as a group of its own, which still runs: nothing but another block
+/// may read its results before a wait.
+#[cube]
+pub fn wgmma_registers_scaled_queued<S: Size, A: Size>(
+    sums: Vector<f32, S>,
+    low: f32,
+    high: f32,
+    a: Vector<u32, A>,
+    b: u64,
+    #[comptime] gemm: WgmmaGemm,
+) -> Vector<f32, S> {
+    let sums = Vector::<f32, S>::reinterpret(sums);
+    let low = f32::reinterpret(low);
+    let high = f32::reinterpret(high);
+    let a = Vector::<u32, A>::reinterpret(a);
+    let b = u64::reinterpret(b);
+    let result: Vector<f32, S>;
+    gpu_asm!(
+        "// {d} {c} {l} {h} {a} {b}
+    {text}",
+        d = out(_) result, c = in(_) sums, l = in(_) low, h = in(_) high, a = in(_) a, b = in(_) b,
+        text = const registers_scaled_block(gemm).queued()
+    );
+    Vector::<f32, S>::reinterpret(result)
 }
 
 /// Two of [`wgmma_shared()`], the accumulators of one behind those of the other. `S` is twice

@@ -44,12 +44,15 @@ pub fn is_left_out(name: &str) -> bool {
 /// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who
 /// count instructions.
 pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Compiled {
+    let file = std::env::var_os("NVFP4_DUMP")
+        .map(|folder| Path::new(&folder).join(format!("{name}-{arch}")));
+    if let Some(file) = &file {
+        std::fs::write(file.with_extension("cu"), text).unwrap();
+    }
     let compiled = tools
         .compile(text, arch)
         .unwrap_or_else(|log| panic!("{name} for {arch}:\n{log}\n{text}"));
-    if let Some(folder) = std::env::var_os("NVFP4_DUMP") {
-        let file = Path::new(&folder).join(format!("{name}-{arch}"));
-        std::fs::write(file.with_extension("cu"), text).unwrap();
+    if let Some(file) = &file {
         std::fs::write(file.with_extension("cubin"), &compiled.code).unwrap();
     }
     compiled
