@@ -12,7 +12,8 @@ use half::bf16;
 
 use super::{
     backward_problem::{
-        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, Sm90BackwardPlan, Tile, empty, full,
+        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, Tile,
+        empty, full, own_stage_of, stage_of,
     },
     forward::{BOX, BOX_VECTORS},
     gradients::{Place, keys_and_values, queries, write},
@@ -105,9 +106,9 @@ pub fn sm90_backward_kernel(
     #[comptime] plan: Sm90BackwardPlan,
 ) {
     let mut own_a_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(plan.own_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(OWN_STAGES * plan.own_vectors()), 1024usize);
     let mut own_b_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(plan.own_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(OWN_STAGES * plan.own_vectors()), 1024usize);
     let mut a_stages: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.stage_vectors()), 1024usize);
     let mut b_stages: Shared<[Vector<bf16, Const<8>>]> =
@@ -115,7 +116,7 @@ pub fn sm90_backward_kernel(
     let row_values: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.plan.inner / 2), 16usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * (1 + BACKWARD_STAGES)), 8usize);
+        Shared::new_aligned_slice(comptime!(2 * (OWN_STAGES + BACKWARD_STAGES)), 8usize);
     let memory = Memory {
         own_a: cvta_to_shared::<Vector<bf16, Const<8>>>(own_a_tile.as_slice().as_ptr()),
         own_b: cvta_to_shared::<Vector<bf16, Const<8>>>(own_b_tile.as_slice().as_ptr()),
@@ -125,10 +126,13 @@ pub fn sm90_backward_kernel(
         barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
     };
     if UNIT_POS == 0 {
-        barriers[0].init_manual(1);
-        barriers[1].init_manual(2);
         #[unroll]
-        for i in 1..comptime!(1 + BACKWARD_STAGES) {
+        for i in 0..OWN_STAGES {
+            barriers[comptime!(2 * i)].init_manual(1);
+            barriers[comptime!(2 * i + 1)].init_manual(2);
+        }
+        #[unroll]
+        for i in OWN_STAGES..comptime!(OWN_STAGES + BACKWARD_STAGES) {
             // TMA's thread, and the warp that stores what is known of queries.
             barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
             barriers[comptime!(2 * i + 1)].init_manual(2);
@@ -155,27 +159,30 @@ pub fn sm90_backward_kernel(
             while item < items {
                 let tile = tile_of(&problem, item, plan);
                 let blocks = blocks_of(&problem, visible, extent, tile, plan);
-                mbarrier_wait_parity(empty(memory, 0u32), (tiles & 1u32) ^ 1u32);
+                let own = own_stage_of(memory, tiles, plan);
+                mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
                 mbarrier_arrive_expect_tx(
-                    full(memory, 0u32),
+                    full(memory, own.number),
                     comptime!(32 * plan.own_vectors() as u32),
                 );
+                let first = own.number as usize * comptime!(plan.own_vectors());
                 #[unroll]
                 for i in 0..comptime!(plan.boxes()) {
                     let vectors = comptime!(plan.rows() * BOX_VECTORS);
                     let column = comptime!((i * BOX) as i32).runtime();
                     let (sequence, row) = (tile.sequence as i32, tile.row as i32);
-                    barriers[0].tma_load_4d(
+                    let at = first + comptime!(i * vectors);
+                    barriers[2 * own.number as usize].tma_load_4d(
                         own_a,
-                        &mut own_a_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        &mut own_a_tile[at..at + vectors],
                         sequence,
                         row,
                         tile.head as i32,
                         column,
                     );
-                    barriers[0].tma_load_4d(
+                    barriers[2 * own.number as usize].tma_load_4d(
                         own_b,
-                        &mut own_b_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        &mut own_b_tile[at..at + vectors],
                         sequence,
                         row,
                         tile.head as i32,
@@ -185,21 +192,20 @@ pub fn sm90_backward_kernel(
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = ((blocks.first + step % blocks.count) * inner) as i32;
-                    let stage = used % comptime!(BACKWARD_STAGES as u32);
-                    let parity = ((used / comptime!(BACKWARD_STAGES as u32)) & 1u32) ^ 1u32;
-                    let number = 1u32 + stage;
-                    mbarrier_wait_parity(empty(memory, number), parity);
+                    let stage = stage_of(memory, used, plan);
+                    mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
                     mbarrier_arrive_expect_tx(
-                        full(memory, number),
+                        full(memory, stage.number),
                         comptime!(32 * plan.stage_vectors() as u32),
                     );
                     let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
-                    let begin = stage as usize * comptime!(plan.stage_vectors());
+                    let begin = (stage.number - comptime!(OWN_STAGES as u32)) as usize
+                        * comptime!(plan.stage_vectors());
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
                         let at = begin + comptime!(i * vectors);
                         let column = comptime!((i * BOX) as i32).runtime();
-                        let ready = &barriers[2 * number as usize];
+                        let ready = &barriers[2 * stage.number as usize];
                         ready.tma_load_4d(
                             block_a,
                             &mut a_stages[at..at + vectors],
@@ -235,9 +241,19 @@ pub fn sm90_backward_kernel(
         while item < items {
             let tile = tile_of(&problem, item, plan);
             let blocks = blocks_of(&problem, visible, extent, tile, plan);
-            mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
+            let own = own_stage_of(memory, tiles, plan);
+            mbarrier_wait_parity(full(memory, own.number), own.parity);
+            let memory = Memory {
+                own_a: own.a,
+                own_b: own.b,
+                block_a: memory.block_a,
+                block_b: memory.block_b,
+                rows: memory.rows,
+                barriers: memory.barriers,
+            };
             if comptime!(plan.is_keys()) {
-                let sums = keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
+                let sums =
+                    keys_and_values(&problem, visible, extent, tile, blocks, memory, used, plan);
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
@@ -291,11 +307,11 @@ pub fn sm90_backward_kernel(
                     plan,
                 );
             }
-            // The next rows are written here by TMA, behind what this warpgroup wrote.
+            // The next rows but one are written there by TMA, behind what this warpgroup wrote.
             sync_async_proxy_shared();
             named_barrier_sync(thread_in_cta() / 128u32, 128u32);
             if (UNIT_POS & 127u32) == 0u32 {
-                mbarrier_arrive(empty(memory, 0u32));
+                mbarrier_arrive(empty(memory, own.number));
             }
             used += blocks.count * blocks.heads;
             tiles += 1u32;
@@ -324,11 +340,10 @@ fn store_rows(
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
             let row = (blocks.first + step % blocks.count) * inner;
-            let stage = used % comptime!(BACKWARD_STAGES as u32);
-            let parity = ((used / comptime!(BACKWARD_STAGES as u32)) & 1u32) ^ 1u32;
+            let stage = stage_of(memory, used, plan);
             let values = head as usize * problem.problem.q_tokens as usize
                 + (tile.sequence * extent.q_len) as usize;
-            mbarrier_wait_parity(empty(memory, 1u32 + stage), parity);
+            mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
             #[unroll]
             for i in 0..comptime!(plan.plan.inner / 32) {
                 let this = row + lane + comptime!(32 * i as u32);
@@ -338,15 +353,13 @@ fn store_rows(
                     lse = exponent_offset(problem.saved.lse[values + this as usize]);
                     delta = problem.saved.delta[values + this as usize];
                 }
-                let at = memory.rows
-                    + stage * comptime!(8 * plan.plan.inner as u32)
-                    + (lane + comptime!(32 * i as u32)) * 4u32;
+                let at = stage.rows + (lane + comptime!(32 * i as u32)) * 4u32;
                 st_shared(at, u32::reinterpret(lse));
                 st_shared(at + 4u32 * inner, u32::reinterpret(delta));
             }
             sync_plane();
             if lane == 0u32 {
-                mbarrier_arrive(full(memory, 1u32 + stage));
+                mbarrier_arrive(full(memory, stage.number));
             }
             used += 1u32;
         }

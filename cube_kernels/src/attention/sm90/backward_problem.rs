@@ -11,6 +11,10 @@ use crate::{
 /// Stages of the blocks that a CTA passes over: one is filled while the GEMMs of two run.
 pub(super) const BACKWARD_STAGES: usize = 3;
 
+/// Tiles of the rows that a CTA holds that have a place: the next one's rows come while this one is
+/// computed.
+pub(super) const OWN_STAGES: usize = 2;
+
 /// Which gradients a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
@@ -148,7 +152,7 @@ pub(super) struct Memory {
     pub barriers: u32,
 }
 
-/// A stage of blocks of the other side.
+/// A place of blocks of the other side, or of the rows that a CTA holds.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stage {
@@ -156,10 +160,28 @@ pub(super) struct Stage {
     pub number: u32,
     /// The parity of the phase of the full one that ends when this use of it is full.
     pub parity: u32,
-    /// Where its operands begin, and what is known of its queries.
+    /// Where its operands begin, and, of a block, what is known of its queries.
     pub a: u32,
     pub b: u32,
     pub rows: u32,
+}
+
+/// The place of the rows of a CTA's tile number `tiles`.
+#[cube]
+pub(super) fn own_stage_of(
+    memory: Memory,
+    tiles: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Stage {
+    let number = tiles % comptime!(OWN_STAGES as u32);
+    let bytes = number * comptime!(16 * plan.own_vectors() as u32);
+    Stage {
+        number,
+        parity: (tiles / comptime!(OWN_STAGES as u32)) & 1u32,
+        a: memory.own_a + bytes,
+        b: memory.own_b + bytes,
+        rows: memory.rows,
+    }
 }
 
 /// The stage of use number `used`, counted from the first.
@@ -168,7 +190,7 @@ pub(super) fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Backward
     let stage = used % comptime!(BACKWARD_STAGES as u32);
     let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
     Stage {
-        number: 1u32 + stage,
+        number: comptime!(OWN_STAGES as u32) + stage,
         parity: (used / comptime!(BACKWARD_STAGES as u32)) & 1u32,
         a: memory.block_a + bytes,
         b: memory.block_b + bytes,

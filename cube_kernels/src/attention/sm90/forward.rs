@@ -2,8 +2,9 @@
 //! shared memory, and two consumer warpgroups of 64 queries each.
 //!
 //! A CTA takes one tile of 128 queries after another. Keys and values come in blocks of 128, in two
-//! stages each; the queries of the next tile come when the output of this one has left their place.
-//! While one warpgroup computes its softmax, the other has the tensor cores.
+//! stages each; the queries of the next tile come while this one is computed. While a warpgroup
+//! computes a softmax, the tensor cores have its last product with values, and what the other
+//! warpgroup has queued.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
@@ -30,7 +31,9 @@ pub(super) const WARPGROUP_ROWS: usize = 64;
 /// Consumer warpgroups.
 pub(super) const CONSUMERS: usize = 2;
 /// Stages of keys, and of values.
-pub(super) const STAGES: usize = 2;
+const STAGES: usize = 2;
+/// Tiles of queries that have a place: the next one's come while this one is computed.
+const Q_STAGES: usize = 2;
 /// Elements in a row of a box.
 pub(super) const BOX: usize = 64;
 /// Vectors of eight elements in a row of a box.
@@ -166,7 +169,7 @@ struct Memory {
     q: u32,
     k: u32,
     v: u32,
-    /// Barriers of the queries; those of the stages of keys and of values follow.
+    /// Barriers of the places of queries; those of the stages of keys and of values follow.
     barriers: u32,
 }
 
@@ -197,14 +200,37 @@ struct Stage {
     v: u32,
 }
 
+/// The place of a tile's queries.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct QueryStage {
+    /// The number of its barriers.
+    number: u32,
+    /// The parity of the phase of the full one that ends when this use of it is full.
+    parity: u32,
+    /// Where it begins.
+    q: u32,
+}
+
+/// The place of the queries of a CTA's tile number `tiles`.
+#[cube]
+fn q_stage_of(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> QueryStage {
+    let number = tiles % comptime!(Q_STAGES as u32);
+    QueryStage {
+        number,
+        parity: (tiles / comptime!(Q_STAGES as u32)) & 1u32,
+        q: memory.q + number * comptime!(16 * plan.q_vectors() as u32),
+    }
+}
+
 /// The stage of use number `used`, counted from the first.
 #[cube]
 fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
     let stage = used % comptime!(STAGES as u32);
     let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
     Stage {
-        keys: 1u32 + stage,
-        values: comptime!(1 + STAGES as u32) + stage,
+        keys: comptime!(Q_STAGES as u32) + stage,
+        values: comptime!((Q_STAGES + STAGES) as u32) + stage,
         parity: (used / comptime!(STAGES as u32)) & 1u32,
         k: memory.k + bytes,
         v: memory.v + bytes,
@@ -225,13 +251,13 @@ pub fn sm90_forward_kernel(
     #[comptime] plan: Sm90Plan,
 ) {
     let mut q_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(plan.q_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(Q_STAGES * plan.q_vectors()), 1024usize);
     let mut k_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
     let mut v_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * (1 + 2 * STAGES)), 8usize);
+        Shared::new_aligned_slice(comptime!(2 * (Q_STAGES + 2 * STAGES)), 8usize);
     let memory = Memory {
         q: cvta_to_shared::<Vector<bf16, Const<8>>>(q_tile.as_slice().as_ptr()),
         k: cvta_to_shared::<Vector<bf16, Const<8>>>(k_tiles.as_slice().as_ptr()),
@@ -240,7 +266,7 @@ pub fn sm90_forward_kernel(
     };
     if UNIT_POS == 0 {
         #[unroll]
-        for i in 0..comptime!(1 + 2 * STAGES) {
+        for i in 0..comptime!(Q_STAGES + 2 * STAGES) {
             barriers[comptime!(2 * i)].init_manual(1);
             barriers[comptime!(2 * i + 1)].init_manual(2);
         }
@@ -266,17 +292,20 @@ pub fn sm90_forward_kernel(
                 let tile = tile_of(&schedule, item, pairs, plan);
                 let blocks = blocks_of(visible, tile, extent.q_len, plan);
                 let kv_head = tile.head / problem.group;
-                mbarrier_wait_parity(empty(memory, 0u32), (tiles & 1u32) ^ 1u32);
+                let place = q_stage_of(memory, tiles, plan);
+                mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
                 mbarrier_arrive_expect_tx(
-                    full(memory, 0u32),
+                    full(memory, place.number),
                     comptime!(16 * plan.q_vectors() as u32),
                 );
+                let first = place.number as usize * comptime!(plan.q_vectors());
                 #[unroll]
                 for i in 0..comptime!(plan.boxes()) {
                     let vectors = comptime!(plan.rows() * BOX_VECTORS);
-                    barriers[0].tma_load_4d(
+                    let at = first + comptime!(i * vectors);
+                    barriers[2 * place.number as usize].tma_load_4d(
                         q,
-                        &mut q_tile[comptime!(i * vectors)..comptime!((i + 1) * vectors)],
+                        &mut q_tile[at..at + vectors],
                         tile.sequence as i32,
                         tile.row as i32,
                         tile.head as i32,
@@ -287,18 +316,17 @@ pub fn sm90_forward_kernel(
                 while block > blocks.first {
                     block -= 1u32;
                     let row = (block * comptime!(plan.plan.inner as u32)) as i32;
-                    let stage = used % comptime!(STAGES as u32);
-                    let parity = ((used / comptime!(STAGES as u32)) & 1u32) ^ 1u32;
+                    let stage = stage_of(memory, used, plan);
                     let bytes = comptime!(16 * plan.stage_vectors() as u32);
                     let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
-                    let first = stage as usize * comptime!(plan.stage_vectors());
-                    let number = 1u32 + stage;
-                    mbarrier_wait_parity(empty(memory, number), parity);
-                    mbarrier_arrive_expect_tx(full(memory, number), bytes);
+                    let first = (stage.keys - comptime!(Q_STAGES as u32)) as usize
+                        * comptime!(plan.stage_vectors());
+                    mbarrier_wait_parity(empty(memory, stage.keys), stage.parity ^ 1u32);
+                    mbarrier_arrive_expect_tx(full(memory, stage.keys), bytes);
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
                         let at = first + comptime!(i * vectors);
-                        barriers[2 * number as usize].tma_load_4d(
+                        barriers[2 * stage.keys as usize].tma_load_4d(
                             k,
                             &mut k_tiles[at..at + vectors],
                             tile.sequence as i32,
@@ -307,13 +335,12 @@ pub fn sm90_forward_kernel(
                             comptime!((i * BOX) as i32).runtime(),
                         );
                     }
-                    let number = comptime!(1 + STAGES as u32) + stage;
-                    mbarrier_wait_parity(empty(memory, number), parity);
-                    mbarrier_arrive_expect_tx(full(memory, number), bytes);
+                    mbarrier_wait_parity(empty(memory, stage.values), stage.parity ^ 1u32);
+                    mbarrier_arrive_expect_tx(full(memory, stage.values), bytes);
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
                         let at = first + comptime!(i * vectors);
-                        barriers[2 * number as usize].tma_load_4d(
+                        barriers[2 * stage.values as usize].tma_load_4d(
                             v,
                             &mut v_tiles[at..at + vectors],
                             tile.sequence as i32,
@@ -336,7 +363,14 @@ pub fn sm90_forward_kernel(
         while item < items {
             let tile = tile_of(&schedule, item, pairs, plan);
             let blocks = blocks_of(visible, tile, extent.q_len, plan);
-            mbarrier_wait_parity(full(memory, 0u32), tiles & 1u32);
+            let queries = q_stage_of(memory, tiles, plan);
+            mbarrier_wait_parity(full(memory, queries.number), queries.parity);
+            let memory = Memory {
+                q: queries.q,
+                k: memory.k,
+                v: memory.v,
+                barriers: memory.barriers,
+            };
             let rows = attend(&problem, visible, tile, blocks, memory, used, plan);
             let place = Place {
                 token: tile.sequence * extent.q_len + tile.row,
@@ -345,6 +379,12 @@ pub fn sm90_forward_kernel(
                 heads: schedule.heads,
             };
             write(&problem, &rows, out, lse, place, memory, plan);
+            // The next queries but one are written there by TMA, behind what this warpgroup wrote.
+            sync_async_proxy_shared();
+            named_barrier_sync(thread_in_cta() / 128u32, 128u32);
+            if (UNIT_POS & 127u32) == 0u32 {
+                mbarrier_arrive(empty(memory, queries.number));
+            }
             used += blocks.end - blocks.first;
             tiles += 1u32;
             item += CUBE_COUNT as u32;
@@ -575,11 +615,5 @@ fn write(
                 + chunk as usize;
             out[index] = ld_shared_v4(memory.q + part + row * 128u32 + within);
         }
-    }
-    // The next queries are written here by TMA, behind what this warpgroup wrote.
-    sync_async_proxy_shared();
-    named_barrier_sync(1u32 + consumer, 128u32);
-    if (UNIT_POS & 127u32) == 0u32 {
-        mbarrier_arrive(empty(memory, 0u32));
     }
 }

@@ -94,6 +94,60 @@ fn bound(
     slopes
 }
 
+/// A range of blocks of the other side.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Range {
+    first: u32,
+    end: u32,
+}
+
+/// The blocks of queries that see one of a warpgroup's 64 keys from `row` on.
+#[cube]
+fn blocks_that_see(
+    visible: Visible,
+    row: u32,
+    extent: Extent,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Range {
+    let inner = comptime!(plan.plan.inner as u32);
+    let len = extent.k_len;
+    let last = min(row + 63u32, len - 1u32);
+    let first = u32::cast_from(visible.first_query(i32::cast_from(row))) / inner;
+    let q_len = i32::cast_from(extent.q_len);
+    let end = u32::cast_from(visible.end_query(i32::cast_from(last), q_len)).div_ceil(inner);
+    Range {
+        first,
+        end: select(row < len, end, 0u32),
+    }
+}
+
+/// The blocks of keys that one of a warpgroup's 64 queries from `row` on, of `len`, sees.
+#[cube]
+fn blocks_seen(visible: Visible, row: u32, len: u32, #[comptime] plan: Sm90BackwardPlan) -> Range {
+    let inner = comptime!(plan.plan.inner as u32);
+    let last = min(row + 63u32, len - 1u32);
+    let first = u32::cast_from(visible.first(i32::cast_from(row))) / inner;
+    let end = u32::cast_from(visible.end(i32::cast_from(last))).div_ceil(inner);
+    Range {
+        first,
+        end: select(row < len, end, 0u32),
+    }
+}
+
+/// Releases blocks `from` to below `to` of a tile, of which this warpgroup sees nothing, as they
+/// come.
+#[cube]
+fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm90BackwardPlan) {
+    for step in from..to {
+        let stage = stage_of(memory, used + step, plan);
+        mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+        if (UNIT_POS & 127u32) == 0u32 {
+            mbarrier_arrive(empty(memory, stage.number));
+        }
+    }
+}
+
 /// The gradients of a warpgroup's keys and values. The gradients of the weights of a block are
 /// multiplied while its scores are weighed, and those of the values while the gradients of the
 /// scores are computed.
@@ -101,6 +155,7 @@ fn bound(
 pub(super) fn keys_and_values(
     problem: &BackwardProblem,
     visible: Visible,
+    extent: Extent,
     tile: Tile,
     blocks: Blocks,
     memory: Memory,
@@ -120,51 +175,55 @@ pub(super) fn keys_and_values(
     let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
     let mut dk = Vector::<f32, O>::new(0.0f32);
     let mut dv = Vector::<f32, O>::new(0.0f32);
+    let seen = blocks_that_see(visible, tile.row + consumer * 64u32, extent, plan);
     for step in 0..blocks.count * blocks.heads {
         let stage = stage_of(memory, used + step, plan);
         mbarrier_wait_parity(full(memory, stage.number), stage.parity);
-        let queries = wgmma_operand(stage.a, scores_of.b);
-        let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
-        let dout = wgmma_operand(stage.b, scores_of.b);
-        let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
-        let found = wgmma_wait::<S>(found, scores_of, 1usize);
-        let mut scores = fours::<S>(found, 0usize, columns);
-        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
-        weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
-        let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
-        mask_weights(
-            &mut scores,
-            visible,
-            tile.row + warp_row,
-            query,
-            comptime!(plan.plan),
-        );
-        let weights = left::<A>(&scores, plan);
-        let dout = wgmma_operand(stage.b, gradients_of.b);
-        dv = wgmma_registers_queued::<O, A>(
-            Vector::<f32, O>::reinterpret(dv),
-            weights,
-            dout,
-            gradients_of,
-        );
-        let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
-        let found = fours::<S>(found, 0usize, columns);
-        score_gradients(
-            &mut scores,
-            &found,
-            &slopes,
-            stage.rows,
-            comptime!(plan.plan),
-        );
-        let gradients = left::<A>(&scores, plan);
-        let queries = wgmma_operand(stage.a, gradients_of.b);
-        // Its wait is for all: the sums of the values have ended, too.
-        dk = wgmma_registers::<O, A>(
-            Vector::<f32, O>::reinterpret(dk),
-            gradients,
-            queries,
-            gradients_of,
-        );
+        let block = blocks.first + step % blocks.count;
+        if block >= seen.first && block < seen.end {
+            let queries = wgmma_operand(stage.a, scores_of.b);
+            let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
+            let dout = wgmma_operand(stage.b, scores_of.b);
+            let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
+            let found = wgmma_wait::<S>(found, scores_of, 1usize);
+            let mut scores = fours::<S>(found, 0usize, columns);
+            let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+            weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
+            let query = block * comptime!(plan.plan.inner as u32);
+            mask_weights(
+                &mut scores,
+                visible,
+                tile.row + warp_row,
+                query,
+                comptime!(plan.plan),
+            );
+            let weights = left::<A>(&scores, plan);
+            let dout = wgmma_operand(stage.b, gradients_of.b);
+            dv = wgmma_registers_queued::<O, A>(
+                Vector::<f32, O>::reinterpret(dv),
+                weights,
+                dout,
+                gradients_of,
+            );
+            let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
+            let found = fours::<S>(found, 0usize, columns);
+            score_gradients(
+                &mut scores,
+                &found,
+                &slopes,
+                stage.rows,
+                comptime!(plan.plan),
+            );
+            let gradients = left::<A>(&scores, plan);
+            let queries = wgmma_operand(stage.a, gradients_of.b);
+            // Its wait is for all: the sums of the values have ended, too.
+            dk = wgmma_registers::<O, A>(
+                Vector::<f32, O>::reinterpret(dk),
+                gradients,
+                queries,
+                gradients_of,
+            );
+        }
         if leads {
             mbarrier_arrive(empty(memory, stage.number));
         }
@@ -210,18 +269,25 @@ pub(super) fn queries(
     );
     let mut dq = Vector::<f32, O>::new(0.0f32);
     let mut left_of = Vector::<u32, A>::new(0u32);
+    let seen = blocks_seen(visible, tile.row + consumer * 64u32, extent.q_len, plan);
+    let first = min(max(seen.first, blocks.first) - blocks.first, blocks.count);
+    let end = max(
+        min(max(seen.end, blocks.first) - blocks.first, blocks.count),
+        first,
+    );
+    pass_over(memory, used, 0u32.runtime(), first, plan);
     // The first block has none before it.
     #[unroll]
     for part in 0..2usize {
         let begin = if comptime!(part == 0) {
-            0u32.runtime()
+            first
         } else {
-            1u32.runtime()
+            first + 1u32
         };
         let end = if comptime!(part == 0) {
-            min(blocks.count, 1u32)
+            min(end, first + 1u32)
         } else {
-            blocks.count
+            end
         };
         for step in begin..end {
             let stage = stage_of(memory, used + step, plan);
@@ -270,8 +336,8 @@ pub(super) fn queries(
             left_of = left::<A>(&scores, plan);
         }
     }
-    if blocks.count > 0u32 {
-        let last = stage_of(memory, used + blocks.count - 1u32, plan);
+    if end > first {
+        let last = stage_of(memory, used + end - 1u32, plan);
         let keys = wgmma_operand(last.a, gradients_of.b);
         dq = wgmma_registers::<O, A>(
             Vector::<f32, O>::reinterpret(dq),
@@ -283,6 +349,7 @@ pub(super) fn queries(
             mbarrier_arrive(empty(memory, last.number));
         }
     }
+    pass_over(memory, used, end, blocks.count, plan);
     fours::<O>(Vector::<f32, O>::reinterpret(dq), 0usize, count)
 }
 
