@@ -15,7 +15,7 @@ use super::{
         BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, Tile,
         empty, full, own_stage_of, stage_of,
     },
-    forward::{BOX, BOX_VECTORS},
+    forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
 };
 use crate::{
@@ -135,7 +135,7 @@ pub fn sm90_backward_kernel(
         for i in OWN_STAGES..comptime!(OWN_STAGES + BACKWARD_STAGES) {
             // TMA's thread, and the warp that stores what is known of queries.
             barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
-            barriers[comptime!(2 * i + 1)].init_manual(2);
+            barriers[comptime!(2 * i + 1)].init_manual(comptime!(CONSUMER_WARPS as u32));
         }
     }
     sync_async_proxy_shared();

@@ -30,6 +30,9 @@ pub const UNITS: u32 = 384;
 pub(super) const WARPGROUP_ROWS: usize = 64;
 /// Consumer warpgroups.
 pub(super) const CONSUMERS: usize = 2;
+/// Warps of them. Each says for itself that it has read a stage: nothing keeps the warps of a
+/// warpgroup together.
+pub(super) const CONSUMER_WARPS: usize = 4 * CONSUMERS;
 /// Stages of keys, and of values.
 const STAGES: usize = 2;
 /// Tiles of queries that have a place: the next one's come while this one is computed.
@@ -267,8 +270,14 @@ pub fn sm90_forward_kernel(
     if UNIT_POS == 0 {
         #[unroll]
         for i in 0..comptime!(Q_STAGES + 2 * STAGES) {
+            // Of queries a warpgroup arrives, when its output has left their place.
+            let readers = comptime!(if i < Q_STAGES {
+                CONSUMERS
+            } else {
+                CONSUMER_WARPS
+            });
             barriers[comptime!(2 * i)].init_manual(1);
-            barriers[comptime!(2 * i + 1)].init_manual(2);
+            barriers[comptime!(2 * i + 1)].init_manual(comptime!(readers as u32));
         }
     }
     sync_async_proxy_shared();
@@ -406,7 +415,7 @@ fn attend(
 ) -> Rows {
     let inner = comptime!(plan.plan.inner as u32);
     let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leads = (UNIT_POS & 127u32) == 0u32;
+    let leads = UNIT_POS % 32u32 == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
     let (scores_of, output_of) = comptime!((plan.scores(), plan.output()));
     let queries = wgmma_operand(memory.q + consumer * 8192u32, scores_of.a);
