@@ -242,6 +242,88 @@ fn add_residual(
     values
 }
 
+/// The words of the blocks of row `row` that this unit keeps to `x`: those of the sum with the
+/// residual, where there is one.
+#[cube]
+pub fn load_kept<F: Numeric, N: Size, G: Size>(
+    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
+    x: &mut Array<u32>,
+    row: usize,
+    place: &Place,
+    cols: usize,
+    #[comptime] plan: NormPlan,
+) {
+    let (kept, words) = comptime!((plan.kept, plan.raw_words()));
+    #[unroll]
+    for k in 0..kept {
+        let at = block_at(row, k, place, cols);
+        load_raw::<F, N>(&inputs.x, &at, x, k * words, plan);
+    }
+    if comptime!(plan.residual) {
+        let mut residual = Array::<u32>::new(comptime!(words * kept));
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            load_raw::<F, N>(&inputs.residual, &at, &mut residual, k * words, plan);
+        }
+        #[unroll]
+        for k in 0..kept {
+            let sum = add_residual(&*x, &residual, k * words, plan);
+            pack_raw(&sum, x, k * words, plan);
+        }
+    }
+}
+
+/// The factor of a row whose blocks are kept in `x`. All units of the cube must be here.
+#[cube]
+pub fn kept_rstd(
+    x: &Array<u32>,
+    mean: f32,
+    sums: &mut RowSum,
+    place: &Place,
+    cols: usize,
+    epsilon: f32,
+    #[comptime] plan: NormPlan,
+) -> f32 {
+    let words = comptime!(plan.raw_words());
+    let mut own = 0.0f32;
+    #[unroll]
+    for k in 0..plan.kept {
+        let at = block_at(0usize, k, place, cols);
+        let values = unpack_raw(x, k * words, plan);
+        own = add_block(&values, &at, mean, own, true, plan);
+    }
+    let squares = sums.total(own, place, plan);
+    row_factor(squares, cols, epsilon, plan)
+}
+
+/// Block `k` of those that are kept in `x`, normalised, in place.
+#[cube]
+pub fn normalize_kept<F: Numeric, N: Size, G: Size>(
+    x: &mut Array<u32>,
+    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
+    ready: &Array<f32>,
+    at: &At,
+    #[comptime] k: usize,
+    mean: f32,
+    rstd: f32,
+    #[comptime] plan: NormPlan,
+) {
+    let words = comptime!(plan.raw_words());
+    let mut values = unpack_raw(&*x, comptime!(k * words), plan);
+    let mut gain = Array::<f32>::new(BLOCK);
+    if comptime!(plan.ready_gains() > 0) {
+        #[unroll]
+        for i in 0..BLOCK {
+            gain[i] = ready[comptime!(k * BLOCK + i)];
+        }
+    } else {
+        load_factors::<G>(&inputs.gain, at, &mut gain, 0usize, plan);
+    }
+    normalize::<G>(&gain, &inputs.bias, &mut values, at, mean, rstd, plan);
+    pack_raw(&values, x, comptime!(k * words), plan);
+}
+
 /// Rows whose blocks are kept in registers.
 #[cube]
 fn kept_rows<F: Numeric, N: Size, G: Size>(
@@ -260,28 +342,11 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     let is_row = rows.first + place.slot < rows.count;
     let row = min(rows.first + place.slot, rows.count - 1usize);
     let mut x = Array::<u32>::new(comptime!(words * kept));
-    #[unroll]
-    for k in 0..kept {
-        load_raw::<F, N>(
-            &inputs.x,
-            &block_at(row, k, place, cols),
-            &mut x,
-            k * words,
-            plan,
-        );
-    }
+    load_kept::<F, N, G>(inputs, &mut x, row, place, cols, plan);
     if comptime!(plan.residual) {
-        let mut residual = Array::<u32>::new(comptime!(words * kept));
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
-            load_raw::<F, N>(&inputs.residual, &at, &mut residual, k * words, plan);
-        }
-        #[unroll]
-        for k in 0..kept {
-            let at = block_at(row, k, place, cols);
-            let sum = add_residual(&x, &residual, k * words, plan);
-            pack_raw(&sum, &mut x, k * words, plan);
             if is_row && at.block < blocks {
                 store_raw::<F, N>(&mut outputs.sum, &at, &x, k * words, plan);
             }
@@ -298,32 +363,13 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
         }
         mean = sums.total(own, place, plan) / f32::cast_from(cols);
     }
-    let mut own = 0.0f32;
-    #[unroll]
-    for k in 0..kept {
-        let at = block_at(row, k, place, cols);
-        let values = unpack_raw(&x, k * words, plan);
-        own = add_block(&values, &at, mean, own, true, plan);
-    }
-    let squares = sums.total(own, place, plan);
-    let rstd = row_factor(squares, cols, inputs.epsilon, plan);
+    let rstd = kept_rstd(&x, mean, sums, place, cols, inputs.epsilon, plan);
     if is_row {
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
             if at.block < blocks {
-                let mut values = unpack_raw(&x, k * words, plan);
-                let mut gain = Array::<f32>::new(BLOCK);
-                if comptime!(plan.ready_gains() > 0) {
-                    #[unroll]
-                    for i in 0..BLOCK {
-                        gain[i] = ready[comptime!(k * BLOCK + i)];
-                    }
-                } else {
-                    load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
-                }
-                normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
-                pack_raw(&values, &mut x, k * words, plan);
+                normalize_kept::<F, N, G>(&mut x, inputs, ready, &at, k, mean, rstd, plan);
                 store_raw::<F, N>(&mut outputs.normed, &at, &x, k * words, plan);
                 find_largest(&x, k * words, largest, plan);
             }

@@ -279,7 +279,7 @@ impl RowSum {
     pub fn new(#[comptime] plan: NormPlan) -> RowSum {
         let len = comptime!(match plan.planes {
             0 => plan.row_lanes,
-            _ => 2 * plan.cube_planes(),
+            _ => 2 * plan.cube_planes,
         });
         RowSum {
             sums: Shared::new_slice(len),
@@ -347,7 +347,7 @@ impl RowSum {
             }
             if comptime!(plan.planes > 1) {
                 let planes = comptime!(plan.planes);
-                let first = self.set * plan.cube_planes() + place.slot * planes;
+                let first = self.set * plan.cube_planes + place.slot * planes;
                 if place.unit & 31usize == 0usize {
                     self.sums[first + place.unit / 32usize] = sum;
                 }

@@ -27,6 +27,7 @@ mod gemm;
 #[cfg(feature = "cube")]
 mod gemm_cublaslt;
 #[cfg(feature = "cube")]
+mod gemm_fused;
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_mn_major;
