@@ -158,7 +158,7 @@ fn find_largest(raw: &Array<u32>, first: usize, largest: &mut Running, #[comptim
 
 /// `1 / sqrt(squares / cols + epsilon)`.
 #[cube]
-fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
+pub fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
     let mean = squares / f32::cast_from(cols);
     let conversion = comptime!(plan.conversion);
     reciprocal(sqrt(mean + epsilon, conversion), conversion)
@@ -192,6 +192,12 @@ fn add_block(
     sum
 }
 
+/// An element without its mean, normalised.
+#[cube]
+pub fn scaled(centered: f32, rstd: f32, gain: f32) -> f32 {
+    centered * rstd * gain
+}
+
 /// A block, normalised, in place.
 #[cube]
 fn normalize<G: Size>(
@@ -220,7 +226,7 @@ fn normalize<G: Size>(
             } else {
                 values[i]
             };
-            values[i] = centered * rstd * gain[i];
+            values[i] = scaled(centered, rstd, gain[i]);
         }
     }
 }
@@ -274,15 +280,13 @@ pub fn load_kept<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// The factor of a row whose blocks are kept in `x`. All units of the cube must be here.
+/// The squares of the blocks of a row that are kept in `x`, without its mean, added up.
 #[cube]
-pub fn kept_rstd(
+pub fn kept_squares(
     x: &Array<u32>,
     mean: f32,
-    sums: &mut RowSum,
     place: &Place,
     cols: usize,
-    epsilon: f32,
     #[comptime] plan: NormPlan,
 ) -> f32 {
     let words = comptime!(plan.raw_words());
@@ -293,35 +297,7 @@ pub fn kept_rstd(
         let values = unpack_raw(x, k * words, plan);
         own = add_block(&values, &at, mean, own, true, plan);
     }
-    let squares = sums.total(own, place, plan);
-    row_factor(squares, cols, epsilon, plan)
-}
-
-/// Block `k` of those that are kept in `x`, normalised, in place.
-#[cube]
-pub fn normalize_kept<F: Numeric, N: Size, G: Size>(
-    x: &mut Array<u32>,
-    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
-    ready: &Array<f32>,
-    at: &At,
-    #[comptime] k: usize,
-    mean: f32,
-    rstd: f32,
-    #[comptime] plan: NormPlan,
-) {
-    let words = comptime!(plan.raw_words());
-    let mut values = unpack_raw(&*x, comptime!(k * words), plan);
-    let mut gain = Array::<f32>::new(BLOCK);
-    if comptime!(plan.ready_gains() > 0) {
-        #[unroll]
-        for i in 0..BLOCK {
-            gain[i] = ready[comptime!(k * BLOCK + i)];
-        }
-    } else {
-        load_factors::<G>(&inputs.gain, at, &mut gain, 0usize, plan);
-    }
-    normalize::<G>(&gain, &inputs.bias, &mut values, at, mean, rstd, plan);
-    pack_raw(&values, x, comptime!(k * words), plan);
+    own
 }
 
 /// Rows whose blocks are kept in registers.
@@ -363,13 +339,26 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
         }
         mean = sums.total(own, place, plan) / f32::cast_from(cols);
     }
-    let rstd = kept_rstd(&x, mean, sums, place, cols, inputs.epsilon, plan);
+    let own = kept_squares(&x, mean, place, cols, plan);
+    let squares = sums.total(own, place, plan);
+    let rstd = row_factor(squares, cols, inputs.epsilon, plan);
     if is_row {
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
             if at.block < blocks {
-                normalize_kept::<F, N, G>(&mut x, inputs, ready, &at, k, mean, rstd, plan);
+                let mut values = unpack_raw(&x, k * words, plan);
+                let mut gain = Array::<f32>::new(BLOCK);
+                if comptime!(plan.ready_gains() > 0) {
+                    #[unroll]
+                    for i in 0..BLOCK {
+                        gain[i] = ready[comptime!(k * BLOCK + i)];
+                    }
+                } else {
+                    load_factors::<G>(&inputs.gain, &at, &mut gain, 0usize, plan);
+                }
+                normalize::<G>(&gain, &inputs.bias, &mut values, &at, mean, rstd, plan);
+                pack_raw(&values, &mut x, k * words, plan);
                 store_raw::<F, N>(&mut outputs.normed, &at, &x, k * words, plan);
                 find_largest(&x, k * words, largest, plan);
             }

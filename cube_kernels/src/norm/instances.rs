@@ -155,7 +155,7 @@ pub(crate) fn prologue_plan(
     let of = (Norm::Rms, Pass::Forward);
     NormPlan {
         cube_planes,
-        few: true,
+        few: false,
         ..plan(of, FloatKind::Bf16, residual, cols, device)
     }
 }

@@ -98,6 +98,7 @@ impl NormPlan {
         Self {
             residual,
             cube_planes,
+            few: false,
             ..Self::new(client, (Norm::Rms, Pass::Forward), x, true)
         }
     }

@@ -3,47 +3,33 @@
 use cubecl::prelude::*;
 
 use super::{
-    forward::{NormInputs, kept_rstd, load_kept, normalize_kept},
+    forward::{NormInputs, kept_squares, load_kept, row_factor},
     plan::{BLOCK, NormPlan},
-    row::{Place, RowSum, block_at, load_factors, place, store_raw},
+    row::{Place, RowSum, block_at, place, plane_total, store_raw},
 };
 
-/// The state of a unit. Rows are whole blocks, of which units keep all, and gains are
-/// [ready](NormPlan::ready_gains).
+/// The state of a unit, of rows that are whole blocks, of which units keep all.
 #[derive(CubeType)]
 pub struct NormPrologue {
     sums: RowSum,
-    gains: Array<f32>,
-    /// The part of the cube's rows that this unit works on.
+    /// The part of the cube's rows that this unit loads.
     pub place: Place,
 }
 
 #[cube]
 impl NormPrologue {
-    /// Loads the gains, which no kernel in front writes.
-    pub fn new(
-        inputs: &NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
-        cols: usize,
-        #[comptime] plan: NormPlan,
-    ) -> NormPrologue {
-        let place = place(plan);
-        let mut gains = Array::<f32>::new(comptime!(plan.ready_gains()));
-        #[unroll]
-        for k in 0..plan.kept {
-            let at = block_at(0usize, k, &place, cols);
-            load_factors::<Const<4>>(&inputs.gain, &at, &mut gains, k * BLOCK, plan);
-        }
+    /// Before the first rows.
+    pub fn new(#[comptime] plan: NormPlan) -> NormPrologue {
         NormPrologue {
             sums: RowSum::new(plan),
-            gains,
-            place,
+            place: place(plan),
         }
     }
 
-    /// The words of this unit's blocks of row `row`, normalised; of those behind the end anything. All units of the cube must be here. Those of one that `is_writer` write the row
-    /// with the residual to `sum`, where there is one.
-    pub fn norm_row(
-        &mut self,
+    /// The words of this unit's blocks of row `row`, with the residual, where there is one; zeros
+    /// where that is no row. A unit that `is_writer` writes the sum with the residual to `sum`.
+    pub fn load_row(
+        &self,
         inputs: &NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
         sum: &mut [Vector<u32, Const<4>>],
         row: usize,
@@ -53,13 +39,12 @@ impl NormPrologue {
         #[comptime] plan: NormPlan,
     ) -> Array<u32> {
         let words = comptime!(plan.raw_words());
-        let blocks = cols / BLOCK;
         let mut x = Array::<u32>::new(comptime!(words * plan.kept));
         #[unroll]
         for i in 0..comptime!(words * plan.kept) {
             x[i] = 0u32;
         }
-        // Not behind the end: the other units wait for no load of these.
+        // The others do not wait for what nobody needs.
         if is_row {
             load_kept::<u32, Const<4>, Const<4>>(inputs, &mut x, row, &self.place, cols, plan);
         }
@@ -68,36 +53,24 @@ impl NormPrologue {
                 #[unroll]
                 for k in 0..plan.kept {
                     let at = block_at(row, k, &self.place, cols);
-                    if at.block < blocks {
+                    if at.block < cols / BLOCK {
                         store_raw::<u32, Const<4>>(sum, &at, &x, k * words, plan);
                     }
                 }
             }
         }
-        let place = &self.place;
-        let rstd = kept_rstd(
-            &x,
-            0.0f32,
-            &mut self.sums,
-            place,
-            cols,
-            inputs.epsilon,
-            plan,
-        );
-        #[unroll]
-        for k in 0..plan.kept {
-            let at = block_at(row, k, place, cols);
-            normalize_kept::<u32, Const<4>, Const<4>>(
-                &mut x,
-                inputs,
-                &self.gains,
-                &at,
-                k,
-                0.0f32,
-                rstd,
-                plan,
-            );
-        }
         x
+    }
+
+    /// Adds up the squares of the rows that the units loaded. All of the cube must be here, and
+    /// what they wrote to shared memory before is there for all of them.
+    pub fn add_squares(&mut self, x: &Array<u32>, cols: usize, #[comptime] plan: NormPlan) {
+        let own = kept_squares(x, 0.0f32, &self.place, cols, plan);
+        self.sums.leave(plane_total(own, plan), &self.place, plan);
+    }
+
+    /// The factor of row `slot` of the cube, for any unit.
+    pub fn rstd(&self, slot: usize, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
+        row_factor(self.sums.of_slot(slot, plan), cols, epsilon, plan)
     }
 }

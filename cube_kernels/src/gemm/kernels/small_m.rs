@@ -23,12 +23,16 @@ use crate::{
     cube::{
         codec::interleave_pairs,
         overlap::{let_next_begin, wait_for_previous, written_before},
+        words::{pack, unpack},
     },
     gemm::{
         arguments::{MixedMatrix, PackedMatrix, ProblemShape},
         epilogue::Epilogue,
     },
-    norm::{forward::NormInputs, prologue::NormPrologue},
+    norm::{
+        forward::{NormInputs, scaled},
+        prologue::NormPrologue,
+    },
 };
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of
@@ -110,6 +114,10 @@ pub fn small_m_norm_kernel(
 
 /// Normalises all rows into `to`, as fragments are read from there, behind the wait for the kernel
 /// that writes them.
+///
+/// The units that add up the squares of a row are those of [`norm`](crate::norm::norm()), one for a
+/// block or for several. What they loaded goes through `to`, so that all units normalise, and none
+/// has many registers for it.
 #[cube]
 fn norm_rows(
     inputs: &NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
@@ -120,15 +128,16 @@ fn norm_rows(
 ) {
     let plan = comptime!(norm.plan);
     let (cols, blocks) = (problem.k as usize, problem.k / 16u32);
-    let mut prologue = NormPrologue::new(inputs, cols, plan);
-    wait_for_previous(plan.overlaps);
     let slots = comptime!(plan.slots());
+    let gains = load_gains(&inputs.gain, blocks, norm);
+    let mut prologue = NormPrologue::new(plan);
+    wait_for_previous(plan.overlaps);
     #[unroll]
     for step in 0..comptime!(norm.rows.div_ceil(slots)) {
         let row = prologue.place.slot + step * slots;
         let is_row = row < problem.m as usize;
         let is_writer = CUBE_POS == 0usize;
-        let words = prologue.norm_row(inputs, sum, row, is_row, is_writer, cols, plan);
+        let words = prologue.load_row(inputs, sum, row, is_row, is_writer, cols, plan);
         if is_row {
             #[unroll]
             for k in 0..plan.kept {
@@ -144,11 +153,79 @@ fn norm_rows(
                         // Vectors of two blocks have four words of eight elements.
                         let word = 2u32 * (block % 2u32) + comptime!(part as u32);
                         let place = normed_place(block / 2u32, blocks, word);
-                        to[row * (cols / 8usize) + place] = interleave_pairs(vector);
+                        to[row * (cols / 8usize) + place] = vector;
                     }
                 }
             }
         }
+        prologue.add_squares(&words, cols, plan);
+        #[unroll]
+        for slot in 0..comptime!(usize::min(slots, norm.rows - step * slots)) {
+            let row = comptime!(step * slots + slot) as u32;
+            if row < problem.m {
+                let rstd = prologue.rstd(slot, cols, inputs.epsilon, plan);
+                normalize_row(to, row * (blocks * 2u32), &gains, rstd, blocks, norm);
+            }
+        }
     }
     sync_cube();
+}
+
+/// The gains of the vectors that this unit normalises of each row. They are loaded before the wait:
+/// no kernel in front writes them.
+#[cube]
+fn load_gains(
+    gain: &[Vector<f32, Const<4>>],
+    blocks: u32,
+    #[comptime] norm: SmallMNorm,
+) -> Array<f32> {
+    let mut gains = Array::<f32>::new(comptime!(8 * norm.unit_vectors()));
+    #[unroll]
+    for i in 0..comptime!(norm.unit_vectors()) {
+        let place = UNIT_POS + comptime!((i * norm.units()) as u32);
+        // Behind the end the last one is loaded, and not used.
+        let place = min(place, 2u32 * blocks - 1u32);
+        // Where the row has what lies there.
+        let column = 4u32 * (place % (blocks / 2u32)) + place / (blocks / 2u32);
+        #[unroll]
+        for part in 0..2usize {
+            let loaded = gain[(2u32 * column) as usize + part];
+            #[unroll]
+            for e in 0..4usize {
+                gains[comptime!(8 * i + 4 * part + e)] = loaded.extract(e);
+            }
+        }
+    }
+    gains
+}
+
+/// Normalises the row of `to` that starts at `first`, in place, and arranges its elements for the
+/// instructions.
+#[cube]
+fn normalize_row(
+    to: &mut [Vector<u32, Const<4>>],
+    first: u32,
+    gains: &Array<f32>,
+    rstd: f32,
+    blocks: u32,
+    #[comptime] norm: SmallMNorm,
+) {
+    let (kind, conversion) = comptime!((norm.plan.kind, norm.plan.conversion));
+    #[unroll]
+    for i in 0..comptime!(norm.unit_vectors()) {
+        let place = UNIT_POS + comptime!((i * norm.units()) as u32);
+        if place < 2u32 * blocks {
+            let raw = to[(first + place) as usize];
+            let mut vector = Vector::<u32, Const<4>>::new(0u32);
+            #[unroll]
+            for w in 0..4usize {
+                let word = raw.extract(w);
+                let at = comptime!(8 * i + 2 * w);
+                let even = scaled(unpack(word, 0u32, kind), rstd, gains[at]);
+                let odd = scaled(unpack(word, 1u32, kind), rstd, gains[comptime!(at + 1)]);
+                vector.insert(w, pack(even, odd, kind, conversion));
+            }
+            to[(first + place) as usize] = interleave_pairs(vector);
+        }
+    }
 }

@@ -94,9 +94,24 @@ pub struct SmallMNorm {
 }
 
 impl SmallMNorm {
+    /// Vectors of eight elements of a row, or more, of which a unit has one block or several.
+    const fn row_vectors(self) -> usize {
+        self.plan.kept * 32 * self.plan.planes * 2
+    }
+
     /// Vectors of eight elements that all rows take in shared memory.
     pub(super) const fn vectors(self) -> usize {
-        self.rows * self.plan.kept * 32 * self.plan.planes * 2
+        self.rows * self.row_vectors()
+    }
+
+    /// Units of a cube.
+    pub(super) const fn units(self) -> usize {
+        32 * self.plan.cube_planes
+    }
+
+    /// Vectors of a row that a unit normalises, at most.
+    pub(super) const fn unit_vectors(self) -> usize {
+        self.row_vectors().div_ceil(self.units())
     }
 
     /// Bytes of these.
