@@ -107,43 +107,42 @@ impl<'a> FusedLinear<'a> {
         Ok(gemm.problem(&output))
     }
 
-    /// Whether one kernel computes it on the device behind `client`.
+    /// Why no one kernel computes it on the device behind `client`; `None` where one does.
     ///
     /// # Errors
     /// When an operand does not fit.
-    pub fn support(&self, client: &Client) -> Result<Result<(), Refusal>, Nvfp4Error> {
+    pub fn refusal(&self, client: &Client) -> Result<Option<Refusal>, Nvfp4Error> {
         self.check()?;
         let problem = self.problem(client)?;
         let GemmShape { m, n, .. } = problem.shape;
         if m * n == 0 {
-            return Ok(Err(Refusal::Operands("the output is empty")));
+            return Ok(Some(Refusal::Operands("the output is empty")));
         }
         if dispatch::choose(client, &problem)?.plan != Plan::SmallM {
-            return Ok(Err(Refusal::Operands("the GEMM is not of small M")));
+            return Ok(Some(Refusal::Operands("the GEMM is not of small M")));
         }
         if self.swiglu && !n.is_multiple_of(4) {
-            return Ok(Err(Refusal::Operands("n is no multiple of 4")));
+            return Ok(Some(Refusal::Operands("n is no multiple of 4")));
         }
-        let refusal = self.norm.and_then(|norm| {
+        Ok(self.norm.and_then(|norm| {
             let FusedNorm { residual, gain, .. } = norm;
             refuses_norm(client, self.x, residual, gain)
-        });
-        Ok(refusal.map_or(Ok(()), Err))
+        }))
     }
 }
 
 /// Computes a linear layer with what stands around it in one kernel.
 ///
 /// # Errors
-/// When a shape, element type or buffer does not fit, or [`FusedLinear::support`] refuses.
+/// When a shape, element type or buffer does not fit, or there is a [refusal](FusedLinear::refusal).
 pub fn fused_linear(
     client: &Client,
     request: &FusedLinear,
 ) -> Result<FusedLinearOutput, Nvfp4Error> {
-    let support = request.support(client)?;
+    let refusal = request.refusal(client)?;
     let problem = request.problem(client)?;
     let GemmShape { m, n, k } = problem.shape;
-    if let Err(refusal) = support {
+    if let Some(refusal) = refusal {
         return Err(Nvfp4Error::value(
             "request",
             format!("{m} x {n} x {k}: {refusal}"),

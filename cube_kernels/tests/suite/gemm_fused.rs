@@ -133,7 +133,7 @@ impl Case {
             self.bias.is_some(),
             self.swiglu
         );
-        assert_eq!(request.support(client).unwrap(), Ok(()), "{what}");
+        assert_eq!(request.refusal(client).unwrap(), None, "{what}");
         let (sum, expected) = self.separate(client);
         let expected: Vec<bf16> = read_matrix(client, &expected);
         let width = if self.swiglu { n / 2 } else { n };
@@ -252,8 +252,8 @@ fn refusals() {
     }
     for shape in refused {
         let case = Case::new(&client, shape, around, 3000);
-        let support = case.request().support(&client).unwrap();
-        assert!(support.is_err(), "{shape:?}");
+        let refusal = case.request().refusal(&client).unwrap();
+        assert!(refusal.is_some(), "{shape:?}");
         let error = fused_linear(&client, &case.request()).unwrap_err();
         let Nvfp4Error::Value { argument, .. } = &error else {
             panic!("{shape:?}: {error}");
@@ -299,7 +299,7 @@ fn bad_operands() {
     ];
     for (argument, request) in requests {
         for error in [
-            request.support(&client).map(|_| ()).unwrap_err(),
+            request.refusal(&client).map(|_| ()).unwrap_err(),
             fused_linear(&client, &request).map(|_| ()).unwrap_err(),
         ] {
             let text = error.to_string();

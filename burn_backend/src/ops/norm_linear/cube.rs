@@ -77,7 +77,9 @@ impl Layer {
             swiglu: self.swiglu,
         };
         let client = &x.tensor.client;
-        launched(request.support(client)).ok()?;
+        if launched(request.refusal(client)).is_some() {
+            return None;
+        }
         trace_op("norm_linear", "", x.matrix.rows, self.weight.outer());
         let made = launched(gemm::fused_linear(client, &request));
         Some(NormLinearResult {

@@ -23,7 +23,10 @@ use crate::{
         scheduler::GroupedDim,
     },
     memory::{address_type, is_aligned},
-    norm::{forward::NormInputsLaunch, plan::NormPlan},
+    norm::{
+        forward::NormInputsLaunch,
+        plan::{NormPlan, PLANES},
+    },
     tensor::Matrix,
 };
 
@@ -98,7 +101,8 @@ pub(crate) fn refuses_norm(
     gain: &Handle,
 ) -> Option<Refusal> {
     let handles = [Some(&x.handle), residual.map(|it| &it.handle), Some(gain)];
-    let norm = norm_plan(client, x, residual.is_some(), NORM_PLANES);
+    // What rows take does not depend on the warps.
+    let norm = norm_plan(client, x, residual.is_some(), PLANES);
     if !x.cols.is_multiple_of(CHUNK) {
         Some(Refusal::Operands("k is no multiple of 128"))
     } else if norm.plan.kept == 0 || norm.bytes() > NORM_BYTES {
@@ -111,9 +115,6 @@ pub(crate) fn refuses_norm(
         None
     }
 }
-
-/// Fewest warps of a cube.
-const NORM_PLANES: usize = 8;
 
 /// How the rows of `x` are normalised in cubes of `warps` warps.
 fn norm_plan(client: &Client, x: &Matrix, residual: bool, warps: usize) -> SmallMNorm {
