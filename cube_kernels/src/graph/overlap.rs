@@ -56,8 +56,8 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
 ///
 /// # Safety
 /// What these kernels read before they wait must not be written by the graph in front of them. They
-/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, gains of [`norm`](crate::norm) of
-/// few rows, and the cache, starts and counts of
+/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, gains of [`norm`](crate::norm) and
+/// of [`fused_linear`](crate::gemm::fused_linear) of few rows, and the cache, starts and counts of
 /// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {

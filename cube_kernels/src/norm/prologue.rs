@@ -48,6 +48,8 @@ impl NormPrologue {
         if is_row {
             load_kept::<u32, Const<4>, Const<4>>(inputs, &mut x, row, &self.place, cols, plan);
         }
+        // Two conditions, of which only the inner one is left to the kernel.
+        #[allow(clippy::collapsible_if)]
         if comptime!(plan.residual) {
             if is_row && is_writer {
                 #[unroll]

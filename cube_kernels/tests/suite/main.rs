@@ -28,6 +28,7 @@ mod gemm;
 mod gemm_cublaslt;
 #[cfg(feature = "cube")]
 mod gemm_fused;
+#[cfg(feature = "cube")]
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_mn_major;

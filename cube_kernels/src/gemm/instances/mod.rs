@@ -488,14 +488,14 @@ fn small_m_shape(
         converts: device.conversion.has_e4m3(),
         late: loads_a_late(columns, left, Some(compute)),
         overlaps: device.overlaps,
+        next_begins_early: !swiglu,
         swiglu: swiglu.then_some(device.conversion),
     };
     let name = format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
     (shape, name)
 }
 
-/// SwiGLU behind the GEMM, and RMSNorm of one row and of several in front of it, of rows that a unit
-/// has one block of, and two.
+/// SwiGLU behind the GEMM, and RMSNorm of one row and of several in front of it.
 fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for (work, tail, kind) in [
@@ -526,7 +526,6 @@ fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
         ((16, 1, 1, 1), false, 1, 2048, true),
         ((16, 2, 1, 1), true, 1, 4096, true),
         ((16, 1, 1, 1), false, 1, 4096, false),
-        ((16, 2, 1, 1), true, 1, 8192, true),
         ((8, 1, 2, 2), false, 16, 512, true),
     ] {
         let left = SmallMLeft::Normed;

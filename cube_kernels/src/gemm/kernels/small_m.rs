@@ -50,7 +50,7 @@ pub fn small_m_kernel(
     let mut exchange: Shared<[f32]> =
         Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
-    let_next_begin(shape.overlaps);
+    let_next_begin(comptime!(shape.overlaps_early()));
     if comptime!(shape.left == SmallMLeft::Bf16) {
         written_before(&a.dense, shape.overlaps);
     }
@@ -71,6 +71,7 @@ pub fn small_m_kernel(
     let sums = mainloop(source, &a.dense, problem.m, weight, &mut rows, shape);
     stage_sums(&sums, &mut exchange, shape);
     sync_cube();
+    let_next_begin(comptime!(shape.overlaps_late()));
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 
@@ -93,7 +94,7 @@ pub fn small_m_norm_kernel(
     let mut normed: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(norm.vectors()), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
-    let_next_begin(shape.overlaps);
+    let_next_begin(comptime!(shape.overlaps_early()));
     written_before(&inputs.x, shape.overlaps);
     written_before(&inputs.residual, shape.overlaps);
     // A weight's as well: it is here before the sums are.
@@ -109,6 +110,7 @@ pub fn small_m_norm_kernel(
     let sums = mainloop(weight, &normed, problem.m, weight, &mut rows, shape);
     stage_sums(&sums, &mut exchange, shape);
     sync_cube();
+    let_next_begin(comptime!(shape.overlaps_late()));
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 

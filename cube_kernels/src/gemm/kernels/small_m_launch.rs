@@ -76,6 +76,7 @@ fn shape(
         converts: capabilities.compute_capability >= Some(89),
         late: loads_a_late(columns, left, capabilities.compute_capability),
         overlaps: overlaps_kernels(client),
+        next_begins_early: true,
         swiglu: None,
     }
 }
@@ -105,7 +106,11 @@ pub(crate) fn refuses_norm(
     let norm = norm_plan(client, x, residual.is_some(), PLANES);
     if !x.cols.is_multiple_of(CHUNK) {
         Some(Refusal::Operands("k is no multiple of 128"))
-    } else if norm.plan.kept == 0 || norm.bytes() > NORM_BYTES {
+    } else if norm.plan.kept != 1 {
+        // With two blocks a unit takes more registers than leave room for two cubes on an SM, and
+        // on sm_80 than there are.
+        Some(Refusal::Operands("k is above 4096"))
+    } else if norm.bytes() > NORM_BYTES {
         Some(Refusal::Operands(
             "the normalised rows take more than 16 KiB",
         ))
@@ -235,6 +240,8 @@ pub(crate) fn queue(launch: &SmallMLaunch) {
     };
     // Warps, and so the order of the sums, do not depend on what stands around the GEMM.
     let shape = SmallMShape {
+        // Another GEMM comes behind SwiGLU: that of the layer down.
+        next_begins_early: !launch.swiglu,
         swiglu: launch.swiglu.then(|| conversion_of(client)),
         ..shape(client, capabilities, (m, n, k), left)
     };

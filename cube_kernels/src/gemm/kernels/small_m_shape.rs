@@ -48,12 +48,26 @@ pub struct SmallMShape {
     /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
     /// while it waits.
     pub overlaps: bool,
+    /// Whether the next kernel may begin when this one does, and not only when the sums are there.
+    /// Cubes of a GEMM that begin beside those of another take the room that the first of them
+    /// leave, and are not shared out evenly.
+    pub next_begins_early: bool,
     /// The first half of the rows of `b` is gate, the second half up, and the output is SwiGLU of
     /// both, computed so. A cube then has as many rows of the one as of the other.
     pub swiglu: Option<Conversion>,
 }
 
 impl SmallMShape {
+    /// Whether the next kernel begins early, if kernels overlap.
+    pub(super) const fn overlaps_early(self) -> bool {
+        self.overlaps && self.next_begins_early
+    }
+
+    /// Whether it begins late, if kernels overlap.
+    pub(super) const fn overlaps_late(self) -> bool {
+        self.overlaps && !self.next_begins_early
+    }
+
     /// Rows of `b`.
     pub(super) const fn rows(self) -> usize {
         16 * self.strips
