@@ -121,12 +121,12 @@ impl Observer for Count {
 #[test]
 fn an_observed_model_computes_the_same() {
     let folder = golden!("llama3-tiny-ct-nvfp4");
-    let mut devices = vec![Device::flex()];
-    #[cfg(feature = "cuda")]
-    if std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda") {
-        devices.push(Device::cuda(0));
-    }
-    for device in devices {
+    let devices = [
+        Some(Device::flex()),
+        #[cfg(feature = "cuda")]
+        (std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda")).then(|| Device::cuda(0)),
+    ];
+    for device in devices.into_iter().flatten() {
         for scheme in [Scheme::W4a16, Scheme::W4a4] {
             for dtype in [FloatDType::BF16, FloatDType::F32] {
                 let model = Decoder::load_for_inference(&folder, &device, dtype, Some(scheme));
