@@ -1,5 +1,5 @@
-//! Norms with the layer of a packed weight behind them: the bits of their parts, in one kernel where
-//! the device has it.
+//! Norms with the layer of a packed weight behind them: the bits of their parts, in one kernel
+//! where the device has it.
 
 use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Tensor, TensorData};

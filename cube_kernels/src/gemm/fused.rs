@@ -134,7 +134,8 @@ impl<'a> FusedLinear<'a> {
 /// Computes a linear layer with what stands around it in one kernel.
 ///
 /// # Errors
-/// When a shape, element type or buffer does not fit, or there is a [refusal](FusedLinear::refusal).
+/// When a shape, element type or buffer does not fit, or there is a
+/// [refusal](FusedLinear::refusal).
 pub fn fused_linear(
     client: &Client,
     request: &FusedLinear,

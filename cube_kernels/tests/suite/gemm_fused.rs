@@ -156,8 +156,8 @@ impl Case {
     }
 }
 
-/// Whole chunks and a tail, rows that end in half a vector, fewer rows of the weight than a cube has,
-/// one row of `x` and several groups, and the layers of Llama 3.2 1B and 3.1 8B.
+/// Whole chunks and a tail, rows that end in half a vector, fewer rows of the weight than a cube
+/// has, one row of `x` and several groups, and the layers of Llama 3.2 1B and 3.1 8B.
 #[test]
 fn swiglu_behind() {
     let client = gpu!("swiglu_behind");
@@ -243,8 +243,8 @@ fn refusals() {
         swiglu: true,
         ..NONE
     };
-    // Too many rows to normalise in every CTA; parts of a chunk; more blocks than units; no pairs of
-    // columns; more rows than the kernel takes.
+    // Too many rows to normalise in every CTA; parts of a chunk; more blocks than units; no pairs
+    // of columns; more rows than the kernel takes.
     let mut refused = vec![
         (16, 64, 1024),
         (1, 64, 144),

@@ -2,8 +2,9 @@
 //! and frozen in training.
 //!
 //! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer of it, and
-//! [`Nvfp4PackedGroupedLinear`] one for each expert; [`NormLinear`] is a norm with a layer behind it. [`Activations`] says whether the input is
+//! [`Nvfp4PackedGroupedLinear`] one for each expert. [`Activations`] says whether the input is
 //! quantized too. Both are made of checkpoints' bytes, or of trained layers, which they compute as.
+//! [`NormLinear`] is a norm with a linear layer behind it.
 
 mod grouped;
 mod linear;

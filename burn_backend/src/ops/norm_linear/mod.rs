@@ -62,8 +62,8 @@ pub trait NormLinearOps: PackedOps + NormOps + ActivationOps {
     ///
     /// The bits are those of [`nvfp4_norm`](NormOps::nvfp4_norm),
     /// [`nvfp4_packed_linear`](PackedOps::nvfp4_packed_linear) and
-    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation), one after another. On GPUs few rows of
-    /// bf16 take one kernel. Under `Autodiff` the results are constants.
+    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation), one after another. On GPUs few rows
+    /// of bf16 take one kernel. Under `Autodiff` the results are constants.
     #[fusion(meta = meta::norm_linear)]
     fn nvfp4_norm_linear(
         x: FloatTensor<Self>,

@@ -75,9 +75,9 @@ pub fn small_m_kernel(
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 
-/// [`small_m_kernel()`] of the RMSNorm of the rows of `inputs`, in bf16, the bits of which are those
-/// of [`norm`](crate::norm::norm()). The first cube writes the sums with the residual to `sum`, if
-/// there is one: the others still read what was added.
+/// [`small_m_kernel()`] of the RMSNorm of the rows of `inputs`, in bf16, the bits of which are
+/// those of [`norm`](crate::norm::norm()). The first cube writes the sums with the residual to
+/// `sum`, if there is one: the others still read what was added.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_norm_kernel(
     inputs: NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,

@@ -269,9 +269,9 @@ pub fn mainloop(
     sums
 }
 
-/// Where a row of `blocks` blocks in shared memory has word `word` of vector `at`, eight elements in
-/// the order of [`decode_e2m1x8_pairs()`]. Neighbouring lanes read neighbouring vectors: each word
-/// has a part of the row.
+/// Where a row of `blocks` blocks in shared memory has word `word` of vector `at`, eight elements
+/// in the order of [`decode_e2m1x8_pairs()`]. Neighbouring lanes read neighbouring vectors: each
+/// word has a part of the row.
 #[cube]
 pub fn normed_place(at: u32, blocks: u32, word: u32) -> usize {
     (word * (blocks / 2u32) + at) as usize
