@@ -67,6 +67,21 @@ fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
     }
 }
 
+/// Fails unless RMSNorm takes `x`, with a residual or not.
+pub(crate) fn check_rms_norm<const D: usize>(
+    x: &Tensor<D>,
+    residual: Option<&Tensor<D>>,
+    gain: &Tensor<1>,
+    epsilon: f64,
+) -> Result<(), Nvfp4Error> {
+    check_input("x", x)?;
+    if let Some(residual) = residual {
+        check_residual(residual, x)?;
+    }
+    check_factors("gain", gain, x)?;
+    check_epsilon(epsilon)
+}
+
 /// `x + residual` and its norm, or `x` and its norm, after the checks.
 fn norm_unchecked<const D: usize>(
     (norm, epsilon): (Norm, f64),
@@ -113,9 +128,7 @@ pub fn try_rms_norm<const D: usize>(
     gain: Tensor<1>,
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    check_input("x", &x)?;
-    check_factors("gain", &gain, &x)?;
-    check_epsilon(epsilon)?;
+    check_rms_norm(&x, None, &gain, epsilon)?;
     Ok(norm_unchecked((Norm::Rms, epsilon), None, x, None, gain, None).1)
 }
 
@@ -152,10 +165,7 @@ pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     epsilon: f64,
     amax: Option<OutputAmax>,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_input("x", &x)?;
-    check_residual(&residual, &x)?;
-    check_factors("gain", &gain, &x)?;
-    check_epsilon(epsilon)?;
+    check_rms_norm(&x, Some(&residual), &gain, epsilon)?;
     let norm = (Norm::Rms, epsilon);
     Ok(norm_unchecked(norm, amax, x, Some(residual), gain, None))
 }
@@ -181,9 +191,7 @@ pub(crate) fn try_norm_of_stream<const D: usize>(
     epsilon: f64,
     amax: Option<OutputAmax>,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_input("x", &x)?;
-    check_factors("gain", &gain, &x)?;
-    check_epsilon(epsilon)?;
+    check_rms_norm(&x, None, &gain, epsilon)?;
     let norm = (Norm::Rms, epsilon);
     Ok(norm_unchecked(norm, amax, x, None, gain, None))
 }

@@ -41,7 +41,7 @@ pub use moe::{
 };
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use packed::{
-    Activations, BlockScales, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+    Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
 };
 pub use routing::Routing;
 

@@ -54,6 +54,11 @@ impl RmsNorm {
         }
     }
 
+    /// What is added to the mean square.
+    pub(super) fn epsilon(&self) -> f64 {
+        self.epsilon
+    }
+
     /// Fail unless the norm, its gain called `name` in the module that it is part of, takes rows of
     /// `width` on `device`.
     pub(super) fn check_part(

@@ -52,6 +52,7 @@ pub(crate) mod linear;
 pub mod loss;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
+pub mod norm_linear;
 pub(crate) mod operands;
 pub mod optimizer;
 pub mod packed;

@@ -27,6 +27,7 @@ mod memory;
 mod module;
 mod moe;
 mod muon;
+mod norm_linear;
 mod operations;
 mod optim;
 mod packed;

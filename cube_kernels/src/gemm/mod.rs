@@ -8,6 +8,7 @@
 //! what requests and kernels are made of, `materialize` brings operands into the form that a kernel
 //! reads, `problem` is what the choice depends on and what every kernel answers, `heuristics` has
 //! the measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
+//! `fused` has linear layers of few tokens with a norm in front and SwiGLU behind, in one kernel.
 //! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `exact` has small GEMMs with exact sums,
 //! by which `self_check` and [`bring_up`] check the kernel for `tcgen05` on its hardware.
 
@@ -24,6 +25,7 @@ mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
 mod exact;
+mod fused;
 mod heuristics;
 pub(crate) mod instances;
 #[doc(hidden)]
@@ -43,6 +45,7 @@ mod tiles;
 
 pub use dispatch::{Choice, backend_of, choose, describe, describe_typical, packed_reads, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
+pub use fused::{FusedLinear, FusedLinearOutput, FusedNorm, fused_linear};
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use problem::{Device, GemmShape, Plan, Problem, Refusal};

@@ -24,12 +24,13 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-const WAITING: [&str; 5] = [
+const WAITING: [&str; 6] = [
     "decode_run_kernel",
     "merge_runs_kernel",
     "norm_kernel",
     "prologue_kernel",
     "small_m_kernel",
+    "small_m_norm_kernel",
 ];
 
 /// A dependency on the point of a kernel where it lets the next begin.
@@ -55,7 +56,8 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
 ///
 /// # Safety
 /// What these kernels read before they wait must not be written by the graph in front of them. They
-/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, and the cache, starts and counts of
+/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, gains of [`norm`](crate::norm) and
+/// of [`fused_linear`](crate::gemm::fused_linear) of few rows, and the cache, starts and counts of
 /// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {
@@ -189,6 +191,7 @@ mod tests {
     #[test]
     fn kernels_are_known_by_their_names() {
         assert!(waits("small_m_kernel_7e38897c"));
+        assert!(waits("small_m_norm_kernel_67b5e359"));
         assert!(waits("norm_kernel_f_u32_n_4_g_4_7f9d55c9"));
         assert!(!waits("norm_backward_kernel_f_u32_n_4_g_4_8bc37cfb"));
         assert!(!waits("copy_words_kernel_171e6e26"));

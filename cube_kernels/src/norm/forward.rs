@@ -158,7 +158,7 @@ fn find_largest(raw: &Array<u32>, first: usize, largest: &mut Running, #[comptim
 
 /// `1 / sqrt(squares / cols + epsilon)`.
 #[cube]
-fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
+pub fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
     let mean = squares / f32::cast_from(cols);
     let conversion = comptime!(plan.conversion);
     reciprocal(sqrt(mean + epsilon, conversion), conversion)
@@ -192,6 +192,12 @@ fn add_block(
     sum
 }
 
+/// An element without its mean, normalised.
+#[cube]
+pub fn scaled(centered: f32, rstd: f32, gain: f32) -> f32 {
+    centered * rstd * gain
+}
+
 /// A block, normalised, in place.
 #[cube]
 fn normalize<G: Size>(
@@ -220,7 +226,7 @@ fn normalize<G: Size>(
             } else {
                 values[i]
             };
-            values[i] = centered * rstd * gain[i];
+            values[i] = scaled(centered, rstd, gain[i]);
         }
     }
 }
@@ -242,6 +248,58 @@ fn add_residual(
     values
 }
 
+/// The words of the blocks of row `row` that this unit keeps to `x`: those of the sum with the
+/// residual, where there is one.
+#[cube]
+pub fn load_kept<F: Numeric, N: Size, G: Size>(
+    inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
+    x: &mut Array<u32>,
+    row: usize,
+    place: &Place,
+    cols: usize,
+    #[comptime] plan: NormPlan,
+) {
+    let (kept, words) = comptime!((plan.kept, plan.raw_words()));
+    #[unroll]
+    for k in 0..kept {
+        let at = block_at(row, k, place, cols);
+        load_raw::<F, N>(&inputs.x, &at, x, k * words, plan);
+    }
+    if comptime!(plan.residual) {
+        let mut residual = Array::<u32>::new(comptime!(words * kept));
+        #[unroll]
+        for k in 0..kept {
+            let at = block_at(row, k, place, cols);
+            load_raw::<F, N>(&inputs.residual, &at, &mut residual, k * words, plan);
+        }
+        #[unroll]
+        for k in 0..kept {
+            let sum = add_residual(&*x, &residual, k * words, plan);
+            pack_raw(&sum, x, k * words, plan);
+        }
+    }
+}
+
+/// The squares of the blocks of a row that are kept in `x`, without its mean, added up.
+#[cube]
+pub fn kept_squares(
+    x: &Array<u32>,
+    mean: f32,
+    place: &Place,
+    cols: usize,
+    #[comptime] plan: NormPlan,
+) -> f32 {
+    let words = comptime!(plan.raw_words());
+    let mut own = 0.0f32;
+    #[unroll]
+    for k in 0..plan.kept {
+        let at = block_at(0usize, k, place, cols);
+        let values = unpack_raw(x, k * words, plan);
+        own = add_block(&values, &at, mean, own, true, plan);
+    }
+    own
+}
+
 /// Rows whose blocks are kept in registers.
 #[cube]
 fn kept_rows<F: Numeric, N: Size, G: Size>(
@@ -260,28 +318,11 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     let is_row = rows.first + place.slot < rows.count;
     let row = min(rows.first + place.slot, rows.count - 1usize);
     let mut x = Array::<u32>::new(comptime!(words * kept));
-    #[unroll]
-    for k in 0..kept {
-        load_raw::<F, N>(
-            &inputs.x,
-            &block_at(row, k, place, cols),
-            &mut x,
-            k * words,
-            plan,
-        );
-    }
+    load_kept::<F, N, G>(inputs, &mut x, row, place, cols, plan);
     if comptime!(plan.residual) {
-        let mut residual = Array::<u32>::new(comptime!(words * kept));
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
-            load_raw::<F, N>(&inputs.residual, &at, &mut residual, k * words, plan);
-        }
-        #[unroll]
-        for k in 0..kept {
-            let at = block_at(row, k, place, cols);
-            let sum = add_residual(&x, &residual, k * words, plan);
-            pack_raw(&sum, &mut x, k * words, plan);
             if is_row && at.block < blocks {
                 store_raw::<F, N>(&mut outputs.sum, &at, &x, k * words, plan);
             }
@@ -298,13 +339,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
         }
         mean = sums.total(own, place, plan) / f32::cast_from(cols);
     }
-    let mut own = 0.0f32;
-    #[unroll]
-    for k in 0..kept {
-        let at = block_at(row, k, place, cols);
-        let values = unpack_raw(&x, k * words, plan);
-        own = add_block(&values, &at, mean, own, true, plan);
-    }
+    let own = kept_squares(&x, mean, place, cols, plan);
     let squares = sums.total(own, place, plan);
     let rstd = row_factor(squares, cols, inputs.epsilon, plan);
     if is_row {

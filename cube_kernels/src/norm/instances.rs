@@ -7,7 +7,7 @@ use super::{
         NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
     },
     forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
-    plan::{NormPlan, Pass},
+    plan::{NormPlan, PLANES, Pass},
 };
 use crate::{
     HadamardSize,
@@ -145,6 +145,21 @@ fn shapes() -> Vec<(Norm, FloatKind, bool, usize)> {
     shapes
 }
 
+/// That of RMSNorm of few bf16 rows as a prologue, in cubes of `cube_planes` planes.
+pub(crate) fn prologue_plan(
+    device: &DummyDevice,
+    cols: usize,
+    residual: bool,
+    cube_planes: usize,
+) -> NormPlan {
+    let of = (Norm::Rms, Pass::Forward);
+    NormPlan {
+        cube_planes,
+        few: false,
+        ..plan(of, FloatKind::Bf16, residual, cols, device)
+    }
+}
+
 fn plan(
     (norm, pass): (Norm, Pass),
     kind: FloatKind,
@@ -157,6 +172,7 @@ fn plan(
         residual,
         bias: norm == Norm::Layer,
         planes: pass.planes(cols),
+        cube_planes: pass.planes(cols).max(PLANES),
         lanes: norm_part_lanes(cols),
         row_lanes: pass.row_lanes(),
         kept: pass.kept(cols),

@@ -8,10 +8,12 @@
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod backward;
 #[allow(missing_docs)]
-mod forward;
+pub(crate) mod forward;
 pub(crate) mod instances;
 mod launch;
-mod plan;
+pub(crate) mod plan;
+#[allow(missing_docs)]
+pub(crate) mod prologue;
 #[allow(missing_docs)]
 mod row;
 

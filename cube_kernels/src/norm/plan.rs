@@ -63,6 +63,8 @@ pub struct NormPlan {
     pub bias: bool,
     /// Planes that share a row, a power of two; 0 where there are no planes and a cube shares it.
     pub planes: usize,
+    /// Planes of a cube that has planes.
+    pub cube_planes: usize,
     /// Sums that the rows of a part are dealt out to.
     pub lanes: usize,
     /// Partial sums along a row.
@@ -85,6 +87,22 @@ pub struct NormPlan {
 }
 
 impl NormPlan {
+    /// RMSNorm of few bf16 rows of `cols` elements, in whole aligned blocks, as the prologue of a
+    /// kernel on the device of `client` whose cubes have `cube_planes` planes, at least [`PLANES`].
+    pub(crate) fn of_prologue(
+        client: &Client,
+        x: &Matrix,
+        residual: bool,
+        cube_planes: usize,
+    ) -> Self {
+        Self {
+            residual,
+            cube_planes,
+            few: false,
+            ..Self::new(client, (Norm::Rms, Pass::Forward), x, true)
+        }
+    }
+
     /// For rows as those of `x` on the device of `client`; `aligned` says whether all matrices and
     /// factors start at multiples of 16 bytes.
     pub(super) fn new(
@@ -101,6 +119,7 @@ impl NormPlan {
             residual: false,
             bias: false,
             planes,
+            cube_planes: planes.max(PLANES),
             lanes: norm_part_lanes(cols),
             row_lanes: pass.row_lanes(),
             kept: if has_planes { pass.kept(cols) } else { 0 },
@@ -117,8 +136,7 @@ impl NormPlan {
     pub const fn slots(&self) -> usize {
         match self.planes {
             0 => 1,
-            planes if planes > PLANES => 1,
-            planes => PLANES / planes,
+            planes => self.cube_planes / planes,
         }
     }
 
@@ -128,15 +146,6 @@ impl NormPlan {
         match self.amax {
             Some(amax) if amax.cols.is_some() => STRIP,
             _ => self.slots(),
-        }
-    }
-
-    /// Planes of a cube that has planes.
-    pub const fn cube_planes(&self) -> usize {
-        if self.planes > PLANES {
-            self.planes
-        } else {
-            PLANES
         }
     }
 
@@ -188,7 +197,7 @@ pub(super) fn cubes(client: &Client, items: usize, plan: &NormPlan) -> (CubeCoun
     let (count, dim) = tile_grid(client, items);
     let units = match plan.planes {
         0 => 1 << (dim.x as usize).min(plan.row_lanes).ilog2(),
-        _ => 32 * plan.cube_planes() as u32,
+        _ => 32 * plan.cube_planes as u32,
     };
     (count, CubeDim::new_1d(units))
 }

@@ -279,7 +279,7 @@ impl RowSum {
     pub fn new(#[comptime] plan: NormPlan) -> RowSum {
         let len = comptime!(match plan.planes {
             0 => plan.row_lanes,
-            _ => 2 * plan.cube_planes(),
+            _ => 2 * plan.cube_planes,
         });
         RowSum {
             sums: Shared::new_slice(len),
@@ -334,41 +334,62 @@ impl RowSum {
             sync_cube();
             self.sums[0]
         } else {
-            // Both of two units add the same two numbers, so all of them have the sum of the tree.
-            let mut sum = own;
-            #[unroll]
-            for stage in 0..5u32 {
-                let distance = comptime!(1u32 << stage);
-                sum += if comptime!(plan.conversion.has_ptx()) {
-                    ptx::shfl_sync_bfly(sum, distance)
-                } else {
-                    plane_shuffle_xor(sum, distance)
-                };
-            }
+            let sum = plane_total(own, plan);
             if comptime!(plan.planes > 1) {
-                let planes = comptime!(plan.planes);
-                let first = self.set * plan.cube_planes() + place.slot * planes;
-                if place.unit & 31usize == 0usize {
-                    self.sums[first + place.unit / 32usize] = sum;
-                }
-                sync_cube();
-                self.set = 1usize - self.set;
-                let mut sums = Array::<f32>::new(planes);
-                #[unroll]
-                for p in 0..planes {
-                    sums[p] = self.sums[first + p];
-                }
-                #[unroll]
-                for stage in 0..comptime!(planes.ilog2()) {
-                    let len = comptime!(planes >> (stage + 1));
-                    #[unroll]
-                    for i in 0..len {
-                        sums[i] = sums[comptime!(2 * i)] + sums[comptime!(2 * i + 1)];
-                    }
-                }
-                sum = sums[0];
+                self.leave(sum, place, plan);
+                self.of_slot(place.slot, plan)
+            } else {
+                sum
             }
-            sum
         }
     }
+
+    /// Leaves the [sum of this plane](plane_total) for all units of the cube, which must all be
+    /// here.
+    pub fn leave(&mut self, sum: f32, place: &Place, #[comptime] plan: NormPlan) {
+        // Not where slower units still read the sums before.
+        self.set = 1usize - self.set;
+        let first = self.set * plan.cube_planes + place.slot * plan.planes;
+        if place.unit & 31usize == 0usize {
+            self.sums[first + place.unit / 32usize] = sum;
+        }
+        sync_cube();
+    }
+
+    /// The sum of row `slot` of the cube, whose planes left theirs.
+    pub fn of_slot(&self, slot: usize, #[comptime] plan: NormPlan) -> f32 {
+        let planes = comptime!(plan.planes);
+        let first = self.set * plan.cube_planes + slot * planes;
+        let mut sums = Array::<f32>::new(planes);
+        #[unroll]
+        for p in 0..planes {
+            sums[p] = self.sums[first + p];
+        }
+        #[unroll]
+        for stage in 0..comptime!(planes.ilog2()) {
+            let len = comptime!(planes >> (stage + 1));
+            #[unroll]
+            for i in 0..len {
+                sums[i] = sums[comptime!(2 * i)] + sums[comptime!(2 * i + 1)];
+            }
+        }
+        sums[0]
+    }
+}
+
+/// The sum of a plane, for each of its units.
+#[cube]
+pub fn plane_total(own: f32, #[comptime] plan: NormPlan) -> f32 {
+    // Both of two units add the same two numbers, so all of them have the sum of the tree.
+    let mut sum = own;
+    #[unroll]
+    for stage in 0..5u32 {
+        let distance = comptime!(1u32 << stage);
+        sum += if comptime!(plan.conversion.has_ptx()) {
+            ptx::shfl_sync_bfly(sum, distance)
+        } else {
+            plane_shuffle_xor(sum, distance)
+        };
+    }
+    sum
 }

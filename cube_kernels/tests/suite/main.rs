@@ -27,6 +27,8 @@ mod gemm;
 #[cfg(feature = "cube")]
 mod gemm_cublaslt;
 #[cfg(feature = "cube")]
+mod gemm_fused;
+#[cfg(feature = "cube")]
 mod gemm_grouped;
 #[cfg(feature = "cube")]
 mod gemm_mn_major;

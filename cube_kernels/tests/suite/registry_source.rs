@@ -215,6 +215,7 @@ fn overlapping_kernels_wait_before_they_read() {
         "prologue_kernel",
         "merge_runs_kernel",
         "small_m_kernel",
+        "small_m_norm_kernel",
     ] {
         let mut count = 0;
         let of_function = all.iter().filter(|it| it.function() == function).take(3);
@@ -241,6 +242,13 @@ fn overlapping_kernels_wait_before_they_read() {
                         constant.is_empty() && !other.is_empty(),
                         "{name}: {constant:?}"
                     );
+                }
+                // Both.
+                "small_m_norm_kernel" => {
+                    assert!(!constant.is_empty() && !other.is_empty(), "{name}");
+                    // Vectors of weights are not kept in L1, those of activations are.
+                    let is_weight = |line: &&str| line.contains(".NA") || !line.contains(".128");
+                    assert!(other.iter().all(is_weight), "{name}: {other:?}");
                 }
                 _ => assert!(
                     constant.is_empty() && other.is_empty(),

@@ -6,12 +6,12 @@ use burn::module::Module;
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_attention_qkv};
 use burn_nvfp4::decode::NewTokens;
-use burn_nvfp4::nn::RmsNorm;
+use burn_nvfp4::nn::{ResidualStream, RmsNorm};
 
 use super::call::Call;
 use super::names::Site;
 use super::positions::{Places, Tables, rotate};
-use super::projection::Projection;
+use super::projection::{Projection, rows};
 
 /// Attention of one layer.
 #[derive(Module, Debug)]
@@ -35,18 +35,28 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `[batch, time, d_model]` to the same, in the type of `x`. `layer` is its number in the
-    /// cache.
+    /// The stream, with the attention of its `norm` still to be added. `layer` is its number in
+    /// the cache.
     pub(super) fn forward(
         &self,
-        x: Tensor<3>,
+        norm: &RmsNorm,
+        stream: ResidualStream,
         layer: usize,
         call: &mut Call<'_>,
-    ) -> Result<Tensor<3>> {
-        let [batch, time, d_model] = x.dims();
-        let x: Tensor<2> = x.reshape([batch * time, d_model]);
-        call.show(layer, Site::Qkv, &x, None)?;
-        let qkv = self.qkv.forward(x)?;
+    ) -> Result<ResidualStream> {
+        let [batch, time, d_model] = stream.sum.dims();
+        let (sum, qkv) = match self.qkv.behind(norm, false) {
+            Some(fused) if call.observer.is_none() => fused.try_forward(stream)?,
+            _ => {
+                let (sum, x) = norm.try_forward_stream(stream)?;
+                let x = rows(x);
+                call.show(layer, Site::Qkv, &x, None)?;
+                let qkv = self.qkv.forward(x)?;
+                let [_, width] = qkv.dims();
+                (sum, qkv.reshape([batch, time, width]))
+            }
+        };
+        let qkv = rows(qkv);
         let params = AttentionParams {
             window: self.window,
             ..AttentionParams::causal(self.head)
@@ -89,7 +99,10 @@ impl Attention {
         };
         call.show(layer, Site::Out, &mixed, None)?;
         let out = self.out.forward(mixed)?;
-        Ok(out.reshape([batch, time, d_model]))
+        Ok(ResidualStream {
+            sum,
+            pending: Some(out.reshape([batch, time, d_model])),
+        })
     }
 
     /// Queries and keys, normalised and rotated, and values, `[batch, time, heads, head]` each.

@@ -5,11 +5,11 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
 use burn_nvfp4::functions::try_swiglu;
-use burn_nvfp4::nn::{Routing, try_swiglu_of, try_swiglu_of_experts};
+use burn_nvfp4::nn::{ResidualStream, RmsNorm, Routing, try_swiglu_of, try_swiglu_of_experts};
 
 use super::call::Call;
 use super::names::Site;
-use super::projection::{Experts, Projection};
+use super::projection::{Experts, Projection, rows};
 use crate::model::cast;
 
 /// The feed-forward of a layer.
@@ -76,13 +76,39 @@ impl FeedForward {
         }
     }
 
-    /// `[rows, d_model]` to the same, in the type of `x`, in the layer of number `index`.
+    /// The stream, with the feed-forward of its `norm` still to be added, in the layer of number
+    /// `index`.
     pub(super) fn forward(
         &self,
-        x: Tensor<2>,
+        norm: &RmsNorm,
+        stream: ResidualStream,
         index: usize,
         call: &mut Call<'_>,
-    ) -> Result<Tensor<2>> {
+    ) -> Result<ResidualStream> {
+        let dims = stream.sum.dims();
+        let fused = match self {
+            Self::Dense(layer) if call.observer.is_none() => {
+                let gate_up = layer.gate_up.behind(norm, true);
+                gate_up.map(|gate_up| (gate_up, &layer.down))
+            }
+            Self::Dense(_) | Self::Moe(_) => None,
+        };
+        let (sum, y) = match fused {
+            Some((gate_up, down)) => {
+                let (sum, hidden) = gate_up.try_forward(stream)?;
+                (sum, down.forward(rows(hidden))?)
+            }
+            None => {
+                let (sum, x) = norm.try_forward_stream(stream)?;
+                (sum, self.of_normed(rows(x), index, call)?)
+            }
+        };
+        let pending = Some(y.reshape(dims));
+        Ok(ResidualStream { sum, pending })
+    }
+
+    /// `[rows, d_model]` to the same, in the type of `x`.
+    fn of_normed(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         match self {
             Self::Dense(layer) => {
                 if let (true, Projection::Nvfp4(gate_up), Projection::Nvfp4(down)) =

@@ -102,16 +102,11 @@ impl DecoderLayer {
         index: usize,
         call: &mut Call<'_>,
     ) -> Result<ResidualStream> {
-        let (sum, x) = self.attention_norm.try_forward_stream(stream)?;
-        let pending = Some(self.attention.forward(x, index, call)?);
-        let stream = ResidualStream { sum, pending };
-        let (sum, x) = self.feed_forward_norm.try_forward_stream(stream)?;
-        let [batch, time, d_model] = x.dims();
-        let y = self
-            .feed_forward
-            .forward(x.reshape([batch * time, d_model]), index, call)?;
-        let pending = Some(y.reshape([batch, time, d_model]));
-        Ok(ResidualStream { sum, pending })
+        let stream = self
+            .attention
+            .forward(&self.attention_norm, stream, index, call)?;
+        self.feed_forward
+            .forward(&self.feed_forward_norm, stream, index, call)
     }
 }
 

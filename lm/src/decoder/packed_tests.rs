@@ -4,6 +4,7 @@ use std::path::Path;
 
 use burn::tensor::TensorData;
 
+use super::observe::LinearInput;
 use super::projection::{Experts, Projection};
 use super::*;
 use crate::eval::log_probabilities;
@@ -100,6 +101,52 @@ fn packed_models_match_the_references() {
         for scheme in schemes {
             println!("{}: {}", folder.display(), scheme.name());
             matches_references(&folder, *scheme, 1e-5);
+        }
+    }
+}
+
+/// Counts what linear layers read.
+struct Count(usize);
+
+impl Observer for Count {
+    fn observe(&mut self, input: LinearInput<'_>) -> Result<()> {
+        assert!(input.x.dims()[1] > 0);
+        self.0 += 1;
+        Ok(())
+    }
+}
+
+/// Norms and activations that are part of linear layers have the bits of separate ones, which show
+/// what lies between them.
+#[test]
+fn an_observed_model_computes_the_same() {
+    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let devices = [
+        Some(Device::flex()),
+        #[cfg(feature = "cuda")]
+        (std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda")).then(|| Device::cuda(0)),
+    ];
+    for device in devices.into_iter().flatten() {
+        for scheme in [Scheme::W4a16, Scheme::W4a4] {
+            for dtype in [FloatDType::BF16, FloatDType::F32] {
+                let model = Decoder::load_for_inference(&folder, &device, dtype, Some(scheme));
+                let model = model.unwrap();
+                for ids in [&[7i32][..], &[1, 5, 9, 200]] {
+                    let data = TensorData::new(ids.to_vec(), [1, ids.len()]);
+                    let tokens: Tensor<2, Int> = Tensor::from_data(data, &device);
+                    let mut count = Count(0);
+                    let observed = model.observed(tokens.clone(), &mut count).unwrap();
+                    assert_eq!(count.0, 4 * model.layers.len());
+                    let bits = |x: Tensor<3>| -> Vec<u32> {
+                        let values = x.into_data().convert::<f32>();
+                        values.iter::<f32>().map(f32::to_bits).collect()
+                    };
+                    let found = bits(model.features(tokens).unwrap());
+                    assert!(found.iter().any(|bits| *bits != 0));
+                    let what = format!("{device:?} {scheme:?} {dtype:?} {}", ids.len());
+                    assert_eq!(found, bits(observed), "{what}");
+                }
+            }
         }
     }
 }

@@ -9,7 +9,8 @@ use burn::nn::Linear;
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::functions::try_linear;
 use burn_nvfp4::nn::{
-    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
+    NormLinear, Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
+    RmsNorm,
 };
 use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
@@ -47,6 +48,19 @@ impl Projection {
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
             Self::Lora(lora) => lora.forward(x),
+        }
+    }
+
+    /// The layer behind a norm, with SwiGLU of its output or not, as one layer, where the weight is
+    /// stored in NVFP4 and nothing else belongs to it.
+    pub(super) fn behind<'a>(&'a self, norm: &'a RmsNorm, swiglu: bool) -> Option<NormLinear<'a>> {
+        match self {
+            Self::Packed(linear) => Some(NormLinear {
+                norm,
+                linear,
+                swiglu,
+            }),
+            Self::Dense(_) | Self::Nvfp4(_) | Self::Scaled(_) | Self::Lora(_) => None,
         }
     }
 
@@ -118,6 +132,12 @@ impl Projection {
         };
         Ok(Self::Nvfp4(Nvfp4Linear::from_linear(linear, recipe)?))
     }
+}
+
+/// `[batch, time, width]` as the rows that a layer takes.
+pub(super) fn rows(x: Tensor<3>) -> Tensor<2> {
+    let [batch, time, width] = x.dims();
+    x.reshape([batch * time, width])
 }
 
 /// A layer in high precision: of bf16 by the kernels of the training step, else by Burn's matmul.

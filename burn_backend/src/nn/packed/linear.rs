@@ -80,17 +80,12 @@ impl Nvfp4PackedLinear {
         self.activations
     }
 
-    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
-    /// same.
-    ///
-    /// # Errors
-    /// When the input is on another device than the weight, its type is not supported, or its last
-    /// axis is not `d_in`.
-    pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        validate::operand("x", &input)?;
+    /// Fails unless the layer takes `x`.
+    pub(super) fn check_x<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        validate::operand("x", x)?;
         let device = self.weight.codes.device();
-        validate::same_device(("weight", &device), ("x", &input.device()))?;
-        let ([d_out, d_in], dims) = (self.weight.shape(), input.dims());
+        validate::same_device(("weight", &device), ("x", &x.device()))?;
+        let ([d_out, d_in], dims) = (self.weight.shape(), x.dims());
         if dims[D - 1] != d_in {
             return Err(Nvfp4Error::shape(
                 "x",
@@ -98,6 +93,18 @@ impl Nvfp4PackedLinear {
                 format!("a last axis of {d_in}, the d_in of the weight [{d_out}, {d_in}]"),
             ));
         }
+        Ok(())
+    }
+
+    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
+    /// same.
+    ///
+    /// # Errors
+    /// When the input is on another device than the weight, its type is not supported, or its last
+    /// axis is not `d_in`.
+    pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        self.check_x(&input)?;
+        let [d_out, _] = self.weight.shape();
         let (x, mut dims) = rows(input);
         let global = self.input.as_ref().map(|global| global.val());
         let spec = self.activations.spec();

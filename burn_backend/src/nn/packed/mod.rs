@@ -4,15 +4,18 @@
 //! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer of it, and
 //! [`Nvfp4PackedGroupedLinear`] one for each expert. [`Activations`] says whether the input is
 //! quantized too. Both are made of checkpoints' bytes, or of trained layers, which they compute as.
+//! [`NormLinear`] is a norm with a linear layer behind it.
 
 mod grouped;
 mod linear;
+mod norm_linear;
 mod scales;
 mod weight;
 
 pub use crate::ops::packed::Activations;
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
+pub use norm_linear::NormLinear;
 pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 

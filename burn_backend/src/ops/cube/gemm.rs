@@ -66,7 +66,7 @@ pub(super) fn dense(
 }
 
 /// A bias as the kernels take it.
-pub(super) fn bias_matrix(bias: CubeTensor) -> Matrix {
+pub(in crate::ops) fn bias_matrix(bias: CubeTensor) -> Matrix {
     let bias = into_contiguous(cast(bias, DType::F32));
     match bias.meta.shape().num_dims() {
         1 => {

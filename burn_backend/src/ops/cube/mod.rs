@@ -3,7 +3,7 @@
 mod dequantize;
 mod form;
 mod found_amax;
-mod gemm;
+pub(super) mod gemm;
 mod grouped_gemm;
 mod layers;
 mod moe;

@@ -13,11 +13,12 @@ use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
     MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
     ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
-    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMShape, StreamKPlan, StreamKProblemLaunch,
-    W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel, arrange_kernel,
-    cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel, scalar_kernel,
-    sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel,
-    sm120_block_scaled_kernel, small_m_kernel, transpose_kernel,
+    Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMNorm, SmallMShape, StreamKPlan,
+    StreamKProblemLaunch, W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel,
+    arrange_kernel, cmma_kernel, dequantize_unscaled_kernel, factors_kernel, scalar_grouped_kernel,
+    scalar_kernel, sm90_bf16_kernel, sm90_stream_k_kernel, sm90_w4a16_kernel,
+    sm90_w4a16_mn_major_kernel, sm120_block_scaled_kernel, small_m_kernel, small_m_norm_kernel,
+    transpose_kernel,
 };
 use crate::{
     cube::ptx::{BlockScaled, Major},
@@ -25,6 +26,7 @@ use crate::{
         specialization::GemmInstance,
         tiles::{SM90_BOX, SM90_TILE_M},
     },
+    norm::{forward::NormInputsLaunch, instances::prologue_plan},
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -426,7 +428,6 @@ fn sm120_block_scaled(device: &DummyDevice) -> Vec<Instance> {
 /// The shapes of all sizes of `m`, and the whole epilogue where rows end in parts of a vector.
 fn small_m(device: &DummyDevice) -> Vec<Instance> {
     let (whole, tail, halves) = ((false, false), (true, false), (true, true));
-    let is_blackwell = device.has_nearest();
     let mut all = Vec::new();
     for (warps, strips, columns, ahead, (tail, halves), left, kind) in [
         (16, 2, 1, 1, whole, SmallMLeft::Packed, PLAIN),
@@ -440,23 +441,18 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
         (16, 2, 1, 1, halves, SmallMLeft::Packed, PLAIN),
         (8, 2, 2, 2, tail, SmallMLeft::Packed, ALL),
     ] {
-        let shape = SmallMShape {
-            warps,
-            strips,
-            columns,
-            ahead,
-            tail,
-            halves,
+        let (shape, name) = small_m_shape(
+            device,
+            (warps, strips, columns, ahead),
+            (tail, halves),
             left,
-            converts: device.conversion.has_e4m3(),
-            late: loads_a_late(columns, left, Some(if is_blackwell { 100 } else { 90 })),
-            overlaps: device.overlaps,
-        };
+            false,
+        );
         let instance = instance!(
             device,
             units 32 * warps as u32,
             small_m_kernel,
-            format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}"),
+            name,
             NO_SPILLS,
             AddressType::U32,
             mixed(device),
@@ -464,6 +460,95 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
             ProblemShapeLaunch::of((8, 64, 256), 1),
             epilogue(device, kind),
             device.buffer(64),
+            shape,
+        );
+        all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
+    }
+    all.extend(small_m_fused(device));
+    all
+}
+
+/// A shape of small M, and what tells its instance from others.
+fn small_m_shape(
+    device: &DummyDevice,
+    (warps, strips, columns, ahead): (usize, usize, usize, usize),
+    (tail, halves): (bool, bool),
+    left: SmallMLeft,
+    swiglu: bool,
+) -> (SmallMShape, String) {
+    let compute = if device.has_nearest() { 100 } else { 90 };
+    let shape = SmallMShape {
+        warps,
+        strips,
+        columns,
+        ahead,
+        tail,
+        halves,
+        left,
+        converts: device.conversion.has_e4m3(),
+        late: loads_a_late(columns, left, Some(compute)),
+        overlaps: device.overlaps,
+        next_begins_early: !swiglu,
+        swiglu: swiglu.then_some(device.conversion),
+    };
+    let name = format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
+    (shape, name)
+}
+
+/// SwiGLU behind the GEMM, and RMSNorm of one row and of several in front of it.
+fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
+    let mut all = Vec::new();
+    for (work, tail, kind) in [
+        ((8, 2, 1, 1), false, PLAIN),
+        ((16, 1, 1, 1), true, PLAIN),
+        ((8, 2, 2, 2), false, PLAIN),
+    ] {
+        let left = SmallMLeft::Bf16;
+        let (shape, name) = small_m_shape(device, work, (tail, false), left, true);
+        let instance = instance!(
+            device,
+            units 32 * shape.warps as u32,
+            small_m_kernel,
+            format!("{name}-SwiGlu"),
+            NO_SPILLS,
+            AddressType::U32,
+            mixed(device),
+            packed(device),
+            ProblemShapeLaunch::of((8, 64, 256), 1),
+            epilogue(device, kind),
+            device.buffer(64),
+            shape,
+        );
+        all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
+    }
+    for (work, swiglu, rows, cols, residual) in [
+        ((8, 2, 1, 1), true, 1, 2048, true),
+        ((16, 1, 1, 1), false, 1, 2048, true),
+        ((16, 2, 1, 1), true, 1, 4096, true),
+        ((16, 1, 1, 1), false, 1, 4096, false),
+        ((8, 1, 2, 2), false, 16, 512, true),
+    ] {
+        let left = SmallMLeft::Normed;
+        let (shape, name) = small_m_shape(device, work, (false, false), left, swiglu);
+        let norm = SmallMNorm {
+            plan: prologue_plan(device, cols, residual, shape.warps),
+            rows,
+        };
+        let b = |len| device.buffer(len);
+        let instance = instance!(
+            device,
+            units 32 * shape.warps as u32,
+            small_m_norm_kernel,
+            format!("{name}-{rows}-{cols}-{residual}-{swiglu}"),
+            NO_SPILLS,
+            AddressType::U32,
+            NormInputsLaunch::new(b(64), b(64), b(64), b(64), 1e-6),
+            b(64),
+            packed(device),
+            ProblemShapeLaunch::of((rows, 64, cols), 1),
+            epilogue(device, EpilogueKind { a: Factor::One, ..PLAIN }),
+            device.buffer(64),
+            norm,
             shape,
         );
         all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));

@@ -47,6 +47,11 @@ mod sm90_w4a16_output;
 mod small_m;
 pub(crate) mod small_m_launch;
 #[allow(missing_docs)]
+mod small_m_mainloop;
+#[allow(missing_docs)]
+mod small_m_output;
+mod small_m_shape;
+#[allow(missing_docs)]
 mod w4a16_arrange;
 
 pub use super::{
@@ -78,5 +83,6 @@ pub use sm100_block_scaled_operands::Sm100Plan;
 pub use sm100_block_scaled_stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};
 pub use sm120_block_scaled::{Sm120Plan, sm120_block_scaled_kernel};
 pub use sm120_block_scaled_stage::Pieces;
-pub use small_m::{SmallMLeft, SmallMShape, small_m_kernel};
+pub use small_m::{small_m_kernel, small_m_norm_kernel};
+pub use small_m_shape::{SmallMLeft, SmallMNorm, SmallMShape};
 pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};

@@ -5,13 +5,16 @@ use cubecl::{prelude::*, server::Handle};
 use super::{
     sm90_bf16::check_sm90,
     sm120_block_scaled::check_sm120,
-    small_m::{CHUNK, MAX_ROWS, SmallMLeft, SmallMShape, small_m_kernel},
+    small_m::{small_m_kernel, small_m_norm_kernel},
+    small_m_shape::{CHUNK, MAX_ROWS, SmallMLeft, SmallMNorm, SmallMShape},
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    capabilities::{Capabilities, GemmBackend, overlaps_kernels},
+    capabilities::{Capabilities, GemmBackend, conversion_of, overlaps_kernels},
     gemm::{
         arguments::{MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
+        epilogue::EpilogueArgs,
+        materialize::Materialized,
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
@@ -19,8 +22,17 @@ use crate::{
         },
         scheduler::GroupedDim,
     },
-    memory::address_type,
+    memory::{address_type, is_aligned},
+    norm::{
+        forward::NormInputsLaunch,
+        plan::{NormPlan, PLANES},
+    },
+    tensor::Matrix,
 };
+
+/// Bytes of normalised rows that every cube has in shared memory, at most. More rows take longer to
+/// normalise in every cube than the kernel that does it once takes to launch.
+const NORM_BYTES: usize = 16 * 1024;
 
 /// Whether the next rows of `a` are loaded late, for `columns` groups of them. From sm_100 on the
 /// compiler keeps to 128 registers, so that two cubes of eight warps fit on a processor, and stores
@@ -64,6 +76,56 @@ fn shape(
         converts: capabilities.compute_capability >= Some(89),
         late: loads_a_late(columns, left, capabilities.compute_capability),
         overlaps: overlaps_kernels(client),
+        next_begins_early: true,
+        swiglu: None,
+    }
+}
+
+/// RMSNorm in front of the GEMM, of what `x` is with a residual.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NormLeft<'a> {
+    /// bf16 `[m, k]`.
+    pub x: &'a Matrix,
+    /// What is added, of its shape and type, and where the sum goes.
+    pub residual: Option<(&'a Matrix, &'a Matrix)>,
+    /// `f32[k]`.
+    pub gain: &'a Handle,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// Why the kernel does not normalise `x`, with the residual where there is one.
+pub(crate) fn refuses_norm(
+    client: &Client,
+    x: &Matrix,
+    residual: Option<&Matrix>,
+    gain: &Handle,
+) -> Option<Refusal> {
+    let handles = [Some(&x.handle), residual.map(|it| &it.handle), Some(gain)];
+    // What rows take does not depend on the warps.
+    let norm = norm_plan(client, x, residual.is_some(), PLANES);
+    if !x.cols.is_multiple_of(CHUNK) {
+        Some(Refusal::Operands("k is no multiple of 128"))
+    } else if norm.plan.kept != 1 {
+        // With two blocks a unit takes more registers than leave room for two cubes on an SM, and
+        // on sm_80 than there are.
+        Some(Refusal::Operands("k is above 4096"))
+    } else if norm.bytes() > NORM_BYTES {
+        Some(Refusal::Operands(
+            "the normalised rows take more than 16 KiB",
+        ))
+    } else if !handles.into_iter().flatten().all(is_aligned) {
+        Some(Refusal::Operands(UNALIGNED))
+    } else {
+        None
+    }
+}
+
+/// How the rows of `x` are normalised in cubes of `warps` warps.
+fn norm_plan(client: &Client, x: &Matrix, residual: bool, warps: usize) -> SmallMNorm {
+    SmallMNorm {
+        plan: NormPlan::of_prologue(client, x, residual, warps),
+        rows: x.rows.next_power_of_two(),
     }
 }
 
@@ -125,54 +187,121 @@ impl Kernel for SmallM {
         if plan != Plan::SmallM || launch.b.layout != OperandLayout::Packed || !takes {
             return Err(misfit(plan, launch));
         }
-        queue(launch);
+        queue(&SmallMLaunch {
+            client: launch.client,
+            capabilities: launch.capabilities,
+            shape: launch.shape,
+            left: Left::Operand(launch.a),
+            b: launch.b,
+            epilogue: launch.epilogue,
+            swiglu: false,
+            out: &launch.output.matrix().handle,
+        });
         Ok(())
     }
 }
 
-/// Queues the GEMM.
-fn queue(launch: &Launch) {
-    let Launch {
+/// What the kernels are launched with: operands that were checked against the sizes.
+pub(crate) struct SmallMLaunch<'a> {
+    pub client: &'a Client,
+    pub capabilities: &'a Capabilities,
+    pub shape: GemmShape,
+    pub left: Left<'a>,
+    pub b: &'a Materialized,
+    pub epilogue: &'a EpilogueArgs,
+    /// Whether the output is SwiGLU of both halves of the columns: half as many.
+    pub swiglu: bool,
+    pub out: &'a Handle,
+}
+
+/// The rows of `a`.
+pub(crate) enum Left<'a> {
+    /// As they are.
+    Operand(&'a Materialized),
+    /// Which the kernel normalises.
+    Norm(NormLeft<'a>),
+}
+
+/// Queues the kernel.
+pub(crate) fn queue(launch: &SmallMLaunch) {
+    let SmallMLaunch {
         client,
         capabilities,
-        a,
         b,
         epilogue,
-        output,
+        out,
         ..
     } = *launch;
     let GemmShape { m, n, k } = launch.shape;
-    let out = &output.matrix().handle;
+    let left = match &launch.left {
+        Left::Operand(a) if a.is_packed() => SmallMLeft::Packed,
+        Left::Operand(_) => SmallMLeft::Bf16,
+        Left::Norm(_) => SmallMLeft::Normed,
+    };
+    // Warps, and so the order of the sums, do not depend on what stands around the GEMM.
+    let shape = SmallMShape {
+        // Another GEMM comes behind SwiGLU: that of the layer down.
+        next_begins_early: !launch.swiglu,
+        swiglu: launch.swiglu.then(|| conversion_of(client)),
+        ..shape(client, capabilities, (m, n, k), left)
+    };
+    let width = n / shape.inputs();
+    let words = m * width * epilogue.kind.out.size() / 4;
     // SAFETY (of every argument): the caller checked the operands against their shapes. What the
     // kernel does not read of `a` is any memory.
     let buffer = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    let left = if a.is_packed() {
-        SmallMLeft::Packed
-    } else {
-        SmallMLeft::Bf16
-    };
-    let shape = shape(client, capabilities, (m, n, k), left);
-    let words = m * n * epilogue.kind.out.size() / 4;
+    let count = CubeCount::Static(width.div_ceil(shape.outputs()) as u32, 1, 1);
+    let dim = CubeDim::new_1d(32 * shape.warps as u32);
+    let address = address_type((n * k).max(m * n));
+    let weight = PackedMatrixLaunch::new(
+        buffer(&b.codes, n * k / 8),
+        buffer(&b.scales, n * k / BLOCK),
+    );
+    let problem = ProblemShapeLaunch::of((m, n, k), 1);
     // SAFETY: rows and columns outside are clamped where they are read and not written.
     unsafe {
-        small_m_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(n.div_ceil(shape.rows()) as u32, 1, 1),
-            CubeDim::new_1d(32 * shape.warps as u32),
-            address_type((n * k).max(m * n)),
-            MixedMatrixLaunch::new(
-                buffer(&a.codes, m * k / 8),
-                buffer(&a.scales, m * k / BLOCK),
-                buffer(&a.dense, m * k / 8),
+        let epilogue = epilogue.launch([m, n], 1, (out, words), 1.0);
+        match &launch.left {
+            Left::Operand(a) => small_m_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address,
+                MixedMatrixLaunch::new(
+                    buffer(&a.codes, m * k / 8),
+                    buffer(&a.scales, m * k / BLOCK),
+                    buffer(&a.dense, m * k / 8),
+                ),
+                weight,
+                problem,
+                epilogue,
+                buffer(out, words),
+                shape,
             ),
-            PackedMatrixLaunch::new(
-                buffer(&b.codes, n * k / 8),
-                buffer(&b.scales, n * k / BLOCK),
-            ),
-            ProblemShapeLaunch::of((m, n, k), 1),
-            epilogue.launch([m, n], 1, (out, words), 1.0),
-            buffer(out, words),
-            shape,
-        );
+            Left::Norm(norm) => {
+                let (residual, sum) = norm.residual.unwrap_or((norm.x, norm.x));
+                let matrix = |matrix: &Matrix| buffer(&matrix.handle, m * k / 8);
+                small_m_norm_kernel::launch_unchecked(
+                    client,
+                    count,
+                    dim,
+                    address,
+                    NormInputsLaunch::new(
+                        matrix(norm.x),
+                        matrix(residual),
+                        buffer(norm.gain, k / 4),
+                        buffer(norm.gain, k / 4),
+                        norm.epsilon,
+                    ),
+                    matrix(sum),
+                    weight,
+                    problem,
+                    epilogue,
+                    buffer(out, words),
+                    norm_plan(client, norm.x, norm.residual.is_some(), shape.warps),
+                    shape,
+                )
+            }
+        }
     }
 }

@@ -1,0 +1,389 @@
+//! The contraction of a warp of the kernels of small M: codes of `b` in registers, decoded, times
+//! fragments of `a`.
+
+use cubecl::prelude::*;
+
+use super::small_m_shape::{SmallMLeft, SmallMShape};
+use crate::cube::{
+    codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
+    ptx::{
+        cvta_to_global, ld_global_no_allocate_v2, ld_global_no_allocate_v4, ld_global_u8,
+        ld_global_u16, mma_m16n8k16_bf16,
+    },
+};
+
+/// A packed matrix in device memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Source {
+    /// Address of its codes.
+    codes: u64,
+    /// Address of its scales.
+    scales: u64,
+    /// Blocks of a row.
+    blocks: u32,
+}
+
+#[cube]
+impl Source {
+    /// Of a matrix whose rows have `blocks` blocks.
+    pub fn new(codes: &[u32], scales: &[u8], blocks: u32) -> Source {
+        Source {
+            codes: cvta_to_global::<u32>(codes.as_ptr()),
+            scales: cvta_to_global::<u8>(scales.as_ptr()),
+            blocks,
+        }
+    }
+
+    /// Vector number `index` of the codes of a row, whose first block is number `first` of the
+    /// matrix. Where rows end in half a vector, the last block stands for the one behind it.
+    fn load_codes(
+        &self,
+        first: usize,
+        index: u32,
+        #[comptime] halves: bool,
+    ) -> Vector<u32, Const<4>> {
+        let block = first + 2usize * index as usize;
+        let address = self.codes + u64::cast_from(block) * 8u64;
+        if comptime!(halves) {
+            let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
+            let low = ld_global_no_allocate_v2(address);
+            let high = ld_global_no_allocate_v2(self.codes + u64::cast_from(second) * 8u64);
+            let mut words = Vector::<u32, Const<4>>::new(0u32);
+            words.insert(0usize, low.extract(0usize));
+            words.insert(1usize, low.extract(1usize));
+            words.insert(2usize, high.extract(0usize));
+            words.insert(3usize, high.extract(1usize));
+            words
+        } else {
+            ld_global_no_allocate_v4(address)
+        }
+    }
+
+    /// The two scales of [`load_codes`](Self::load_codes)' vector.
+    fn load_scales(&self, first: usize, index: u32, #[comptime] halves: bool) -> u16 {
+        let block = first + 2usize * index as usize;
+        let address = self.scales + u64::cast_from(block);
+        if comptime!(halves) {
+            let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
+            let high = ld_global_u8(self.scales + u64::cast_from(second));
+            u16::cast_from(ld_global_u8(address) | (high << 8u32))
+        } else {
+            u16::cast_from(ld_global_u16(address))
+        }
+    }
+}
+
+/// The rows of one operand that a lane has, and what is on the way of each chunk of them.
+#[derive(CubeType)]
+pub struct Rows {
+    /// Number of the first block of each row.
+    first: Array<usize>,
+    /// Vectors of codes, row after row for each set of chunks.
+    words: Array<Vector<u32, Const<4>>>,
+    /// Their scales, two each.
+    scales: Array<u16>,
+}
+
+#[cube]
+impl Rows {
+    /// `count` rows, eight apart: half of them from `row0` on, the other half from `row1` on. Rows
+    /// behind `last` read it, and are not written.
+    fn new(
+        row0: u32,
+        row1: u32,
+        last: u32,
+        blocks: u32,
+        #[comptime] count: usize,
+        #[comptime] ahead: usize,
+    ) -> Rows {
+        let group = (UNIT_POS % 32u32) / 4u32;
+        let half = comptime!(count.div_ceil(2));
+        let mut first = Array::<usize>::new(count);
+        #[unroll]
+        for i in 0..count {
+            let from = if comptime!(i < half) { row0 } else { row1 };
+            let row = from + comptime!((i % half) as u32 * 8) + group;
+            first[i] = (min(row, last) * blocks) as usize;
+        }
+        Rows {
+            first,
+            words: Array::<Vector<u32, Const<4>>>::new(comptime!(ahead * count)),
+            scales: Array::<u16>::new(comptime!(ahead * count)),
+        }
+    }
+
+    /// Loads vector `at` of row `row` for slot `to`.
+    fn load(
+        &mut self,
+        source: Source,
+        at: u32,
+        #[comptime] row: usize,
+        #[comptime] to: usize,
+        #[comptime] halves: bool,
+    ) {
+        self.words[to] = source.load_codes(self.first[row], at, halves);
+        self.scales[to] = source.load_scales(self.first[row], at, halves);
+    }
+}
+
+/// Two scales as [`decode_e2m1x8_pairs()`] takes them.
+#[cube]
+fn decode_scales(bytes: u16, #[comptime] shape: SmallMShape) -> Vector<u32, Const<2>> {
+    if comptime!(shape.converts) {
+        decode_e4m3x2(bytes)
+    } else {
+        decode_e4m3x2_sm80(bytes)
+    }
+}
+
+/// The rows of `b` of a cube, those of the output's column `column` first, with the first chunks of
+/// the warp on their way.
+#[cube]
+pub fn start_weights(b: Source, column: u32, n: u32, #[comptime] shape: SmallMShape) -> Rows {
+    let (sets, count) = comptime!((shape.ahead, 2 * shape.strips));
+    // Behind the half of the rows, or where the others begin.
+    let second = column
+        + if comptime!(shape.swiglu.is_some()) {
+            n / 2u32
+        } else {
+            comptime!(8 * shape.strips as u32).runtime()
+        };
+    let mut rows = Rows::new(column, second, n - 1u32, b.blocks, count, sets);
+    let warp = UNIT_POS / 32u32;
+    let quarter = UNIT_POS % 4u32;
+    let width = b.blocks.div_ceil(2u32);
+    #[unroll]
+    for set in 0..sets {
+        let chunk = warp + comptime!((set * shape.warps) as u32);
+        let at = min(chunk * 4u32 + quarter, width - 1u32);
+        #[unroll]
+        for i in 0..count {
+            rows.load(
+                b,
+                at,
+                i,
+                comptime!(set * count + i),
+                comptime!(shape.halves),
+            );
+        }
+    }
+    rows
+}
+
+/// The sums of one warp: every `shape.warps`th chunk of 128 columns. `b_rows` are [those that are
+/// on their way](start_weights).
+#[cube]
+pub fn mainloop(
+    a_source: Source,
+    dense: &[Vector<u32, Const<4>>],
+    m: u32,
+    b_source: Source,
+    b_rows: &mut Rows,
+    #[comptime] shape: SmallMShape,
+) -> Array<Vector<f32, Const<4>>> {
+    let strips = comptime!(shape.strips);
+    let columns = comptime!(shape.columns);
+    let is_packed = comptime!(shape.left == SmallMLeft::Packed);
+    let halves = comptime!(shape.halves);
+    let sets = comptime!(shape.ahead);
+    let warp = UNIT_POS / 32u32;
+    let quarter = UNIT_POS % 4u32;
+    // Blocks in a row, and vectors of two of them.
+    let blocks = b_source.blocks;
+    let width = blocks.div_ceil(2u32);
+    let chunks = width.div_ceil(4u32);
+    let (zero, eight) = (0u32.runtime(), 8u32.runtime());
+    let mut a_rows = Rows::new(zero, eight, m - 1u32, blocks, columns, sets);
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * shape.columns));
+    #[unroll]
+    for i in 0..comptime!(strips * columns) {
+        sums[i] = Vector::new(0.0f32);
+    }
+    if comptime!(is_packed) {
+        #[unroll]
+        for set in 0..sets {
+            let chunk = warp + comptime!((set * shape.warps) as u32);
+            let at = min(chunk * 4u32 + quarter, width - 1u32);
+            #[unroll]
+            for j in 0..columns {
+                a_rows.load(a_source, at, j, comptime!(set * columns + j), halves);
+            }
+        }
+    }
+    let mut first = warp;
+    while first < chunks {
+        #[unroll]
+        for set in 0..sets {
+            let chunk = first + comptime!((set * shape.warps) as u32);
+            if chunk < chunks {
+                let at = chunk * 4u32 + quarter;
+                let next = chunk + comptime!((shape.ahead * shape.warps) as u32);
+                let ahead = min(next * 4u32 + quarter, width - 1u32);
+                #[unroll]
+                for half in 0..2usize {
+                    // Beyond the end nothing is added: zeros on both sides, since one of them may
+                    // be infinite.
+                    let inside = at * 2u32 + comptime!(half as u32) < blocks;
+                    let slot = comptime!(set * columns);
+                    let others = a_fragments(dense, &a_rows, at, blocks, inside, slot, half, shape);
+                    // Two conditions, of which only the inner one is left to the kernel.
+                    #[allow(clippy::collapsible_if)]
+                    if comptime!(is_packed && half == 1 && !shape.late) {
+                        if next < chunks {
+                            #[unroll]
+                            for j in 0..columns {
+                                a_rows.load(a_source, ahead, j, comptime!(slot + j), halves);
+                            }
+                        }
+                    }
+                    #[unroll]
+                    for i in 0..strips {
+                        let low = comptime!(set * 2 * strips + 2 * i);
+                        multiply_strip(&*b_rows, &others, &mut sums, inside, low, i, half, shape);
+                        // What the lane held of these rows is multiplied: the next is under way
+                        // while the other strips are.
+                        #[allow(clippy::collapsible_if)]
+                        if comptime!(half == 1) {
+                            if next < chunks {
+                                b_rows.load(b_source, ahead, comptime!(2 * i), low, halves);
+                                let high = comptime!(low + 1);
+                                b_rows.load(b_source, ahead, comptime!(2 * i + 1), high, halves);
+                            }
+                        }
+                    }
+                    #[allow(clippy::collapsible_if)]
+                    if comptime!(is_packed && half == 1 && shape.late) {
+                        if next < chunks {
+                            #[unroll]
+                            for j in 0..columns {
+                                a_rows.load(a_source, ahead, j, comptime!(slot + j), halves);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        first += comptime!((shape.ahead * shape.warps) as u32);
+    }
+    sums
+}
+
+/// Where a row of `blocks` blocks in shared memory has word `word` of vector `at`, eight elements
+/// in the order of [`decode_e2m1x8_pairs()`]. Neighbouring lanes read neighbouring vectors: each
+/// word has a part of the row.
+#[cube]
+pub fn normed_place(at: u32, blocks: u32, word: u32) -> usize {
+    (word * (blocks / 2u32) + at) as usize
+}
+
+/// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
+/// `half` of vector `at`, the codes of which are in slots from `first` on.
+#[cube]
+fn a_fragments(
+    dense: &[Vector<u32, Const<4>>],
+    rows: &Rows,
+    at: u32,
+    blocks: u32,
+    inside: bool,
+    #[comptime] first: usize,
+    #[comptime] half: usize,
+    #[comptime] shape: SmallMShape,
+) -> Array<Vector<u32, Const<4>>> {
+    let mut fragments = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * shape.columns));
+    #[unroll]
+    for j in 0..comptime!(shape.columns) {
+        let slot = comptime!(first + j);
+        #[unroll]
+        for part in 0..2usize {
+            let word = comptime!(2 * half + part);
+            let to = comptime!(2 * j + part);
+            if comptime!(shape.left == SmallMLeft::Packed) {
+                let scales = decode_scales(u16::reinterpret(rows.scales[slot]), shape);
+                fragments[to] =
+                    decode_e2m1x8_pairs(rows.words[slot].extract(word), scales.extract(half));
+            } else if comptime!(shape.left == SmallMLeft::Normed) {
+                let place = normed_place(at, blocks, comptime!(word as u32).runtime());
+                fragments[to] = dense[rows.first[j] * 2usize + place];
+            } else {
+                // Two to a block; those behind the last block read its last.
+                let column = min(at, blocks.div_ceil(2u32) - 1u32);
+                let mut vector = column * 4u32 + comptime!(word as u32);
+                if comptime!(shape.halves) {
+                    vector = min(vector, 2u32 * blocks - 1u32);
+                }
+                let vector = rows.first[j] * 2usize + vector as usize;
+                fragments[to] = interleave_pairs(dense[vector]);
+            }
+            // Two conditions, of which only the inner one is left to the kernel.
+            #[allow(clippy::collapsible_if)]
+            if comptime!(shape.tail) {
+                if !inside {
+                    fragments[to] = Vector::new(0u32);
+                }
+            }
+        }
+    }
+    fragments
+}
+
+/// Adds the products of one block of 16 to the sums of strip `strip` of `b`, whose rows are in
+/// slots `low` and the next.
+#[cube]
+fn multiply_strip(
+    rows: &Rows,
+    others: &Array<Vector<u32, Const<4>>>,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    inside: bool,
+    #[comptime] low: usize,
+    #[comptime] strip: usize,
+    #[comptime] half: usize,
+    #[comptime] shape: SmallMShape,
+) {
+    let high = comptime!(low + 1);
+    let low_factor = decode_scales(u16::reinterpret(rows.scales[low]), shape);
+    let high_factor = decode_scales(u16::reinterpret(rows.scales[high]), shape);
+    #[unroll]
+    for part in 0..2usize {
+        let word = comptime!(2 * half + part);
+        let mut low_word = rows.words[low].extract(word);
+        let mut high_word = rows.words[high].extract(word);
+        let mut low_scale = low_factor.extract(half);
+        let mut high_scale = high_factor.extract(half);
+        // Two conditions, of which only the inner one is left to the kernel.
+        #[allow(clippy::collapsible_if)]
+        if comptime!(shape.tail) {
+            if !inside {
+                low_word = 0u32;
+                high_word = 0u32;
+                low_scale = 0u32;
+                high_scale = 0u32;
+            }
+        }
+        let upper = decode_e2m1x8_pairs(u32::reinterpret(low_word), u32::reinterpret(low_scale));
+        let lower = decode_e2m1x8_pairs(u32::reinterpret(high_word), u32::reinterpret(high_scale));
+        #[unroll]
+        for j in 0..comptime!(shape.columns) {
+            let at = comptime!(strip * shape.columns + j);
+            let other = others[comptime!(2 * j + part)];
+            let sum = mma_m16n8k16_bf16(
+                sums[at],
+                upper.extract(0usize),
+                lower.extract(0usize),
+                upper.extract(1usize),
+                lower.extract(1usize),
+                other.extract(0usize),
+                other.extract(1usize),
+            );
+            sums[at] = mma_m16n8k16_bf16(
+                sum,
+                upper.extract(2usize),
+                lower.extract(2usize),
+                upper.extract(3usize),
+                lower.extract(3usize),
+                other.extract(2usize),
+                other.extract(3usize),
+            );
+        }
+    }
+}

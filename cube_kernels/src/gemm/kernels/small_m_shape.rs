@@ -1,0 +1,135 @@
+//! How the kernels of small M are specialized.
+
+use crate::{cube::codec::Conversion, norm::plan::NormPlan};
+
+/// Columns that a warp takes at a time.
+pub(super) const CHUNK: usize = 128;
+/// Most rows of `a`.
+///
+/// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the
+/// last version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
+pub const MAX_ROWS: usize = 16;
+
+/// How the rows of `a` are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SmallMLeft {
+    /// As codes, which every cube decodes for itself. Decoding them once, by a kernel before, was
+    /// measured: the second launch and the wider reads cost more.
+    Packed,
+    /// As bf16.
+    Bf16,
+    /// As bf16 rows in shared memory, which every cube normalises for itself.
+    Normed,
+}
+
+/// The shape of a cube's work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SmallMShape {
+    /// Warps of a cube.
+    pub warps: usize,
+    /// Groups of 16 rows of `b`.
+    pub strips: usize,
+    /// Groups of 8 rows of `a`.
+    pub columns: usize,
+    /// Chunks of a warp that are on the way at a time.
+    pub ahead: usize,
+    /// The contraction is no multiple of `CHUNK`.
+    pub tail: bool,
+    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
+    /// half a vector.
+    pub halves: bool,
+    /// How `a` is read.
+    pub left: SmallMLeft,
+    /// The device has an instruction that converts E4M3.
+    pub converts: bool,
+    /// The next rows of `a` are loaded behind the products of a chunk instead of ahead of them: see
+    /// `loads_a_late`.
+    pub late: bool,
+    /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
+    /// while it waits.
+    pub overlaps: bool,
+    /// Whether the next kernel may begin when this one does, and not only when the sums are there.
+    /// Cubes of a GEMM that begin beside those of another take the room that the first of them
+    /// leave, and are not shared out evenly.
+    pub next_begins_early: bool,
+    /// The first half of the rows of `b` is gate, the second half up, and the output is SwiGLU of
+    /// both, computed so. A cube then has as many rows of the one as of the other.
+    pub swiglu: Option<Conversion>,
+}
+
+impl SmallMShape {
+    /// Whether the next kernel begins early, if kernels overlap.
+    pub(super) const fn overlaps_early(self) -> bool {
+        self.overlaps && self.next_begins_early
+    }
+
+    /// Whether it begins late, if kernels overlap.
+    pub(super) const fn overlaps_late(self) -> bool {
+        self.overlaps && !self.next_begins_early
+    }
+
+    /// Rows of `b`.
+    pub(super) const fn rows(self) -> usize {
+        16 * self.strips
+    }
+
+    /// Rows of `b` for each column of the output.
+    pub(super) const fn inputs(self) -> usize {
+        match self.swiglu {
+            Some(_) => 2,
+            None => 1,
+        }
+    }
+
+    /// Columns of the output.
+    pub(super) const fn outputs(self) -> usize {
+        self.rows() / self.inputs()
+    }
+
+    /// Floats from one row of `a` to the next in the sums that warps exchange: four more than there
+    /// are, so that the lanes of a warp write to different banks.
+    pub(super) const fn stride(self) -> usize {
+        self.rows() + 4
+    }
+
+    /// Floats of the sums of one warp.
+    pub(super) const fn sums(self) -> usize {
+        8 * self.columns * self.stride()
+    }
+}
+
+/// RMSNorm in front of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SmallMNorm {
+    /// How rows are shared out, in cubes of as many planes as the kernel has warps.
+    pub plan: NormPlan,
+    /// Rows of `a` at most, a power of two.
+    pub rows: usize,
+}
+
+impl SmallMNorm {
+    /// Vectors of eight elements of a row, or more, of which a unit has one block or several.
+    const fn row_vectors(self) -> usize {
+        self.plan.kept * 32 * self.plan.planes * 2
+    }
+
+    /// Vectors of eight elements that all rows take in shared memory.
+    pub(super) const fn vectors(self) -> usize {
+        self.rows * self.row_vectors()
+    }
+
+    /// Units of a cube.
+    pub(super) const fn units(self) -> usize {
+        32 * self.plan.cube_planes
+    }
+
+    /// Vectors of a row that a unit normalises, at most.
+    pub(super) const fn unit_vectors(self) -> usize {
+        self.row_vectors().div_ceil(self.units())
+    }
+
+    /// Bytes of these.
+    pub(super) const fn bytes(self) -> usize {
+        16 * self.vectors()
+    }
+}
