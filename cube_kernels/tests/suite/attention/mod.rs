@@ -3,6 +3,7 @@
 
 mod case;
 mod decode;
+pub mod decode_launches;
 mod errors;
 mod rotary;
 mod special;
