@@ -1,7 +1,7 @@
 //! Amax values that a kernel found of what it wrote, until that is quantized.
 //!
-//! A norm and the layer behind it are operations of their own, between which autodiff and fusion
-//! hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
+//! A norm, or an attention, and the layer behind it are operations of their own, between which
+//! autodiff and fusion hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
 //! found of. Memory that is kept here is neither freed nor, having two owners, written in place:
 //! whoever brings the same memory brings the same values.
 
@@ -10,7 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cubecl::server::Handle;
 use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
-use nvfp4_kernels::tensor::Matrix;
+use nvfp4_kernels::tensor::{AmaxGranularity, Matrix};
+
+use super::super::spec::OutputAmax;
 
 /// Most matrices whose memory is kept: what nobody quantizes leaves when others come. The layer
 /// behind a norm follows it at once.
@@ -29,8 +31,17 @@ fn found() -> MutexGuard<'static, VecDeque<Found>> {
     FOUND.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What a kernel is asked for.
+pub(in crate::ops) fn request(OutputAmax { hadamard }: OutputAmax) -> AmaxRequest {
+    let whole = AmaxGranularity::PerTensor;
+    AmaxRequest {
+        rows: Some(whole),
+        cols: hadamard.map(|hadamard| (whole, Some(hadamard))),
+    }
+}
+
 /// Keeps what was found of `matrix` by `request`, if that asked for something.
-pub(super) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
+pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
     if request == AmaxRequest::default() {
         return;
     }
@@ -81,6 +92,7 @@ mod tests {
 
     use super::super::super::context::tests::device;
     use super::*;
+    use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
     use crate::nn::{ResidualStream, RmsNorm};
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
@@ -165,6 +177,45 @@ mod tests {
             // Flex has nowhere to take it from.
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
+        }
+    }
+
+    /// The output of the layer, its gradient and that of the projection, of an attention and a layer
+    /// behind it, to which the attention gives what it found, if it `finds` something.
+    fn attended(finds: bool, layer: Nvfp4Linear, qkv: Tensor<2>) -> [Vec<u8>; 3] {
+        let qkv = qkv.require_grad();
+        let [_, width] = qkv.dims();
+        let params = AttentionParams::causal(width / 3);
+        let sequences = Sequences::Equal(2);
+        let amax = finds.then(|| layer.next_spec().input_amax(true)).flatten();
+        let attention = try_attention_qkv_with_amax;
+        let mixed = attention(qkv.clone(), [1, 1], &sequences, None, params, amax);
+        let y = layer.forward(mixed.expect("it fits"));
+        let grads = y.clone().powi_scalar(2).sum().backward();
+        let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+        let of_qkv = qkv.grad(&grads).expect("a gradient");
+        [bits(y.inner()), bits(of_weight), bits(of_qkv)]
+    }
+
+    /// The same of the attention before it.
+    #[test]
+    fn a_layer_takes_what_the_attention_before_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        for (recipe, tokens, takes) in [("nvidia", 32, true), ("per_token", 96, false)] {
+            let random = Tensor::<2>::random([tokens, 192], Distribution::Default, &device);
+            let qkv = random.cast(dtype).detach();
+            let layer = layer(recipe, 64, &device);
+            let weight = layer.weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = self::layer(recipe, 64, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                attended(finds, layer, qkv.clone())
+            });
+            assert!(with == without, "{recipe}");
+            let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+            assert_eq!(was_taken((tokens, 64)), takes && is_cube, "{recipe}");
         }
     }
 }
