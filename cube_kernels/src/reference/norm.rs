@@ -37,9 +37,18 @@ pub fn norm_parts(rows: usize) -> usize {
     rows.div_ceil(LEAST_ROWS).min(MOST_PARTS)
 }
 
+/// Whether parts begin at multiples of [`BLOCK`] rows: those of so many rows that each has as many.
+pub fn norm_parts_are_strips(rows: usize) -> bool {
+    rows >= MOST_PARTS * BLOCK
+}
+
 /// The rows of part `part` of `parts`.
 fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
-    part * rows / parts..(part + 1) * rows / parts
+    let start = |part: usize| match norm_parts_are_strips(rows) {
+        true => (part * rows.div_ceil(BLOCK) / parts * BLOCK).min(rows),
+        false => part * rows / parts,
+    };
+    start(part)..start(part + 1)
 }
 
 /// The sums that the rows of a part are dealt out to in turn, first row first; they are then added

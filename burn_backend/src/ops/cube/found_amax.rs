@@ -93,7 +93,7 @@ mod tests {
     use super::super::super::context::tests::device;
     use super::*;
     use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
-    use crate::nn::{ResidualStream, RmsNorm};
+    use crate::nn::{Neighbours, ResidualStream, RmsNorm};
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
     /// Rows and columns of what was taken.
@@ -131,8 +131,12 @@ mod tests {
             sum: residual,
             pending: Some(x.clone()),
         };
-        let next = finds.then_some(&layer);
-        let (sum, normed) = norm.try_forward_stream_for(next, stream).expect("it fits");
+        let neighbours = Neighbours {
+            before: None,
+            next: finds.then_some(&layer),
+        };
+        let made = norm.try_forward_stream_for(neighbours, stream);
+        let (sum, normed) = made.expect("it fits");
         let y = layer.forward(normed);
         let grads = y.clone().powi_scalar(2).sum().backward();
         let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
@@ -177,6 +181,56 @@ mod tests {
             // Flex has nowhere to take it from.
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
+        }
+    }
+
+    /// The gradients of the input and of the weight of a layer before a norm, which finds what that
+    /// quantizes its gradient from, if it `finds` something.
+    fn behind(finds: bool, (norm, layer): (&RmsNorm, Nvfp4Linear), x: Tensor<2>) -> [Vec<u8>; 2] {
+        let x = x.require_grad();
+        let [tokens, _] = x.dims();
+        let y = layer.forward(x.clone());
+        let [_, width] = y.dims();
+        let y = y.reshape([1, tokens, width]);
+        let stream = ResidualStream {
+            sum: y.clone().detach(),
+            pending: Some(y),
+        };
+        let neighbours = Neighbours {
+            before: finds.then_some(&layer),
+            next: None,
+        };
+        let made = norm.try_forward_stream_for(neighbours, stream);
+        let (sum, normed) = made.expect("it fits");
+        let grads = (normed.powi_scalar(2) + sum).sum().backward();
+        let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+        [bits(x.grad(&grads).expect("a gradient")), bits(of_weight)]
+    }
+
+    /// The gradient that a norm gives is quantized from what was found of it.
+    #[test]
+    fn a_layer_takes_what_the_norm_behind_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        // The outputs of `layer` have 64 columns.
+        let norm = RmsNorm::new(64, &device);
+        for (recipe, tokens, takes) in [
+            ("nvidia", 48, true),
+            ("nvidia_headroom", 4240, true),
+            ("quartet2", 80, false),
+        ] {
+            let random = Tensor::<2>::random([tokens, 32], Distribution::Default, &device);
+            let x = random.cast(dtype).detach();
+            let weight = layer(recipe, 32, &device).weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = self::layer(recipe, 32, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                behind(finds, (&norm, layer), x.clone())
+            });
+            assert!(with == without, "{recipe}");
+            let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+            assert_eq!(was_taken((tokens, 64)), takes && is_cube, "{recipe}");
         }
     }
 

@@ -74,6 +74,9 @@ impl NormOps for CubeBackend {
         let [stats, gain] = [stats, gain].map(into_contiguous);
         let (rows, cols) = x.shape();
         trace_op("norm", "backward", rows, cols);
+        let amax = spec
+            .grad_amax
+            .map_or_else(AmaxRequest::default, found_amax::request);
         let made = launched(norm::norm_backward(
             &x.tensor.client,
             &NormBackwardRequest {
@@ -84,8 +87,10 @@ impl NormOps for CubeBackend {
                 stats: &stats.handle,
                 gain: &gain.handle,
                 bias,
+                amax,
             },
         ));
+        found_amax::remember(&made.x, amax, made.amax);
         NormGradients {
             x: result(&x.tensor, made.x),
             gain: floats(&x.tensor, made.gain, cols),
