@@ -73,8 +73,9 @@ pub struct NormBackwardRequest<'a> {
     pub bias: bool,
     /// Amax values of the gradient by what was normalised, which are [those](amaxes) that a pass over
     /// it finds. Of the whole matrix they are found in the pass that writes it, if it has a multiple
-    /// of 16 columns; those down columns if the transform mixes 16 rows and there are 4224 rows or
-    /// more. Else they are found in a pass of their own.
+    /// of 16 columns; those down columns if the transform mixes 16 rows and
+    /// [parts begin](crate::reference::norm_parts_are_strips) with such. Else they are found in a
+    /// pass of their own.
     pub amax: AmaxRequest,
 }
 
