@@ -224,6 +224,12 @@ pub(super) fn turned<F: Numeric>(
     }
 }
 
+/// The larger of both; NaN is none.
+#[cube]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    select(b > a, b, a)
+}
+
 /// A new element as the cache has it.
 #[cube]
 fn cached<F: Numeric, C: Numeric>(value: F, inverse: f32, #[comptime] plan: DecodePlan) -> C {

@@ -4,8 +4,8 @@
 use cubecl::prelude::*;
 
 use super::append::{
-    CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, turned, uncached,
-    write_new,
+    CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, larger, turned,
+    uncached, write_new,
 };
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
 use crate::{
@@ -58,12 +58,6 @@ impl Sight {
     fn sees(&self, r: usize, key: u32) -> bool {
         key >= self.first[r] && key < self.end[r]
     }
-}
-
-/// The larger of both; NaN is none.
-#[cube]
-pub(super) fn larger(a: f32, b: f32) -> f32 {
-    select(b > a, b, a)
 }
 
 /// What a cube has in shared memory.

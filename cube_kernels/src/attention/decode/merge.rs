@@ -3,8 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::append::{CacheShape, DecodePlan, Extent};
-use super::kernel::larger;
+use super::append::{CacheShape, DecodePlan, Extent, larger};
 use crate::{
     attention::scalar::math::{exp_or_nan, product},
     cube::{
