@@ -36,6 +36,7 @@ use crate::functions::or_panic;
 use crate::ops::attention::{
     AttentionInputs, AttentionOps, AttentionRope, AttentionSequences, AttentionSpec,
 };
+use crate::ops::layers::OutputAmax;
 use crate::validate;
 
 /// The widest head.
@@ -313,6 +314,21 @@ pub fn try_attention_qkv(
     rotary: Option<&RotaryTables>,
     params: AttentionParams,
 ) -> Result<Tensor<2>, Nvfp4Error> {
+    try_attention_qkv_with_amax(qkv, [heads, kv_heads], sequences, rotary, params, None)
+}
+
+/// [`try_attention_qkv`], which also finds the amax values that the layer behind it needs.
+///
+/// # Errors
+/// As there.
+pub(crate) fn try_attention_qkv_with_amax(
+    qkv: Tensor<2>,
+    [heads, kv_heads]: [usize; 2],
+    sequences: &Sequences,
+    rotary: Option<&RotaryTables>,
+    params: AttentionParams,
+    amax: Option<OutputAmax>,
+) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("qkv", &qkv)?;
     let ([tokens, width], device) = (qkv.dims(), qkv.device());
     let parts = heads + 2 * kv_heads;
@@ -323,7 +339,10 @@ pub fn try_attention_qkv(
             format!("a multiple of {parts}, heads + 2 kv_heads"),
         ));
     }
-    let spec = checked_spec([heads, kv_heads, width / parts], params)?;
+    let spec = AttentionSpec {
+        amax,
+        ..checked_spec([heads, kv_heads, width / parts], params)?
+    };
     sequences.check(&device, tokens, tokens)?;
     let longest = match sequences {
         Sequences::Equal(count) => tokens / count,
@@ -390,5 +409,6 @@ pub(crate) fn checked_spec(
         kv_heads,
         head,
         params,
+        amax: None,
     })
 }

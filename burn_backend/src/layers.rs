@@ -82,10 +82,19 @@ pub(crate) fn check_rms_norm<const D: usize>(
     check_epsilon(epsilon)
 }
 
+/// The amax values that the layers beside a norm need.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct NormAmax {
+    /// Of its output, for the layer behind it.
+    pub output: Option<OutputAmax>,
+    /// Of the gradient of `x`, for the layer that gave `x`.
+    pub grad: Option<OutputAmax>,
+}
+
 /// `x + residual` and its norm, or `x` and its norm, after the checks.
 fn norm_unchecked<const D: usize>(
     (norm, epsilon): (Norm, f64),
-    amax: Option<OutputAmax>,
+    amax: NormAmax,
     x: Tensor<D>,
     residual: Option<Tensor<D>>,
     gain: Tensor<1>,
@@ -99,7 +108,8 @@ fn norm_unchecked<const D: usize>(
     let spec = NormSpec {
         norm,
         epsilon: epsilon as f32,
-        amax,
+        amax: amax.output,
+        grad_amax: amax.grad,
     };
     let f32 = |factors: Tensor<1>| crate::nn::cast(factors, FloatDType::F32);
     let made = Dispatch::nvfp4_norm(
@@ -129,7 +139,8 @@ pub fn try_rms_norm<const D: usize>(
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
     check_rms_norm(&x, None, &gain, epsilon)?;
-    Ok(norm_unchecked((Norm::Rms, epsilon), None, x, None, gain, None).1)
+    let norm = (Norm::Rms, epsilon);
+    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, None).1)
 }
 
 /// [`try_rms_norm`], panicking where it fails.
@@ -151,10 +162,10 @@ pub fn try_add_rms_norm<const D: usize>(
     gain: Tensor<1>,
     epsilon: f64,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    try_add_rms_norm_with_amax(x, residual, gain, epsilon, None)
+    try_add_rms_norm_with_amax(x, residual, gain, epsilon, NormAmax::default())
 }
 
-/// [`try_add_rms_norm`], which also finds the amax values that the layer behind it needs.
+/// [`try_add_rms_norm`], which also finds the amax values that the layers beside it need.
 ///
 /// # Errors
 /// As there.
@@ -163,7 +174,7 @@ pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     residual: Tensor<D>,
     gain: Tensor<1>,
     epsilon: f64,
-    amax: Option<OutputAmax>,
+    amax: NormAmax,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
     check_rms_norm(&x, Some(&residual), &gain, epsilon)?;
     let norm = (Norm::Rms, epsilon);
@@ -181,7 +192,7 @@ pub fn add_rms_norm<const D: usize>(
 }
 
 /// `x` and its [`rms_norm`], whose gradients are added in the pass of the backward; the amax values
-/// that the layer behind it needs are found with it.
+/// that the layers beside it need are found with it.
 ///
 /// # Errors
 /// As [`try_rms_norm`].
@@ -189,7 +200,7 @@ pub(crate) fn try_norm_of_stream<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
     epsilon: f64,
-    amax: Option<OutputAmax>,
+    amax: NormAmax,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
     check_rms_norm(&x, None, &gain, epsilon)?;
     let norm = (Norm::Rms, epsilon);
@@ -215,7 +226,8 @@ pub fn try_layer_norm<const D: usize>(
         check_factors("bias", bias, &x)?;
     }
     check_epsilon(epsilon)?;
-    Ok(norm_unchecked((Norm::Layer, epsilon), None, x, None, gain, bias).1)
+    let norm = (Norm::Layer, epsilon);
+    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, bias).1)
 }
 
 /// [`try_layer_norm`], panicking where it fails.

@@ -245,6 +245,25 @@ pub fn submit<N: 'static>(
     });
 }
 
+/// Whether a graph is being recorded on the stream of the calling thread, behind what the thread has
+/// launched. Waits for the device thread, not for the device.
+pub(crate) fn is_recording(client: &Client) -> bool {
+    if !is_cuda(client) {
+        return false;
+    }
+    let device = client.service_id().device;
+    let stream_id = StreamId::current();
+    DeviceHandle::<CudaServer>::new(device)
+        .submit_blocking(move |server| {
+            let mut streams = server
+                .write_streams()
+                .resolve(stream_id, std::iter::empty())
+                .ok()?;
+            Some(streams.current().capturing.is_recording())
+        })
+        .is_ok_and(|recording| recording == Some(true))
+}
+
 /// Has `visit` look at the stream of the calling thread, behind what the thread has launched. It
 /// queues nothing that uses memory.
 pub(crate) fn visit(

@@ -150,6 +150,65 @@ pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
     words
 }
 
+/// Counters of a stream that kernels leave at zero.
+struct Counters {
+    client: Client,
+    stream: StreamId,
+    memory: Handle,
+    words: usize,
+}
+
+/// The counters of the streams that asked last, the latest at the end.
+static COUNTERS: Mutex<Vec<Counters>> = Mutex::new(Vec::new());
+/// Streams whose counters are kept. A graph keeps the ones that it counts in.
+const COUNTING_STREAMS: usize = 64;
+/// Counters that a stream has at least.
+const LEAST_COUNTERS: usize = 1024;
+
+/// `count` words for a kernel to count in, zero before and after each launch: one launch clears
+/// them for all that follow on the current stream of `client`, which share them.
+pub(crate) fn counters(client: &Client, count: usize) -> Handle {
+    let stream = StreamId::current();
+    let service = client.service_id();
+    let all = || COUNTERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_mine = |of: &Counters| of.stream == stream && of.client.service_id() == service;
+    let found = (all().iter().find(|of| is_mine(of) && of.words >= count))
+        .map(|of| part(&of.memory, 0, (of.words - count) * 4));
+    if let Some(found) = found {
+        return found;
+    }
+    if is_recording(client) {
+        // What clears these runs in replays alone: they are of the graph.
+        return zeros(client, count);
+    }
+    let words = count.max(LEAST_COUNTERS);
+    let memory = zeros(client, words);
+    let own = part(&memory, 0, (words - count) * 4);
+    let mut all = all();
+    all.retain(|of| !is_mine(of));
+    if all.len() == COUNTING_STREAMS {
+        all.remove(0);
+    }
+    all.push(Counters {
+        client: client.clone(),
+        stream,
+        memory,
+        words,
+    });
+    own
+}
+
+/// Whether launches on the current stream of `client` are recorded to a graph, and do not run.
+fn is_recording(client: &Client) -> bool {
+    #[cfg(feature = "cuda")]
+    if client.is_capturing() {
+        // Else it is the run that warms up.
+        return crate::foreign::is_recording(client);
+    }
+    let _ = client;
+    false
+}
+
 /// [`zeros_of_step`] for two buffers, in one launch at most.
 pub(crate) fn zeros_beside(client: &Client, [first, second]: [usize; 2]) -> [Handle; 2] {
     if first == 0 || second == 0 {
@@ -161,4 +220,29 @@ pub(crate) fn zeros_beside(client: &Client, [first, second]: [usize; 2]) -> [Han
         part(&both, 0, bytes - first * 4 + second * 4),
         part(&both, bytes, 0),
     ]
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+
+    /// Requests of a stream share their counters, those of another one have their own, and a long
+    /// request is served too.
+    #[test]
+    fn counters_are_those_of_a_stream() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let words = |count: usize| {
+            let memory = counters(&client, count);
+            client.read_one(memory).expect("they are in memory")
+        };
+        assert_eq!(words(3)[..], [0; 12]);
+        let one = client.create_from_slice(&[1, 0, 0, 0]);
+        crate::graph::copy_words(&client, &one, &counters(&client, 2), 1).unwrap();
+        assert_eq!(words(3)[..], [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let other = StreamId { value: u64::MAX };
+        assert_eq!(other.executes(|| words(3))[..], [0; 12]);
+        let long = LEAST_COUNTERS + 5;
+        assert_eq!(words(long).len(), long * 4);
+        assert!(words(long).iter().all(|byte| *byte == 0));
+    }
 }

@@ -13,7 +13,9 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
-use crate::attention::{AttentionParams, MAX_HEAD, RotaryTables, Sequences, try_attention_qkv};
+use crate::attention::{
+    AttentionParams, MAX_HEAD, RotaryTables, Sequences, try_attention_qkv_with_amax,
+};
 use crate::functions::or_panic;
 use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
@@ -297,12 +299,14 @@ pub(super) struct FusedAttention {
 }
 
 impl FusedAttention {
-    /// `[rows, heads * head]` from the projections of the rows.
+    /// `[rows, heads * head]` from the projections of the rows, for a layer that quantizes it, if it
+    /// is one of these: its amax values are found in the same pass.
     pub fn attend(
         &self,
         qkv: Tensor<2>,
         positions: &RopeCache,
         sequences: &Sequences,
+        next: Option<&Nvfp4Linear>,
     ) -> Result<Tensor<2>, Nvfp4Error> {
         let params = AttentionParams {
             causal: positions.causal,
@@ -310,7 +314,9 @@ impl FusedAttention {
         };
         let tables = positions.tables()?;
         let heads = [self.heads, self.kv_heads];
-        try_attention_qkv(qkv, heads, sequences, tables.as_ref(), params)
+        let is_tracked = qkv.is_tracked();
+        let amax = next.and_then(|next| next.next_spec().input_amax(is_tracked));
+        try_attention_qkv_with_amax(qkv, heads, sequences, tables.as_ref(), params, amax)
     }
 
     /// Fail where `time` positions on `device` do not fit.
@@ -429,7 +435,8 @@ impl Nvfp4Attention {
         sequences: &Sequences,
     ) -> Result<Tensor<2>, Nvfp4Error> {
         let [d_model, _] = self.out.weight.lazy_shape().dims();
-        self.fused(d_model).attend(qkv, positions, sequences)
+        let heads = self.fused(d_model);
+        heads.attend(qkv, positions, sequences, Some(&self.out))
     }
 
     fn fused(&self, d_model: usize) -> FusedAttention {

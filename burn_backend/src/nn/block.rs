@@ -9,8 +9,8 @@ use burn_nn::Initializer;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::{
-    ExpertParallelMoe, MoeOutput, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe, Nvfp4MoeConfig,
-    Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
+    ExpertParallelMoe, MoeOutput, Neighbours, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe,
+    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
 };
 use crate::functions::or_panic;
 use crate::parallel::ProcessGroup;
@@ -193,16 +193,24 @@ impl Nvfp4TransformerBlock {
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput<ResidualStream>, Nvfp4Error> {
         self.check(&stream.sum, positions, padding.as_ref())?;
-        let qkv = Some(&self.attention.qkv);
-        let (sum, normed) = self.attention_norm.try_forward_stream_for(qkv, stream)?;
+        // Blocks of a chain are alike: what is pending is of a layer such as this block's last one.
+        let beside_attention = Neighbours {
+            before: self.feed_forward.as_ref().map(|dense| &dense.down),
+            next: Some(&self.attention.qkv),
+        };
+        let norm = &self.attention_norm;
+        let (sum, normed) = norm.try_forward_stream_for(beside_attention, stream)?;
         let stream = ResidualStream {
             sum,
             pending: Some(self.attention.try_forward(normed, positions, padding)?),
         };
         // The tokens of experts are sorted before they are quantized.
-        let gate_up = self.feed_forward.as_ref().map(|dense| &dense.gate_up);
+        let beside_feed_forward = Neighbours {
+            before: Some(&self.attention.out),
+            next: self.feed_forward.as_ref().map(|dense| &dense.gate_up),
+        };
         let norm = &self.feed_forward_norm;
-        let (sum, normed) = norm.try_forward_stream_for(gate_up, stream)?;
+        let (sum, normed) = norm.try_forward_stream_for(beside_feed_forward, stream)?;
         let output = |pending| ResidualStream {
             sum,
             pending: Some(pending),

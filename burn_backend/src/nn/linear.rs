@@ -233,7 +233,7 @@ impl Nvfp4Linear {
     }
 
     /// The operands of the next forward, which stays the next one.
-    pub(super) fn next_spec(&self) -> LinearSpec {
+    pub(crate) fn next_spec(&self) -> LinearSpec {
         self.state.next_spec(&self.recipe)
     }
 

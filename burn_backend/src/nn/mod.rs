@@ -39,6 +39,7 @@ pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
 pub use moe::{
     ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters,
 };
+pub(crate) use norm::Neighbours;
 pub use norm::{LayerNorm, ResidualStream, RmsNorm};
 pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,

@@ -9,7 +9,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::{Nvfp4Linear, cast};
 use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
-use crate::layers::{try_add_rms_norm_with_amax, try_norm_of_stream};
+use crate::layers::{NormAmax, try_add_rms_norm_with_amax, try_norm_of_stream};
 use crate::parallel::whole_dims;
 use crate::validate;
 
@@ -108,31 +108,35 @@ impl RmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.try_forward_stream_for(None, stream)
+        self.try_forward_stream_for(Neighbours::default(), stream)
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream) for a layer that quantizes the norm, if it
-    /// is one of these: its amax values are found in the same pass.
+    /// [`try_forward_stream`](Self::try_forward_stream) between layers that quantize the norm, and
+    /// the gradient of what is pending: their amax values are found in the same passes.
     pub(crate) fn try_forward_stream_for(
         &self,
-        next: Option<&Nvfp4Linear>,
+        neighbours: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.try_forward_stream_with(self.gain.val(), next, stream)
+        self.try_forward_stream_with(self.gain.val(), neighbours, stream)
     }
 
     /// [`try_forward_stream_for`](Self::try_forward_stream_for) with another gain.
     pub(super) fn try_forward_stream_with(
         &self,
         gain: Tensor<1>,
-        next: Option<&Nvfp4Linear>,
+        Neighbours { before, next }: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let ResidualStream { sum, pending } = stream;
         let is_tracked = sum.is_tracked()
             || pending.as_ref().is_some_and(|pending| pending.is_tracked())
             || gain.is_tracked();
-        let amax = next.and_then(|next| next.next_spec().input_amax(is_tracked));
+        let before = before.filter(|_| is_tracked && pending.is_some());
+        let amax = NormAmax {
+            output: next.and_then(|next| next.next_spec().input_amax(is_tracked)),
+            grad: before.and_then(|before| before.next_spec().gradient_amax()),
+        };
         match pending {
             None => try_norm_of_stream(sum, gain, self.epsilon, amax),
             Some(pending) => try_add_rms_norm_with_amax(pending, sum, gain, self.epsilon, amax),
@@ -143,6 +147,15 @@ impl RmsNorm {
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic("RmsNorm::forward_stream", self.try_forward_stream(stream))
     }
+}
+
+/// The layers beside a norm, where they are known.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Neighbours<'a> {
+    /// The one whose output is pending, or one that quantizes its gradient alike.
+    pub before: Option<&'a Nvfp4Linear>,
+    /// The one behind the norm.
+    pub next: Option<&'a Nvfp4Linear>,
 }
 
 /// The residual stream of a transformer, with the output of the last layer beside it: the next norm

@@ -296,6 +296,12 @@ impl OperandSpec {
         self.params().map(|params| params.format)
     }
 
+    /// How it is quantized, if that is in 1x16 blocks from one amax of the whole matrix.
+    fn one_amax(&self) -> Option<QuantParams> {
+        let params = self.params().copied();
+        params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
+    }
+
     /// Whether it has 4-bit codes.
     pub(crate) fn is_nvfp4(&self) -> bool {
         self.format() == Some(Format::Nvfp4)
@@ -387,17 +393,23 @@ pub struct OutputAmax {
 }
 
 impl LinearSpec {
+    /// The amax values of `dy` from which its operands are quantized, where they are those of the
+    /// whole of it.
+    pub(crate) fn gradient_amax(&self) -> Option<OutputAmax> {
+        self.dgrad_dy.one_amax()?;
+        let col = self.wgrad_dy.one_amax();
+        Some(OutputAmax {
+            hadamard: col.and_then(|col| col.hadamard),
+        })
+    }
+
     /// The amax values of `x` from which its operands are quantized, where they are those of the
     /// whole of it; that for wgrad where there is a backward.
     pub(crate) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
-        let one_amax = |spec: &OperandSpec| {
-            let params = spec.params().copied();
-            params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
-        };
-        one_amax(&self.fprop_x)?;
+        self.fprop_x.one_amax()?;
         // That for wgrad is made from the other, or by itself, where it needs no such amax.
         let col = match self.source {
-            BackwardSource::Original if has_backward => one_amax(&self.wgrad_x),
+            BackwardSource::Original if has_backward => self.wgrad_x.one_amax(),
             BackwardSource::Original | BackwardSource::Forward => None,
         };
         Some(OutputAmax {

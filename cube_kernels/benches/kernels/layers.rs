@@ -45,6 +45,7 @@ pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
             stats: &stats,
             gain: &gain,
             bias: is_layer,
+            amax: AmaxRequest::default(),
         };
         for (suffix, added, matrices) in [("", false, 2.0), (", residual added", true, 4.0)] {
             section.time(&format!("{name}{suffix}"), 2.0 * matrices * n, |i| {
@@ -69,6 +70,14 @@ pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
                 norm_backward(&client, &backward(i, added)).unwrap();
             });
         }
+        let title = format!("{name} backward, gradient added, with amax");
+        section.time(&title, 8.0 * n, |i| {
+            let request = NormBackwardRequest {
+                amax: plain_and_transformed(),
+                ..backward(i, true)
+            };
+            norm_backward(&client, &request).unwrap();
+        });
     }
 }
 

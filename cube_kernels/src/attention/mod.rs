@@ -35,6 +35,8 @@ use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
+    quantize::{AmaxRequest, Amaxes, amaxes},
+    tensor::{Groups, Matrix},
 };
 
 pub use crate::policy::AttentionParams;
@@ -69,6 +71,45 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
     Ok(output)
 }
 
+/// [`forward`], and the amax values that `request` asks for of the output as a matrix, `[tokens,
+/// heads * head]`: [those](amaxes) that a pass over it finds.
+///
+/// Of the whole matrix, where the transform mixes 16 tokens and sequences are of a multiple of 16,
+/// [`AttentionKernel::Sm90`] finds them while it writes the output; else a pass of their own does.
+///
+/// # Errors
+/// When [`Attention::check`] fails.
+pub fn forward_with_amaxes(
+    client: &Client,
+    attention: &Attention,
+    request: &AmaxRequest,
+) -> Result<(AttentionOutput, Amaxes), Nvfp4Error> {
+    attention.check()?;
+    let output = AttentionOutput::empty(client, attention);
+    let q = &attention.q;
+    let plan = match kernel(client, attention) {
+        AttentionKernel::Sm90 => sm90::amax_plan(client, attention, request),
+        AttentionKernel::Mma | AttentionKernel::Scalar => None,
+    };
+    if let Some(plan) = plan {
+        let found = (
+            plan,
+            request.zeros(client, [1, usize::from(request.cols.is_some())]),
+        );
+        sm90::forward(client, attention, &output, (request, Some(&found)));
+        return Ok((output, found.1));
+    }
+    forward_into(client, attention, &output)?;
+    let matrix = Matrix::new(
+        output.out.handle.clone(),
+        q.tokens,
+        q.heads * q.head,
+        q.dtype,
+    )?;
+    let found = amaxes(client, &matrix, &Groups::One, request)?;
+    Ok((output, found))
+}
+
 /// [`forward`] into memory that there is.
 ///
 /// # Errors
@@ -84,7 +125,10 @@ pub fn forward_into(
         return Ok(());
     }
     match kernel(client, attention) {
-        AttentionKernel::Sm90 => sm90::forward(client, attention, output),
+        AttentionKernel::Sm90 => {
+            let nothing = (&AmaxRequest::default(), None);
+            sm90::forward(client, attention, output, nothing);
+        }
         AttentionKernel::Mma => mma::forward(client, attention, output),
         AttentionKernel::Scalar => scalar::forward(client, attention, output),
     }

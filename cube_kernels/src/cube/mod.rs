@@ -7,6 +7,7 @@
 #![allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 
 pub mod activation;
+pub mod arrival;
 pub mod block;
 pub mod codec;
 pub mod eden;

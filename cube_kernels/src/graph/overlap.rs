@@ -24,9 +24,8 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-const WAITING: [&str; 6] = [
+const WAITING: [&str; 5] = [
     "decode_run_kernel",
-    "merge_runs_kernel",
     "norm_kernel",
     "prologue_kernel",
     "small_m_kernel",

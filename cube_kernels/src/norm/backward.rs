@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
+    forward::find_largest,
     plan::{BLOCK, NormPlan, PLANES},
     row::{
         At, Place, RowSum, block_at, load_factors, load_raw, pack_raw, place, store_factors,
@@ -10,7 +11,8 @@ use super::{
     },
 };
 use crate::{
-    cube::exact::fma,
+    cube::{exact::fma, hadamard::Signs},
+    quantize::amax::{AmaxOut, AmaxPlan, Maxima, Running, STRIP, Strip, fold_strip, leave_group},
     reference::{Norm, PART_LANES},
 };
 
@@ -38,6 +40,8 @@ pub struct NormGradOutputs<C: CubePrimitive, D: CubePrimitive> {
     pub gain: Box<[D]>,
     /// The same by the bias.
     pub bias: Box<[D]>,
+    /// Where the amax values of the gradient by what was normalised are raised.
+    pub amax: AmaxOut,
 }
 
 /// The rows of a part.
@@ -51,11 +55,63 @@ struct Part {
     cols: usize,
 }
 
+/// The first row of part `number`.
+#[cube]
+fn part_start(number: usize, rows: usize, parts: usize, #[comptime] plan: NormPlan) -> usize {
+    if comptime!(plan.strips) {
+        min(number * rows.div_ceil(STRIP) / parts * STRIP, rows)
+    } else {
+        number * rows / parts
+    }
+}
+
+/// What is found of the gradient by what was normalised.
+#[derive(CubeType)]
+struct Found {
+    /// Of all elements.
+    largest: Running,
+    /// Of transformed columns.
+    maxima: Maxima,
+    /// The signs of their transform.
+    signs: Signs,
+}
+
+#[cube]
+impl Found {
+    /// Takes what the units of the cube wrote of the strip that ends with row `row` of a part, if one
+    /// does: the L2 cache has it. All units must be here.
+    fn end_row<F: Numeric, N: Size>(
+        &mut self,
+        x: &[Vector<F, N>],
+        row: usize,
+        part: &Part,
+        #[comptime] plan: NormPlan,
+    ) {
+        if comptime!(plan.amax.is_some_and(|amax| amax.cols.is_some())) {
+            let of_cols = comptime!(AmaxPlan {
+                rows: None,
+                ..plan.amax.unwrap()
+            });
+            let behind = row + 1usize;
+            if behind.is_multiple_of(STRIP) || behind >= part.end {
+                sync_cube();
+                let strip = Strip {
+                    row0: row / STRIP * STRIP,
+                    rows: part.end,
+                    row_words: part.cols * comptime!(plan.kind.size()) / 4usize,
+                };
+                fold_strip::<F, N>(x, &strip, &self.signs, &mut self.maxima, of_cols);
+            }
+        }
+    }
+}
+
 /// A cube takes a part at a time, and as many of its rows as its planes share.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn norm_backward_kernel<F: Numeric, N: Size, G: Size>(
     inputs: NormGradInputs<Vector<F, N>, Vector<f32, G>>,
     mut outputs: NormGradOutputs<Vector<F, N>, Vector<f32, G>>,
+    signs: Signs,
     rows: usize,
     parts: usize,
     cols: usize,
@@ -63,21 +119,31 @@ pub fn norm_backward_kernel<F: Numeric, N: Size, G: Size>(
     #[define(F)] _scalar: ElemType,
 ) {
     let place = place(plan);
+    let mut found = Found {
+        largest: Running::new(),
+        maxima: Maxima::new(),
+        signs,
+    };
     let mut number = CUBE_POS;
     while number < parts {
         let part = Part {
             number,
-            start: number * rows / parts,
-            end: (number + 1usize) * rows / parts,
+            start: part_start(number, rows, parts, plan),
+            end: part_start(number + 1usize, rows, parts, plan),
             count: rows,
             cols,
         };
         if comptime!(plan.kept > 0) {
-            kept_part::<F, N, G>(&inputs, &mut outputs, &place, &part, plan);
+            kept_part::<F, N, G>(&inputs, &mut outputs, &mut found, &place, &part, plan);
         } else {
-            long_part::<F, N, G>(&inputs, &mut outputs, &place, &part, plan);
+            long_part::<F, N, G>(&inputs, &mut outputs, &mut found, &place, &part, plan);
         }
         number += CUBE_COUNT;
+    }
+    if comptime!(plan.amax.is_some()) {
+        let amax = comptime!(plan.amax.unwrap());
+        found.maxima.rows = found.largest.bits(false, plan.conversion, plan.kind);
+        leave_group(&mut outputs.amax, 0usize, &found.maxima, amax);
     }
 }
 
@@ -240,6 +306,7 @@ impl Loaded {
 fn kept_part<F: Numeric, N: Size, G: Size>(
     inputs: &NormGradInputs<Vector<F, N>, Vector<f32, G>>,
     outputs: &mut NormGradOutputs<Vector<F, N>, Vector<f32, G>>,
+    found: &mut Found,
     place: &Place,
     part: &Part,
     #[comptime] plan: NormPlan,
@@ -267,7 +334,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
         ahead.load::<F, N, G>(inputs, min(row, last), place, part, plan);
     }
     let steps = (part.end - part.start).div_ceil(slots);
-    for _step in 0..steps {
+    for step in 0..steps {
         if comptime!(kept == 1) {
             loaded.copy(&ahead, plan);
             ahead.load::<F, N, G>(inputs, min(row + slots, last), place, part, plan);
@@ -331,9 +398,12 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
                 pack_raw(&grad, &mut loaded.grad, k * words, plan);
                 if at.block < blocks {
                     store_raw::<F, N>(&mut outputs.x, &at, &loaded.grad, k * words, plan);
+                    find_largest(&loaded.grad, k * words, &mut found.largest, plan);
                 }
             }
         }
+        let last_of_step = part.start + step * slots + comptime!(slots - 1);
+        found.end_row::<F, N>(&outputs.x, min(last_of_step, last), part, plan);
         row += slots;
     }
     if comptime!(slots > 1) {
@@ -398,6 +468,7 @@ fn add_slots(
 fn long_part<F: Numeric, N: Size, G: Size>(
     inputs: &NormGradInputs<Vector<F, N>, Vector<f32, G>>,
     outputs: &mut NormGradOutputs<Vector<F, N>, Vector<f32, G>>,
+    found: &mut Found,
     place: &Place,
     part: &Part,
     #[comptime] plan: NormPlan,
@@ -456,8 +527,10 @@ fn long_part<F: Numeric, N: Size, G: Size>(
             }
             pack_raw(&grad, &mut loaded, 0usize, plan);
             store_raw::<F, N>(&mut outputs.x, &at, &loaded, 0usize, plan);
+            find_largest(&loaded, 0usize, &mut found.largest, plan);
             block += place.units;
         }
+        found.end_row::<F, N>(&outputs.x, row, part, plan);
     }
     let mut block = place.unit;
     while block < blocks {

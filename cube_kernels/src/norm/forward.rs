@@ -147,7 +147,12 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
 
 /// Takes the words of a block of the output.
 #[cube]
-fn find_largest(raw: &Array<u32>, first: usize, largest: &mut Running, #[comptime] plan: NormPlan) {
+pub(super) fn find_largest(
+    raw: &Array<u32>,
+    first: usize,
+    largest: &mut Running,
+    #[comptime] plan: NormPlan,
+) {
     if comptime!(plan.amax.is_some()) {
         #[unroll]
         for w in 0..comptime!(plan.raw_words()) {

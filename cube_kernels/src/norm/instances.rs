@@ -75,7 +75,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             width,
             factors,
             NormGradInputsLaunch::new(b(64), b(64), b(64), b(64), b(64)),
-            NormGradOutputsLaunch::new(b(64), b(64), b(64)),
+            NormGradOutputsLaunch::new(b(64), b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
+            signs(),
             ROWS,
             16,
             cols,
@@ -92,8 +93,9 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         (Norm::Rms, true, 20_480, Some(HadamardSize::H16)),
     ] {
         let kind = FloatKind::Bf16;
-        let plan = NormPlan {
+        let [plan, backward] = [Pass::Forward, Pass::Backward].map(|pass| NormPlan {
             few: false,
+            strips: true,
             amax: Some(AmaxPlan {
                 rows: Some(AmaxGranularity::PerTensor),
                 cols: hadamard.map(|_| AmaxGranularity::PerTensor),
@@ -106,8 +108,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 conversion: device.conversion,
                 kind,
             }),
-            ..plan((norm, Pass::Forward), kind, residual, cols, device)
-        };
+            ..plan((norm, pass), kind, residual, cols, device)
+        });
         let (scalar, width, factors) = plan.loads();
         all.push(instance!(
             device,
@@ -123,6 +125,23 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ROWS,
             cols,
             plan,
+            scalar
+        ));
+        all.push(instance!(
+            device,
+            norm_backward_kernel,
+            format!("{norm:?}-{cols}-amax-{hadamard:?}"),
+            Expected::NONE,
+            AddressType::U32,
+            width,
+            factors,
+            NormGradInputsLaunch::new(b(64), b(64), b(64), b(64), b(64)),
+            NormGradOutputsLaunch::new(b(64), b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
+            signs(),
+            ROWS,
+            16,
+            cols,
+            backward,
             scalar
         ));
     }
@@ -179,6 +198,7 @@ fn plan(
         whole: cols.is_multiple_of(16),
         overlaps: pass == Pass::Forward && device.overlaps,
         few: pass == Pass::Forward && norm == Norm::Rms && cols <= 4096,
+        strips: pass == Pass::Backward && cols != 4096,
         amax: None,
         kind,
         conversion: device.conversion,

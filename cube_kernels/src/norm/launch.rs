@@ -71,6 +71,12 @@ pub struct NormBackwardRequest<'a> {
     pub gain: &'a Handle,
     /// Whether the gradient by the bias is wanted.
     pub bias: bool,
+    /// Amax values of the gradient by what was normalised, which are [those](amaxes) that a pass over
+    /// it finds. Of the whole matrix they are found in the pass that writes it, if it has a multiple
+    /// of 16 columns; those down columns if the transform mixes 16 rows and
+    /// [parts begin](crate::reference::norm_parts_are_strips) with such. Else they are found in a
+    /// pass of their own.
+    pub amax: AmaxRequest,
 }
 
 /// The gradients of a norm.
@@ -82,6 +88,8 @@ pub struct NormGradients {
     pub gain: Handle,
     /// By the bias, `f32[cols]`.
     pub bias: Option<Handle>,
+    /// The amax values that were asked for.
+    pub amax: Amaxes,
 }
 
 /// Floats of the statistics of `rows` rows.
@@ -232,6 +240,7 @@ pub fn norm_backward(
         stats,
         gain,
         bias,
+        amax,
     } = *request;
     check_x(x)?;
     check_like("grad", grad, x)?;
@@ -247,6 +256,7 @@ pub fn norm_backward(
     if x.is_empty() {
         let zeros = || upload(client, &vec![0; x.cols * 4]);
         return Ok(NormGradients {
+            amax: amaxes(client, &by_x, &Groups::One, &amax)?,
             x: by_x,
             gain: zeros(),
             bias: bias.then(zeros),
@@ -262,6 +272,21 @@ pub fn norm_backward(
         residual: sum_grad.is_some(),
         bias,
         ..NormPlan::new(client, (norm, Pass::Backward), x, are_aligned(&handles))
+    };
+    let of_whole = amax.of_whole(client, x.dtype);
+    let plan = NormPlan {
+        amax: of_whole.filter(|amax| plan.whole && (amax.cols.is_none() || plan.strips)),
+        ..plan
+    };
+    let lens = [1, usize::from(amax.cols.is_some())];
+    let mut found = match plan.amax {
+        Some(_) => amax.zeros(client, lens),
+        None => Amaxes::default(),
+    };
+    let amax_out = match plan.amax {
+        Some(_) => found.arg(lens),
+        // SAFETY: of one column at least; not written.
+        None => unsafe { AmaxOutLaunch::new(buffer(gain, 1), buffer(gain, 1)) },
     };
     let parts = norm_parts(x.rows);
     let partial = || allocate(client, parts * x.cols * 4);
@@ -292,7 +317,9 @@ pub fn norm_backward(
                 matrix(&by_x),
                 buffer(&gains, partial_len),
                 buffer(biases.as_ref().unwrap_or(&gains), partial_len),
+                amax_out,
             ),
+            amax.signs(),
             x.rows,
             parts,
             x.cols,
@@ -300,7 +327,11 @@ pub fn norm_backward(
             scalar,
         );
     }
+    if plan.amax.is_none() {
+        found = amaxes(client, &by_x, &Groups::One, &amax)?;
+    }
     Ok(NormGradients {
+        amax: found,
         x: by_x,
         gain: sum_parts(client, &gains, parts, x.cols),
         bias: biases.map(|biases| sum_parts(client, &biases, parts, x.cols)),

@@ -7,7 +7,9 @@ use crate::{
     cube::codec::Conversion,
     launch::{buffer, tile_grid, units},
     quantize::amax::{AmaxPlan, STRIP},
-    reference::{GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_planes},
+    reference::{
+        GRAD_SUM_LANES, Norm, SUM_LANES, norm_part_lanes, norm_parts_are_strips, norm_planes,
+    },
     tensor::{FloatKind, Matrix},
 };
 
@@ -78,7 +80,10 @@ pub struct NormPlan {
     pub overlaps: bool,
     /// Whether there are few rows: time is that of loads, not of memory.
     pub few: bool,
-    /// The amax values of the normalised rows that the forward finds, if it does.
+    /// Whether the parts of the backward begin at multiples of 16 rows.
+    pub strips: bool,
+    /// The amax values of the normalised rows that the forward finds, or of the gradient by what was
+    /// normalised that the backward does, if they do. Of columns the backward needs parts of strips.
     pub amax: Option<AmaxPlan>,
     /// The element type of matrices.
     pub kind: FloatKind,
@@ -126,6 +131,7 @@ impl NormPlan {
             whole: cols.is_multiple_of(BLOCK) && aligned,
             overlaps: pass == Pass::Forward && overlaps_kernels(client),
             few: pass == Pass::Forward && x.rows <= FEW_ROWS,
+            strips: pass == Pass::Backward && norm_parts_are_strips(x.rows),
             amax: None,
             kind,
             conversion: conversion_of(client),

@@ -78,6 +78,7 @@ pub use mx::{mx_dequantize, mx_quantize};
 pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};
 pub use norm::{
     Norm, NormBackward, NormForward, norm_backward, norm_forward, norm_part_lanes, norm_parts,
+    norm_parts_are_strips,
 };
 #[cfg(feature = "cube")]
 pub(crate) use optimizer::{AdamWConstants, SQUARE_LANES};

@@ -3,8 +3,9 @@
 //! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b`
 //! of 16 elements goes to partial sum `b % 256`, element after element, and neighbouring sums are
 //! added, then neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are
-//! made of parts whose number depends on the rows alone, see [`norm_parts`]. No order depends on
-//! how a kernel is launched, so that kernels have the same bits on every device.
+//! made of parts, whose number depends on the rows alone, see [`norm_parts`], and so does where they
+//! begin, see [`norm_parts_are_strips`]. No order depends on how a kernel is launched, so that
+//! kernels have the same bits on every device.
 
 use std::ops::Range;
 
@@ -37,9 +38,21 @@ pub fn norm_parts(rows: usize) -> usize {
     rows.div_ceil(LEAST_ROWS).min(MOST_PARTS)
 }
 
+/// Whether parts of `rows` rows begin at multiples of 16 rows: where each has as many, and the
+/// longest is not an eighth longer for it.
+pub fn norm_parts_are_strips(rows: usize) -> bool {
+    let (strips, parts) = (rows.div_ceil(BLOCK), norm_parts(rows));
+    let longest = |units: usize| units.div_ceil(parts.max(1));
+    strips >= parts && 8 * BLOCK * longest(strips) <= 9 * longest(rows)
+}
+
 /// The rows of part `part` of `parts`.
 fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
-    part * rows / parts..(part + 1) * rows / parts
+    let start = |part: usize| match norm_parts_are_strips(rows) {
+        true => (part * rows.div_ceil(BLOCK) / parts * BLOCK).min(rows),
+        false => part * rows / parts,
+    };
+    start(part)..start(part + 1)
 }
 
 /// The sums that the rows of a part are dealt out to in turn, first row first; they are then added

@@ -1,7 +1,8 @@
 //! Quantization and products in captured CUDA graphs. Alone in its process, one test at a time:
 //! while a graph is being captured, reads of other tests would be refused and would spoil it.
 
-use crate::support::device::{assert_floats, read_f32s, read_matrix};
+use crate::attention::decode_launches::Repeated;
+use crate::support::device::{assert_floats, read_f32s, read_matrix, upload_bytes};
 use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Kind, convert, values};
 use crate::support::packed::Packed;
@@ -505,5 +506,39 @@ fn workspaces_are_released() {
         );
         drop(out);
         assert_eq!(in_use(), before, "{what}");
+    }
+}
+
+/// Two launches of decoding in a graph, which share counters: replays at other lengths have the
+/// bits of the oracle, ordinary launches between them too.
+#[test]
+fn graph_replays_decoding() {
+    let Some((client, _guard)) = alone("graph_replays_decoding") else {
+        return;
+    };
+    let starts: [&[u32]; 3] = [&[3000, 0, 40], &[9, 700, 2000], &[130, 1, 129]];
+    let mut steps = Repeated::new(&client, 3001, &starts, &[1, 1, 1]);
+    let places: Vec<_> = (steps.starts.iter())
+        .map(|starts| upload_bytes(&client, bytemuck::cast_slice(starts)))
+        .collect();
+    let place = client.empty(12);
+    let go_to = |of: &Handle| graph::copy_words(&client, of, &place, 3).unwrap();
+    go_to(&places[0]);
+    client.graph_prepare().unwrap();
+    let captured = || [0, 1].map(|_| steps.launch(&client, &place));
+    // Its keys and values are those of the first replay.
+    drop(captured());
+    client.start_capture().unwrap();
+    let outputs = captured();
+    let graph = client.stop_capture().unwrap();
+    for at in [0, 1, 2, 1, 0, 0, 2] {
+        go_to(&places[at]);
+        // SAFETY: every buffer of the graph is alive, and nothing else runs on this stream.
+        unsafe { graph.replay() }.unwrap();
+        let ordinary = steps.launch(&client, &places[at]);
+        for (i, out) in outputs.iter().chain([&ordinary]).enumerate() {
+            let what = format!("launch {i} of a replay at place {at}");
+            steps.assert_next(&client, out, at, &what);
+        }
     }
 }

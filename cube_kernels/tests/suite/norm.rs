@@ -20,8 +20,8 @@ const EPSILON: f32 = 1e-6;
 const NORMS: [Norm; 2] = [Norm::Rms, Norm::Layer];
 
 /// Rows of a tail, of one plane, of several, of whole vectors and not, of several blocks a unit,
-/// and too long to be kept; one row, none, and several parts.
-const SHAPES: [(usize, usize); 12] = [
+/// and too long to be kept; one row, none, and several parts, also such that begin with strips.
+const SHAPES: [(usize, usize); 13] = [
     (1, 1),
     (3, 7),
     (0, 16),
@@ -34,6 +34,7 @@ const SHAPES: [(usize, usize); 12] = [
     (3, 4112),
     (1, 8191),
     (2, 16_400),
+    (4220, 16),
 ];
 
 fn factors(cols: usize, seed: u32) -> Vec<f32> {
@@ -130,6 +131,7 @@ impl<T: DeviceElement> Case<T> {
             stats: &found.stats,
             gain: &gain,
             bias: self.norm == Norm::Layer,
+            amax: AmaxRequest::default(),
         };
         let found = norm_backward(client, &request).unwrap();
         let by_x = read_matrix::<T>(client, &found.x);
@@ -464,8 +466,99 @@ fn check_amax<T: DeviceElement>(client: &Client) {
     }
 }
 
+/// The amax values of the gradient are those that a pass over it finds, which are the oracle's, and
+/// the gradients are the same: of rows without strips in parts and with, in one block a unit, in
+/// several, and too long to be kept, and without whole vectors.
+fn check_backward_amax<T: DeviceElement>(client: &Client) {
+    let mut shapes = vec![(0, 16), (37, 48), (21, 500), (4220, 16)];
+    if client.name() == "cuda" {
+        shapes.extend([(16_384, 768), (4224, 4096), (4215, 9008), (4224, 16_400)]);
+    }
+    for (i, (rows, cols)) in shapes.into_iter().enumerate() {
+        for (norm_kind, kind) in NORMS
+            .into_iter()
+            .flat_map(|norm| [Kind::Normal, Kind::Nan].map(|kind| (norm, kind)))
+        {
+            let case = Case::<T>::new(norm_kind, kind, (rows, cols), i as u32);
+            let matrix = |x: &[T]| upload(client, x, rows, cols);
+            let gain = upload_bytes(client, bytemuck::cast_slice(&case.gain));
+            let (x, grad) = (matrix(&case.x), matrix(&case.grad));
+            let sum_grad = case.sum_grad.as_deref().map(matrix);
+            let made = norm(
+                client,
+                &NormRequest {
+                    norm: norm_kind,
+                    x: &x,
+                    residual: None,
+                    gain: &gain,
+                    bias: None,
+                    epsilon: EPSILON,
+                    amax: AmaxRequest::default(),
+                },
+            );
+            let request = NormBackwardRequest {
+                norm: norm_kind,
+                grad: &grad,
+                sum_grad: sum_grad.as_ref(),
+                x: &x,
+                stats: &made.unwrap().stats,
+                gain: &gain,
+                bias: false,
+                amax: AmaxRequest::default(),
+            };
+            let plain = norm_backward(client, &request).unwrap();
+            assert!(plain.amax.rows.is_none() && plain.amax.cols.is_none());
+            let plain_x = read_matrix::<T>(client, &plain.x);
+            let plain_gain = read_f32s(client, &plain.gain, cols);
+            let of_whole = (amax_requests().into_iter())
+                .filter(|amax| amax.rows == Some(AmaxGranularity::PerTensor));
+            for amax in of_whole {
+                let what = format!("{norm_kind:?} {rows}x{cols} {kind:?} {amax:?}");
+                let found =
+                    norm_backward(client, &NormBackwardRequest { amax, ..request }).unwrap();
+                let by_x = read_matrix::<T>(client, &found.x);
+                assert_floats(&by_x, &plain_x, &what);
+                assert_floats(&read_f32s(client, &found.gain, cols), &plain_gain, &what);
+                let of_cols = amax.cols.map(|(_, hadamard)| match hadamard {
+                    Some(hadamard) => reference::amax_rht(&by_x, rows, cols, &hadamard),
+                    None => reference::amax(&by_x),
+                });
+                let expected = [Some(reference::amax(&by_x)), of_cols];
+                let found = [found.amax.rows, found.amax.cols]
+                    .map(|amax| amax.map(|amax| read_f32s(client, &amax, 1)[0].to_bits()));
+                assert_eq!(found, expected.map(|amax| amax.map(f32::to_bits)), "{what}");
+            }
+        }
+    }
+}
+
+/// Parts of strips are parts of all rows, none of them empty, at most an eighth longer than others.
+#[test]
+fn parts_of_strips_are_alike() {
+    let mut strips = 0;
+    for rows in (0..9000).chain([16_384, 32_768, 65_536, 1 << 20]) {
+        if !reference::norm_parts_are_strips(rows) {
+            continue;
+        }
+        strips += 1;
+        let parts = reference::norm_parts(rows);
+        let start = |part: usize| (part * rows.div_ceil(16) / parts * 16).min(rows);
+        let lengths = (0..parts).map(|part| start(part + 1) - start(part));
+        assert_eq!(lengths.clone().sum::<usize>(), rows);
+        assert!(lengths.clone().all(|length| length > 0), "{rows}");
+        let longest = lengths.max().unwrap_or(0);
+        assert!(8 * longest <= 9 * rows.div_ceil(parts.max(1)), "{rows}");
+    }
+    assert!(strips > 100, "{strips}");
+    for rows in [4224, 8192, 16_384, 32_768] {
+        assert!(reference::norm_parts_are_strips(rows), "{rows}");
+    }
+    assert!(!reference::norm_parts_are_strips(5000));
+}
+
 element_tests! {
     check_amax: amax_f32, amax_bf16, amax_f16;
+    check_backward_amax: backward_amax_f32, backward_amax_bf16, backward_amax_f16;
 }
 
 #[test]
@@ -520,6 +613,7 @@ fn bad_arguments_are_named() {
         stats: &stats,
         gain: &gain,
         bias: false,
+        amax: AmaxRequest::default(),
     };
     let error = norm_backward(&client, &request).unwrap_err().to_string();
     assert!(error.contains("`grad`"), "{error}");

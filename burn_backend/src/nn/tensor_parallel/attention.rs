@@ -94,7 +94,7 @@ impl TensorParallelAttention {
         let qkv = self.qkv.try_forward(x)?;
         let mixed = self
             .heads
-            .attend(qkv, positions, &Sequences::Equal(batch))?;
+            .attend(qkv, positions, &Sequences::Equal(batch), None)?;
         self.out.try_forward(mixed)
     }
 

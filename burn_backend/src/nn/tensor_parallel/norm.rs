@@ -7,7 +7,7 @@ use burn_core::tensor::{FloatDType, Tensor};
 
 use nvfp4_kernels::Nvfp4Error;
 
-use super::super::{ResidualStream, RmsNorm};
+use super::super::{Neighbours, ResidualStream, RmsNorm};
 use super::TensorParallel;
 use crate::functions::or_panic;
 use crate::parallel::functions;
@@ -50,7 +50,9 @@ impl SequenceParallelRmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.norm.try_forward_stream_with(self.gain(), None, stream)
+        let neighbours = Neighbours::default();
+        self.norm
+            .try_forward_stream_with(self.gain(), neighbours, stream)
     }
 
     /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.

@@ -5,14 +5,18 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::attention::{
     self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Rotation, Sequences,
 };
-use nvfp4_kernels::tensor::FloatKind;
+use nvfp4_kernels::quantize::AmaxRequest;
+use nvfp4_kernels::tensor::{FloatKind, Matrix};
 
 use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
     AttentionSpec,
 };
 use crate::ops::{
-    cube::tensors::{float_kind, launched, new_tensor, owned},
+    cube::{
+        found_amax,
+        tensors::{float_kind, launched, new_tensor, owned},
+    },
     float_dtype, trace_op,
 };
 
@@ -48,7 +52,10 @@ impl AttentionOps for CubeBackend {
         let [q, k, v] = views(&inputs, &spec);
         trace_op("attention", "forward", q.tokens, q.heads * q.head);
         let tokens = q.tokens;
-        let found = launched(attention::forward(
+        let request = spec
+            .amax
+            .map_or_else(AmaxRequest::default, found_amax::request);
+        let (found, amax) = launched(attention::forward_with_amaxes(
             &client,
             &Attention {
                 q,
@@ -57,9 +64,13 @@ impl AttentionOps for CubeBackend {
                 sequences,
                 params: spec.params,
             },
+            &request,
         ));
         let like = like(&inputs).clone();
-        let shape = Shape::new([tokens, spec.heads * spec.head]);
+        let width = spec.heads * spec.head;
+        let matrix = Matrix::new(found.out.handle.clone(), tokens, width, found.out.dtype);
+        found_amax::remember(&launched(matrix), request, amax);
+        let shape = Shape::new([tokens, width]);
         let rows = Shape::new([spec.heads, tokens]);
         AttentionForward {
             inputs,

@@ -17,6 +17,8 @@ use burn_core as burn;
 use burn_core::backend::{Backend, backend_extension, tensor::FloatTensor};
 use nvfp4_kernels::AttentionParams;
 
+use super::spec::OutputAmax;
+
 pub use tensors::{AttentionForward, AttentionInputs, AttentionRope, AttentionSequences};
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
@@ -35,6 +37,9 @@ pub struct AttentionSpec {
     pub head: usize,
     /// How scores become weights.
     pub params: AttentionParams,
+    /// What the layer behind the attention needs to quantize its output, which the pass that writes
+    /// the output then finds, where it can. No bit of a result depends on it.
+    pub amax: Option<OutputAmax>,
 }
 
 /// Attention without a matrix of tokens by tokens; see

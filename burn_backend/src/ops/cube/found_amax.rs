@@ -1,7 +1,7 @@
 //! Amax values that a kernel found of what it wrote, until that is quantized.
 //!
-//! A norm and the layer behind it are operations of their own, between which autodiff and fusion
-//! hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
+//! A norm, or an attention, and the layer behind it are operations of their own, and so are their
+//! backwards, between which autodiff and fusion hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
 //! found of. Memory that is kept here is neither freed nor, having two owners, written in place:
 //! whoever brings the same memory brings the same values.
 
@@ -10,7 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cubecl::server::Handle;
 use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
-use nvfp4_kernels::tensor::Matrix;
+use nvfp4_kernels::tensor::{AmaxGranularity, Matrix};
+
+use super::super::spec::OutputAmax;
 
 /// Most matrices whose memory is kept: what nobody quantizes leaves when others come. The layer
 /// behind a norm follows it at once.
@@ -29,8 +31,17 @@ fn found() -> MutexGuard<'static, VecDeque<Found>> {
     FOUND.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What a kernel is asked for.
+pub(in crate::ops) fn request(OutputAmax { hadamard }: OutputAmax) -> AmaxRequest {
+    let whole = AmaxGranularity::PerTensor;
+    AmaxRequest {
+        rows: Some(whole),
+        cols: hadamard.map(|hadamard| (whole, Some(hadamard))),
+    }
+}
+
 /// Keeps what was found of `matrix` by `request`, if that asked for something.
-pub(super) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
+pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
     if request == AmaxRequest::default() {
         return;
     }
@@ -81,7 +92,8 @@ mod tests {
 
     use super::super::super::context::tests::device;
     use super::*;
-    use crate::nn::{ResidualStream, RmsNorm};
+    use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
+    use crate::nn::{Neighbours, ResidualStream, RmsNorm};
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
     /// Rows and columns of what was taken.
@@ -119,8 +131,12 @@ mod tests {
             sum: residual,
             pending: Some(x.clone()),
         };
-        let next = finds.then_some(&layer);
-        let (sum, normed) = norm.try_forward_stream_for(next, stream).expect("it fits");
+        let neighbours = Neighbours {
+            before: None,
+            next: finds.then_some(&layer),
+        };
+        let made = norm.try_forward_stream_for(neighbours, stream);
+        let (sum, normed) = made.expect("it fits");
         let y = layer.forward(normed);
         let grads = y.clone().powi_scalar(2).sum().backward();
         let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
@@ -165,6 +181,95 @@ mod tests {
             // Flex has nowhere to take it from.
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
+        }
+    }
+
+    /// The gradients of the input and of the weight of a layer before a norm, which finds what that
+    /// quantizes its gradient from, if it `finds` something.
+    fn behind(finds: bool, (norm, layer): (&RmsNorm, Nvfp4Linear), x: Tensor<2>) -> [Vec<u8>; 2] {
+        let x = x.require_grad();
+        let [tokens, _] = x.dims();
+        let y = layer.forward(x.clone());
+        let [_, width] = y.dims();
+        let y = y.reshape([1, tokens, width]);
+        let stream = ResidualStream {
+            sum: y.clone().detach(),
+            pending: Some(y),
+        };
+        let neighbours = Neighbours {
+            before: finds.then_some(&layer),
+            next: None,
+        };
+        let made = norm.try_forward_stream_for(neighbours, stream);
+        let (sum, normed) = made.expect("it fits");
+        let grads = (normed.powi_scalar(2) + sum).sum().backward();
+        let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+        [bits(x.grad(&grads).expect("a gradient")), bits(of_weight)]
+    }
+
+    /// The gradient that a norm gives is quantized from what was found of it.
+    #[test]
+    fn a_layer_takes_what_the_norm_behind_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        // The outputs of `layer` have 64 columns.
+        let norm = RmsNorm::new(64, &device);
+        for (recipe, tokens, takes) in [
+            ("nvidia", 48, true),
+            ("nvidia_headroom", 4224, true),
+            ("quartet2", 80, false),
+        ] {
+            let random = Tensor::<2>::random([tokens, 32], Distribution::Default, &device);
+            let x = random.cast(dtype).detach();
+            let weight = layer(recipe, 32, &device).weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = self::layer(recipe, 32, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                behind(finds, (&norm, layer), x.clone())
+            });
+            assert!(with == without, "{recipe}");
+            let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+            assert_eq!(was_taken((tokens, 64)), takes && is_cube, "{recipe}");
+        }
+    }
+
+    /// The output of the layer, its gradient and that of the projection, of an attention and a layer
+    /// behind it, to which the attention gives what it found, if it `finds` something.
+    fn attended(finds: bool, layer: Nvfp4Linear, qkv: Tensor<2>) -> [Vec<u8>; 3] {
+        let qkv = qkv.require_grad();
+        let [_, width] = qkv.dims();
+        let params = AttentionParams::causal(width / 3);
+        let sequences = Sequences::Equal(2);
+        let amax = finds.then(|| layer.next_spec().input_amax(true)).flatten();
+        let attention = try_attention_qkv_with_amax;
+        let mixed = attention(qkv.clone(), [1, 1], &sequences, None, params, amax);
+        let y = layer.forward(mixed.expect("it fits"));
+        let grads = y.clone().powi_scalar(2).sum().backward();
+        let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+        let of_qkv = qkv.grad(&grads).expect("a gradient");
+        [bits(y.inner()), bits(of_weight), bits(of_qkv)]
+    }
+
+    /// The same of the attention before it.
+    #[test]
+    fn a_layer_takes_what_the_attention_before_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        for (recipe, tokens, takes) in [("nvidia", 32, true), ("per_token", 96, false)] {
+            let random = Tensor::<2>::random([tokens, 192], Distribution::Default, &device);
+            let qkv = random.cast(dtype).detach();
+            let layer = layer(recipe, 64, &device);
+            let weight = layer.weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = self::layer(recipe, 64, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                attended(finds, layer, qkv.clone())
+            });
+            assert!(with == without, "{recipe}");
+            let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+            assert_eq!(was_taken((tokens, 64)), takes && is_cube, "{recipe}");
         }
     }
 }

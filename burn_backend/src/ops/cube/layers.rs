@@ -8,26 +8,15 @@ use nvfp4_kernels::activation;
 use nvfp4_kernels::norm::{self, NormBackwardRequest, NormRequest};
 use nvfp4_kernels::quantize::AmaxRequest;
 use nvfp4_kernels::reference::{Activation, Norm};
-use nvfp4_kernels::tensor::AmaxGranularity;
 
 use super::super::MaybeTensor;
-use super::super::layers::{
-    ActivationOps, NormGradients, NormOps, NormResult, NormSpec, OutputAmax,
-};
+use super::super::layers::{ActivationOps, NormGradients, NormOps, NormResult, NormSpec};
 use super::super::trace_op;
 use super::found_amax;
 use super::tensors::{Source, launched, new_tensor, result};
 
 fn floats(like: &CubeTensor, handle: Handle, len: usize) -> CubeTensor {
     new_tensor(like, handle, Shape::new([len]), DType::F32)
-}
-
-fn amax_request(OutputAmax { hadamard }: OutputAmax) -> AmaxRequest {
-    let whole = AmaxGranularity::PerTensor;
-    AmaxRequest {
-        rows: Some(whole),
-        cols: hadamard.map(|hadamard| (whole, Some(hadamard))),
-    }
 }
 
 impl NormOps for CubeBackend {
@@ -44,7 +33,9 @@ impl NormOps for CubeBackend {
         let bias = bias.into_option().map(into_contiguous);
         let (rows, cols) = x.shape();
         trace_op("norm", "forward", rows, cols);
-        let amax = spec.amax.map_or_else(AmaxRequest::default, amax_request);
+        let amax = spec
+            .amax
+            .map_or_else(AmaxRequest::default, found_amax::request);
         let made = launched(norm::norm(
             &x.tensor.client,
             &NormRequest {
@@ -83,6 +74,9 @@ impl NormOps for CubeBackend {
         let [stats, gain] = [stats, gain].map(into_contiguous);
         let (rows, cols) = x.shape();
         trace_op("norm", "backward", rows, cols);
+        let amax = spec
+            .grad_amax
+            .map_or_else(AmaxRequest::default, found_amax::request);
         let made = launched(norm::norm_backward(
             &x.tensor.client,
             &NormBackwardRequest {
@@ -93,8 +87,10 @@ impl NormOps for CubeBackend {
                 stats: &stats.handle,
                 gain: &gain.handle,
                 bias,
+                amax,
             },
         ));
+        found_amax::remember(&made.x, amax, made.amax);
         NormGradients {
             x: result(&x.tensor, made.x),
             gain: floats(&x.tensor, made.gain, cols),

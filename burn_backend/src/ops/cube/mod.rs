@@ -2,7 +2,7 @@
 
 mod dequantize;
 mod form;
-mod found_amax;
+pub(in crate::ops) mod found_amax;
 pub(super) mod gemm;
 mod grouped_gemm;
 mod layers;

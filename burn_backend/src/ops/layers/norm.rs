@@ -32,6 +32,8 @@ pub struct NormSpec {
     /// What the layer behind the norm needs to quantize its output, which the pass that writes the
     /// output then finds. No bit of a result depends on it.
     pub amax: Option<OutputAmax>,
+    /// The same of the gradient of `x`, for the layer that gave `x`.
+    pub grad_amax: Option<OutputAmax>,
 }
 
 /// What the forward of a norm gives.

@@ -87,6 +87,7 @@ fn norm<B: NormLinearOps>(
         norm: Norm::Rms,
         epsilon: spec.epsilon,
         amax: None,
+        grad_amax: None,
     };
     let NormOutput { sum, normed } = B::nvfp4_norm(x, residual, gain, MaybeTensor::Absent, spec);
     (has_residual.then_some(sum).into(), normed)

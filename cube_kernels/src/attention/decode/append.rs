@@ -38,6 +38,8 @@ pub struct DecodePlan {
     pub unroll: bool,
     /// Whether each key of a tile has a unit, in planes of 32.
     pub planes: bool,
+    /// Whether cubes run at the same time, and not one after another.
+    pub concurrent: bool,
     /// Whether the kernels can begin before the one in front of them has ended.
     pub overlaps: bool,
     /// Type of queries, and of new keys and values.
@@ -76,9 +78,9 @@ impl DecodePlan {
         (self.slices() + 1) * self.columns()
     }
 
-    /// Floats of a row's part: its sums, the largest score and the sum of weights.
+    /// Pairs of floats of a row's part: its sums, and the largest score with the sum of weights.
     pub const fn part(self) -> usize {
-        self.head + 2
+        self.head / 2 + 1
     }
 }
 
@@ -220,6 +222,12 @@ pub(super) fn turned<F: Numeric>(
     } else {
         stored
     }
+}
+
+/// The larger of both; NaN is none.
+#[cube]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    select(b > a, b, a)
 }
 
 /// A new element as the cache has it.

@@ -8,8 +8,8 @@ use cubecl::{
 use super::{
     CacheKind, UNITS,
     kernels::{
-        CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel, decode_run_kernel,
-        merge_runs_kernel,
+        CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
+        decode_run_kernel,
     },
 };
 use crate::{
@@ -49,6 +49,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 softcap: rows == 8,
                 unroll: true,
                 planes: true,
+                concurrent: true,
                 overlaps: device.overlaps,
                 kind,
                 cache,
@@ -125,26 +126,10 @@ fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<
             b(),
             b(),
             shape(),
-            b(),
+            DecodeOutputLaunch::new(b(), b(), b()),
             plan,
             storage,
             cached
-        ),
-        instance!(
-            device,
-            units UNITS as u32,
-            merge_runs_kernel,
-            &tag,
-            Expected::NONE,
-            address,
-            b(),
-            b(),
-            b(),
-            1,
-            shape(),
-            b(),
-            plan,
-            storage
         ),
     ]
 }

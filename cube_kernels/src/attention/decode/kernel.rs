@@ -1,16 +1,19 @@
-//! Attention of a few new tokens over the cache: parts for runs of the keys, and their sum.
+//! Attention of a few new tokens over the cache: parts for runs of the keys, which the cube that
+//! finishes the last run of its rows adds up.
 
 use cubecl::prelude::*;
 
 use super::append::{
-    CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, turned, uncached,
-    write_new,
+    CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, larger, turned,
+    uncached, write_new,
 };
+use super::merge::{DecodeOutput, RowBlock, merge_runs};
 use crate::{
     attention::scalar::math::{exp_or_nan, product, tanh},
     cube::{
-        codec::{MAGNITUDE, load, store},
-        exact::{fma, reciprocal},
+        arrival::is_last_cube,
+        codec::{MAGNITUDE, load},
+        exact::fma,
         overlap::{let_next_begin, wait_for_previous, written_before},
         plane::plane_largest,
     },
@@ -19,10 +22,6 @@ use crate::{
 
 /// Values that a unit loads before the first is added.
 const AT_ONCE: usize = 8;
-/// Runs whose parts a unit loads before the first is added.
-const RUNS_AT_ONCE: usize = 32;
-/// More runs than `decode_splits` ever gives.
-const MOST_RUNS: usize = 64;
 
 /// The keys that each query of a cube sees: from `first` to before `end`.
 #[derive(CubeType)]
@@ -59,12 +58,6 @@ impl Sight {
     fn sees(&self, r: usize, key: u32) -> bool {
         key >= self.first[r] && key < self.end[r]
     }
-}
-
-/// The larger of both; NaN is none.
-#[cube]
-fn larger(a: f32, b: f32) -> f32 {
-    select(b > a, b, a)
 }
 
 /// What a cube has in shared memory.
@@ -170,15 +163,15 @@ fn load_key<C: Numeric, N: Size>(
 }
 
 /// A part of the attention of all queries that read one head of keys, over one run of the keys; the
-/// new keys and values of the run are written first. Cubes are `[run, block of rows of a head of
-/// keys, sequence]`.
+/// new keys and values of the run are written first. The cube that finishes the last run of a block
+/// of rows adds its parts. Cubes are `[run, block of rows of a head of keys, sequence]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     new: NewTokens<F>,
     k_cache: &mut [Vector<C, N>],
     v_cache: &mut [Vector<C, N>],
     shape: CacheShape,
-    parts: &mut [f32],
+    output: &mut DecodeOutput<F>,
     #[comptime] plan: DecodePlan,
     #[define(F)] _storage: ElemType,
     #[define(C)] _cached: ElemType,
@@ -194,6 +187,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
         out: Shared::new_slice(comptime!(plan.rows * plan.head)),
         state: Shared::new_slice(comptime!(3 * plan.rows)),
     };
+    let mut verdict = Shared::<[u32]>::new_slice(1usize);
     let_next_begin(plan.overlaps);
     written_before(&new.q.data, plan.overlaps);
     written_before(&new.k.data, plan.overlaps);
@@ -203,7 +197,15 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
     let kv_head = CUBE_POS_Y / blocks;
     let first_row = (CUBE_POS_Y - kv_head * blocks) * comptime!(plan.rows as u32);
+    let block = RowBlock {
+        sequence,
+        kv_head,
+        first_row,
+        index: (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize,
+    };
     let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+    // Without any run there is nothing to wait for.
+    let mut is_last = own.runs == 0u32 && run == 0u32;
     if run < own.runs {
         let first = own.first + run * own.per;
         let last = min(first + own.per, own.end);
@@ -279,26 +281,62 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             tile_at.count = min(tile, last - min(at, last));
             sync_cube();
         }
-        let part = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) * shape.splits + run;
-        let mut item = UNIT_POS;
-        while item < comptime!((rows * plan.part()) as u32) {
-            let row = item / comptime!(plan.part() as u32);
-            let d = item % comptime!(plan.part() as u32);
-            let mut value = stage.state[(odd * comptime!(rows as u32) + row) as usize];
-            if d < comptime!(plan.head as u32) {
-                let width = comptime!(plan.width as u32);
-                let place = row * comptime!(plan.head as u32) + d % width * columns + d / width;
-                value = stage.out[place as usize];
-            }
-            if d > comptime!(plan.head as u32) {
-                value = stage.state[(comptime!(2 * rows as u32) + row) as usize];
-            }
-            parts[part as usize * comptime!(rows * plan.part()) + item as usize] = value;
-            item += CUBE_DIM;
-        }
+        write_part::<F>(output, &stage, block.part(&shape, run, plan), odd, plan);
+        is_last = is_last_cube(
+            &mut output.finished,
+            block.index,
+            own.runs,
+            &mut verdict,
+            plan.concurrent,
+        );
     } else {
         // Else the kernel could end before those in front of it.
         wait_for_previous(plan.overlaps);
+    }
+    if is_last {
+        merge_runs::<F>(
+            output,
+            &mut stage.values,
+            &shape,
+            &own,
+            block,
+            new.time,
+            plan,
+        );
+    }
+}
+
+/// Writes the run of this cube, which is over, to the parts from `first` on.
+#[cube]
+fn write_part<F: Numeric>(
+    output: &mut DecodeOutput<F>,
+    stage: &Stage,
+    first: usize,
+    odd: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let rows = comptime!(plan.rows as u32);
+    let columns = comptime!(plan.columns() as u32);
+    let pairs = comptime!(plan.part() as u32);
+    let width = comptime!(plan.width as u32);
+    let mut item = UNIT_POS;
+    while item < comptime!((plan.rows * plan.part()) as u32) {
+        let row = item / pairs;
+        let pair = item % pairs;
+        let mut value = Vector::<f32, Const<2>>::empty();
+        if pair < comptime!((plan.head / 2) as u32) {
+            // Elements of a pair are of one vector: their columns are those of the cache.
+            let d = pair * 2u32;
+            let of_row = row * comptime!(plan.head as u32);
+            let place = (of_row + d % width * columns + d / width) as usize;
+            value.insert(0usize, stage.out[place]);
+            value.insert(1usize, stage.out[place + comptime!(plan.columns())]);
+        } else {
+            value.insert(0usize, stage.state[(odd * rows + row) as usize]);
+            value.insert(1usize, stage.state[(2u32 * rows + row) as usize]);
+        }
+        output.parts[first + item as usize] = value;
+        item += CUBE_DIM;
     }
 }
 
@@ -561,105 +599,5 @@ fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
             stage.state[((1u32 - odd) * rows + row) as usize] = above;
         }
         item += CUBE_DIM;
-    }
-}
-
-/// Adds the parts of each query and writes its output, `[tokens, heads, head]`. Cubes are `[row of
-/// a block, block of rows of a head of keys, sequence]`.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn merge_runs_kernel<F: Numeric>(
-    parts: &[f32],
-    starts: &[u32],
-    counts: &[u32],
-    time: u32,
-    shape: CacheShape,
-    out: &mut [F],
-    #[comptime] plan: DecodePlan,
-    #[define(F)] _storage: ElemType,
-) {
-    let rows = comptime!(plan.rows as u32);
-    let mut highest_of = Shared::<[f32]>::new_slice(MOST_RUNS);
-    let mut sums = Shared::<[f32]>::new_slice(MOST_RUNS);
-    let mut factors = Shared::<[f32]>::new_slice(MOST_RUNS);
-    written_before(parts, plan.overlaps);
-    let sequence = CUBE_POS_Z;
-    let blocks = (shape.group * time).div_ceil(rows);
-    let kv_head = CUBE_POS_Y / blocks;
-    let row = (CUBE_POS_Y - kv_head * blocks) * rows + CUBE_POS_X;
-    let own = extent(starts, counts, time, &shape, sequence);
-    wait_for_previous(plan.overlaps);
-    let_next_begin(plan.overlaps);
-    let part = (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize * shape.splits as usize;
-    let pitch = comptime!(plan.rows * plan.part());
-    let first = part * pitch + CUBE_POS_X as usize * comptime!(plan.part());
-    let mut loaded = Array::<f32>::new(RUNS_AT_ONCE);
-    let column = min(UNIT_POS as usize, comptime!(plan.head - 1));
-    load_runs(parts, first + column, own.runs, &mut loaded, plan);
-    let mut run = UNIT_POS;
-    while run < own.runs {
-        let at = first + run as usize * pitch + comptime!(plan.head);
-        highest_of[run as usize] = parts[at];
-        sums[run as usize] = parts[at + 1usize];
-        run += CUBE_DIM;
-    }
-    sync_cube();
-    let mut highest = f32::new(comptime!(f32::MIN));
-    for run in 0..own.runs {
-        highest = larger(highest, highest_of[run as usize]);
-    }
-    let mut run = UNIT_POS;
-    while run < own.runs {
-        let difference = highest_of[run as usize] - highest;
-        factors[run as usize] = exp_or_nan(difference, plan.conversion);
-        run += CUBE_DIM;
-    }
-    sync_cube();
-    let t = row / shape.group;
-    let mut item = UNIT_POS as usize;
-    while item < comptime!(plan.head) && t < time {
-        let mut sum = 0.0f32;
-        let mut value = 0.0f32;
-        let mut begin = 0u32;
-        while begin < own.runs {
-            if begin > 0u32 || item >= CUBE_DIM as usize {
-                let at = first + begin as usize * pitch + item;
-                load_runs(parts, at, own.runs - begin, &mut loaded, plan);
-            }
-            #[unroll(plan.unroll)]
-            for i in 0..RUNS_AT_ONCE {
-                let run = begin + i as u32;
-                if run < own.runs {
-                    let factor = factors[run as usize];
-                    sum = fma(sums[run as usize], factor, sum, plan.conversion);
-                    value = fma(loaded[i], factor, value, plan.conversion);
-                }
-            }
-            begin += comptime!(RUNS_AT_ONCE as u32);
-        }
-        let nothing = sum == 0.0f32 || own.start + t >= own.end;
-        let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
-        let result = product(value, inverse, plan.conversion);
-        let heads = shape.group * shape.kv_heads;
-        let index = kv_head * shape.group + row % shape.group;
-        let at = ((sequence * time + t) * heads + index) as usize * comptime!(plan.head) + item;
-        out[at] = store::<F>(select(nothing, 0.0f32, result), plan.kind);
-        item += CUBE_DIM as usize;
-    }
-}
-
-/// An element of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
-#[cube]
-fn load_runs(
-    parts: &[f32],
-    at: usize,
-    count: u32,
-    loaded: &mut Array<f32>,
-    #[comptime] plan: DecodePlan,
-) {
-    #[unroll(plan.unroll)]
-    for i in 0..RUNS_AT_ONCE {
-        if (i as u32) < count {
-            loaded[i] = parts[at + i * comptime!(plan.rows * plan.part())];
-        }
     }
 }

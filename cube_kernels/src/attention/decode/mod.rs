@@ -2,20 +2,22 @@
 //!
 //! Where the new tokens lie is in device memory, and the cache has a fixed room: no shape and no
 //! argument of a launch depends on the length of a sequence. So a captured graph serves every step.
-//! [`decode`] writes the new keys and values to the cache and attends to them in the same launch; a
-//! second one adds up the runs that the keys of a sequence are cut into. [`append`] only writes, for
-//! prompts, whose attention is [`forward`](super::forward).
+//! [`decode`] writes the new keys and values to the cache and attends to them in the same launch, in
+//! which the cube that finishes the last of the runs that the keys of a sequence are cut into adds
+//! them up. [`append`] only writes, for prompts, whose attention is [`forward`](super::forward).
 //!
 //! The bits are those of [`reference::attention`](crate::reference::attention), on every device.
 
 mod append;
 pub(crate) mod instances;
 mod kernel;
+mod merge;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
 
 use self::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
-use self::kernel::{decode_run_kernel, merge_runs_kernel};
+use self::kernel::decode_run_kernel;
+use self::merge::DecodeOutputLaunch;
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
@@ -24,6 +26,7 @@ use crate::{
     memory::{address_type, allocate, check_memory, is_aligned},
     reference::attention::decode_splits,
     tensor::FloatKind,
+    zeroed::counters,
 };
 
 pub use append::CacheKind;
@@ -31,7 +34,8 @@ pub use append::CacheKind;
 /// The kernels, for the registry and tests.
 pub mod kernels {
     pub use super::append::{CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel};
-    pub use super::kernel::{decode_run_kernel, merge_runs_kernel};
+    pub use super::kernel::decode_run_kernel;
+    pub use super::merge::DecodeOutputLaunch;
 }
 
 /// Units of a cube on a GPU.
@@ -243,41 +247,31 @@ pub fn decode(
             "fewer: prompts have `append`",
         ));
     }
-    let floats = cache.batch * blocks * splits * plan.rows * plan.part();
-    let parts = allocate(client, floats * 4);
+    let pairs = cache.batch * blocks * splits * plan.rows * plan.part();
+    let parts = allocate(client, pairs * 8);
+    let finished = counters(client, cache.batch * blocks);
     let elements = cache.len() / plan.width;
-    let dim = CubeDim::new_1d(units(client).min(UNITS) as u32);
-    let address = indices(new, cache).max(address_type(floats));
-    // SAFETY: as in `append`; parts that are not written are not read.
+    // SAFETY: as in `append`; parts that are not written are not read, and there is a counter for
+    // each block of each sequence.
     unsafe {
         decode_run_kernel::launch_unchecked(
             client,
             CubeCount::Static(splits as u32, blocks as u32, cache.batch as u32),
-            dim,
-            address,
+            CubeDim::new_1d(units(client).min(UNITS) as u32),
+            indices(new, cache).max(address_type(2 * pairs)),
             plan.width,
             tokens(new, cache),
             buffer(&cache.k, elements),
             buffer(&cache.v, elements),
             shape(new, cache, Some(params)),
-            buffer(&parts, floats),
+            DecodeOutputLaunch::new(
+                buffer(&parts, pairs),
+                buffer(&finished, cache.batch * blocks),
+                buffer(&out.handle, out.span()),
+            ),
             plan,
             q.dtype.storage_type(),
             cache_type(cache, q.dtype),
-        );
-        merge_runs_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(plan.rows as u32, blocks as u32, cache.batch as u32),
-            dim,
-            address,
-            buffer(&parts, floats),
-            buffer(new.starts, cache.batch),
-            buffer(new.counts, cache.batch),
-            time as u32,
-            shape(new, cache, Some(params)),
-            buffer(&out.handle, out.span()),
-            plan,
-            q.dtype.storage_type(),
         );
     }
     Ok(out)
@@ -306,6 +300,7 @@ fn plan(
         unroll: !is_cpu(client),
         planes: !is_cpu(client)
             && units(client).min(UNITS) == crate::reference::attention::DECODE_TILE,
+        concurrent: !is_cpu(client),
         overlaps: overlaps_kernels(client),
         kind: new.q.dtype,
         cache: cache.kind,

@@ -15,13 +15,17 @@ use crate::{
         multiply::pack,
         problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
     },
-    cube::ptx::{
-        Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared_v4, mbarrier_arrive,
-        mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync, setmaxnreg_dec,
-        setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers_scaled,
-        wgmma_registers_scaled_queued, wgmma_shared_queued, wgmma_wait, wgmma_wait_behind,
+    cube::{
+        hadamard::Signs,
+        ptx::{
+            Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared, ld_shared_v4,
+            mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync,
+            setmaxnreg_dec, setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers_scaled,
+            wgmma_registers_scaled_queued, wgmma_shared_queued, wgmma_wait, wgmma_wait_behind,
+        },
     },
     gemm::arguments::thread_in_cta,
+    quantize::amax::{AmaxOut, AmaxPlan, Maxima, STRIP, fold_words, leave_plane},
 };
 
 /// One producer and two consumer warpgroups.
@@ -47,6 +51,9 @@ pub(super) const BOX_VECTORS: usize = 8;
 pub struct Sm90Plan {
     /// What is shared with the kernels of `mma.sync`: a warp has one strip.
     pub plan: MmaPlan,
+    /// The amax values of the output that are found, if any are. For those down columns strips of
+    /// 16 tokens do not cross sequences.
+    pub amax: Option<AmaxPlan>,
 }
 
 impl Sm90Plan {
@@ -240,8 +247,19 @@ fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
     }
 }
 
-/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows. `out` is `[tokens, heads,
-/// head]`, in units of 16 bytes; `lse` is `[heads, tokens]`.
+/// What the forward writes.
+#[derive(CubeType, CubeLaunch)]
+pub struct ForwardOutputs {
+    /// The output, `[tokens, heads, head]`, in units of 16 bytes.
+    pub out: Box<[Vector<u32, Const<4>>]>,
+    /// The log-sum-exp of the rows, `[heads, tokens]`.
+    pub lse: Box<[f32]>,
+    /// Where the amax values of the output are raised. Where the plan has none, any memory.
+    pub amax: AmaxOut,
+}
+
+/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows; `signs` are those of the
+/// transform under which an amax down columns is found.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_forward_kernel(
     q: &TensorMap<bf16, Tiled>,
@@ -249,8 +267,8 @@ pub fn sm90_forward_kernel(
     v: &TensorMap<bf16, Tiled>,
     problem: Problem,
     schedule: Schedule,
-    out: &mut [Vector<u32, Const<4>>],
-    lse: &mut [f32],
+    outputs: &mut ForwardOutputs,
+    signs: Signs,
     #[comptime] plan: Sm90Plan,
 ) {
     let mut q_tile: Shared<[Vector<bf16, Const<8>>]> =
@@ -366,6 +384,7 @@ pub fn sm90_forward_kernel(
         }
     } else {
         setmaxnreg_inc(240u32);
+        let mut maxima = Maxima::new();
         let mut item = CUBE_POS as u32;
         let mut tiles = 0u32;
         let mut used = 0u32;
@@ -387,16 +406,22 @@ pub fn sm90_forward_kernel(
                 head: tile.head,
                 heads: schedule.heads,
             };
-            write(&problem, &rows, out, lse, place, memory, plan);
-            // The next queries but one are written there by TMA, behind what this warpgroup wrote.
-            sync_async_proxy_shared();
-            named_barrier_sync(thread_in_cta() / 128u32, 128u32);
-            if (UNIT_POS & 127u32) == 0u32 {
-                mbarrier_arrive(empty(memory, queries.number));
+            write(&problem, &rows, outputs, place, memory, plan);
+            if comptime!(plan.amax.is_some()) {
+                fold_tile(place.rows, memory, &signs, &mut maxima, plan);
             }
+            release_queries(memory, queries.number);
             used += blocks.end - blocks.first;
             tiles += 1u32;
             item += CUBE_COUNT as u32;
+        }
+        if comptime!(plan.amax.is_some()) {
+            leave_plane(
+                &mut outputs.amax,
+                0usize,
+                &maxima,
+                comptime!(plan.amax.unwrap()),
+            );
         }
     }
 }
@@ -568,14 +593,13 @@ struct Place {
     heads: u32,
 }
 
-/// Divides the rows by their sums and writes them, through the place of their queries, which is
-/// empty then.
+/// Divides the rows by their sums and writes them, through the place of their queries, where they
+/// stay until [`release_queries`].
 #[cube]
 fn write(
     problem: &Problem,
     rows: &Rows,
-    out: &mut [Vector<u32, Const<4>>],
-    lse: &mut [f32],
+    outputs: &mut ForwardOutputs,
     place: Place,
     memory: Memory,
     #[comptime] plan: Sm90Plan,
@@ -593,7 +617,7 @@ fn write(
         if lane & 3u32 == 0u32 && row < place.rows {
             let index =
                 place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
-            lse[index] = factors.lse;
+            outputs.lse[index] = factors.lse;
         }
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {
@@ -622,7 +646,51 @@ fn write(
             let index = ((place.token + row) as usize * place.heads as usize + place.head as usize)
                 * comptime!(plan.plan.head / 8)
                 + chunk as usize;
-            out[index] = ld_shared_v4(memory.q + part + row * 128u32 + within);
+            outputs.out[index] = ld_shared_v4(memory.q + part + row * 128u32 + within);
+        }
+    }
+}
+
+/// Lets the next queries but one come to place `number`, of this warpgroup's, which [`write`] left an output in.
+#[cube]
+fn release_queries(memory: Memory, number: u32) {
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    // They are written by TMA, behind what this warpgroup wrote.
+    sync_async_proxy_shared();
+    named_barrier_sync(1u32 + consumer, 128u32);
+    if (UNIT_POS & 127u32) == 0u32 {
+        mbarrier_arrive(empty(memory, number));
+    }
+}
+
+/// Folds the rows of a warp, of the `rows` rows of a tile that [`write`] left in shared memory: they
+/// are a strip of 16, of which each lane takes the columns of a word of every box. Behind the last
+/// row are zeros, as behind the last token.
+#[cube]
+fn fold_tile(
+    rows: u32,
+    memory: Memory,
+    signs: &Signs,
+    maxima: &mut Maxima,
+    #[comptime] plan: Sm90Plan,
+) {
+    let lane = UNIT_POS % 32u32;
+    let consumer = thread_in_cta() / 128u32 - 1u32;
+    let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
+    if warp_row < rows {
+        #[unroll]
+        for part in 0..comptime!(plan.boxes()) {
+            let box_at = memory.q + comptime!((part * plan.rows() * 128) as u32);
+            let start = box_at + warp_row * 128u32 + (lane % 4u32) * 4u32;
+            let mut column = Array::<u32>::new(STRIP);
+            #[unroll]
+            for i in 0..STRIP {
+                let chunk = ((lane / 4u32) ^ comptime!(i as u32 & 7)) * 16u32;
+                let word = ld_shared(start + comptime!(i as u32 * 128) + chunk);
+                column[i] = select(warp_row + comptime!(i as u32) < rows, word, 0u32);
+            }
+            let folded = fold_words(&column, signs, 0usize, comptime!(plan.amax.unwrap()));
+            maxima.include(&folded, comptime!(plan.amax.unwrap()));
         }
     }
 }

@@ -7,12 +7,18 @@ use super::{
     super::{AttentionParams, mma::problem::MmaPlan},
     backward::sm90_backward_kernel,
     backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
-    forward::{ScheduleLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
+    forward::{ForwardOutputsLaunch, ScheduleLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
 };
 use crate::{
+    HadamardSize,
     attention::mma::{gradient::GradientViewLaunch, problem::ProblemLaunch},
+    cube::hadamard::SignsLaunch,
+    quantize::{
+        amax::{AmaxOutLaunch, AmaxPlan},
+        tile::Grouping,
+    },
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
-    tensor::FloatKind,
+    tensor::{AmaxGranularity, FloatKind},
 };
 
 /// No conversion. Some addresses of what is written behind the loop are spilled before it; the loop
@@ -40,6 +46,26 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         for (tag, params) in [("", plain), ("-open", open), ("-everything", everything)] {
             add(device, &mut all, head, &params, tag);
         }
+        // Of all elements alone, and of transformed columns, too.
+        for (tag, hadamard) in [("-amax", None), ("-amax-columns", Some(HadamardSize::H16))] {
+            let amax = AmaxPlan {
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: hadamard.map(|_| AmaxGranularity::PerTensor),
+                hadamard,
+                default_signs: true,
+                grouping: Grouping::One,
+                elements: false,
+                units: 256,
+                planes: true,
+                conversion: device.conversion,
+                kind: FloatKind::Bf16,
+            };
+            let plan = Sm90Plan {
+                plan: plan(head, &plain, 128),
+                amax: Some(amax),
+            };
+            all.push(forward(device, plan, tag));
+        }
     }
     all
 }
@@ -60,16 +86,9 @@ fn map(device: &DummyDevice, rows: usize) -> TensorMapArg<Tiled> {
     .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// The instances for heads of `head` elements.
-fn add(
-    device: &DummyDevice,
-    all: &mut Vec<Instance>,
-    head: usize,
-    params: &AttentionParams,
-    tag: &str,
-) {
-    let b = |len| device.buffer(len);
-    let plan = |inner| MmaPlan {
+/// What is shared by both passes, for blocks of `inner` rows.
+fn plan(head: usize, params: &AttentionParams, inner: usize) -> MmaPlan {
+    MmaPlan {
         head,
         kind: FloatKind::Bf16,
         strips: 1,
@@ -80,26 +99,50 @@ fn add(
         softcap: params.softcap.is_some(),
         quiet_softmax: params.quiet_softmax,
         offsets: false,
-    };
-    let problem = || ProblemLaunch::new(b(2), b(2), 1, 64, 64, 1, 1.0, 1.0, 0);
-    let forward = Sm90Plan { plan: plan(128) };
+    }
+}
+
+fn problem(device: &DummyDevice) -> ProblemLaunch {
+    let b = |len| device.buffer(len);
+    ProblemLaunch::new(b(2), b(2), 1, 64, 64, 1, 1.0, 1.0, 0)
+}
+
+/// The instance of the forward for `plan`.
+fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
+    let b = |len| device.buffer(len);
     let instance = instance!(
         device,
         units UNITS,
         sm90_forward_kernel,
-        format!("{head}{tag}"),
+        format!("{}{tag}", plan.plan.head),
         NONE,
         AddressType::U32,
         map(device, 128),
         map(device, 128),
         map(device, 128),
-        problem(),
+        problem(device),
         ScheduleLaunch::new(1, 1, 1),
-        b(64),
-        b(64),
-        forward
+        ForwardOutputsLaunch::new(b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
+        SignsLaunch::new(1, 2, 3, 4),
+        plan
     );
-    all.push(instance.on(Architectures::Sm90a));
+    instance.on(Architectures::Sm90a)
+}
+
+/// The instances for heads of `head` elements.
+fn add(
+    device: &DummyDevice,
+    all: &mut Vec<Instance>,
+    head: usize,
+    params: &AttentionParams,
+    tag: &str,
+) {
+    let b = |len| device.buffer(len);
+    let of_forward = Sm90Plan {
+        plan: plan(head, params, 128),
+        amax: None,
+    };
+    all.push(forward(device, of_forward, tag));
     for pass in [Pass::KeysValues, Pass::Queries] {
         let inner = super::backward_inner(head, pass);
         let gradient = || GradientViewLaunch::new(b(64), 0, 8);
@@ -115,14 +158,14 @@ fn add(
             map(device, inner),
             map(device, inner),
             BackwardProblemLaunch::new(
-                problem(),
+                problem(device),
                 ScheduleLaunch::new(1, 1, 1),
                 RowsLaunch::new(b(64), b(64), b(64), b(64))
             ),
             gradient(),
             gradient(),
             Sm90BackwardPlan {
-                plan: plan(inner),
+                plan: plan(head, params, inner),
                 pass,
                 rope: true
             }

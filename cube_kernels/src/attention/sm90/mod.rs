@@ -26,6 +26,10 @@ use super::{
 use crate::{
     capabilities::{Capabilities, GemmBackend},
     memory::address_type,
+    quantize::{
+        AmaxRequest, Amaxes,
+        amax::{AmaxOutLaunch, AmaxPlan, STRIP},
+    },
     tensor::FloatKind,
 };
 
@@ -143,12 +147,36 @@ fn sms(client: &Client) -> usize {
     sms.unwrap_or(132) as usize
 }
 
-/// Queues the forward.
-pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
+/// How the forward of `attention` finds the amax values that `request` asks for of its output, if it
+/// does: down columns of 16 tokens each, which have to be of one sequence.
+pub(super) fn amax_plan(
+    client: &Client,
+    attention: &Attention,
+    request: &AmaxRequest,
+) -> Option<AmaxPlan> {
+    let (tokens, count) = (attention.q.tokens, count(attention));
+    let whole_strips = count == 1 || (tokens / count).is_multiple_of(STRIP);
+    let plan = request.of_whole(client, attention.q.dtype)?;
+    (plan.cols.is_none() || whole_strips).then_some(plan)
+}
+
+/// Queues the forward, which raises the amax values that `request` asks for of its output in `found`,
+/// where there is an [`amax_plan`] for them.
+pub(super) fn forward(
+    client: &Client,
+    attention: &Attention,
+    output: &AttentionOutput,
+    (request, found): (&AmaxRequest, Option<&(AmaxPlan, Amaxes)>),
+) {
     let Attention { q, k, v, .. } = attention;
     let count = count(attention);
     let plan = Sm90Plan {
         plan: plan(attention, 128),
+        amax: found.map(|(plan, _)| *plan),
+    };
+    let amax = match found {
+        Some((_, found)) => found.arg([1, usize::from(request.cols.is_some())]),
+        None => AmaxOutLaunch::new(memory(&output.lse, 1), memory(&output.lse, 1)),
     };
     let blocks = (q.tokens / count).div_ceil(plan.rows());
     let pairs = count * q.heads;
@@ -169,8 +197,12 @@ pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput)
             map(v, count, plan.plan.inner),
             problem(attention, count),
             forward::ScheduleLaunch::new(q.heads as u32, blocks as u32, section.min(pairs) as u32),
-            memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
-            memory(&output.lse, q.heads * q.tokens),
+            forward::ForwardOutputsLaunch::new(
+                memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
+                memory(&output.lse, q.heads * q.tokens),
+                amax,
+            ),
+            request.signs(),
             plan,
         );
     }

@@ -248,6 +248,29 @@ pub(crate) fn leave_group(
     }
 }
 
+/// [`leave_group`] for the units of a plane alone, of a cube whose others are elsewhere. For devices
+/// that have planes.
+#[cube]
+pub(crate) fn leave_plane(
+    out: &mut AmaxOut,
+    group: usize,
+    maxima: &Maxima,
+    #[comptime] plan: AmaxPlan,
+) {
+    if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
+        let largest = plane_max(canonical(maxima.rows));
+        if UNIT_POS_PLANE == 0u32 {
+            out.rows[group].fetch_max(largest);
+        }
+    }
+    if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
+        let largest = plane_max(canonical(with_factor(maxima.cols, plan.hadamard)));
+        if UNIT_POS_PLANE == 0u32 {
+            out.cols[group].fetch_max(largest);
+        }
+    }
+}
+
 /// The magnitude bits of the largest of the elements of some words.
 #[cube]
 pub(super) fn words_amax(
@@ -287,7 +310,7 @@ pub(crate) struct Folded {
 /// units [share](tile::lanes) a transform, this unit is number `lane` of them, and all units of the
 /// plane must be here.
 #[cube]
-pub(super) fn fold_words(
+pub(crate) fn fold_words(
     words: &Array<u32>,
     signs: &Signs,
     lane: usize,

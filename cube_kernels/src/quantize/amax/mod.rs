@@ -6,7 +6,7 @@ mod kernel;
 mod launch;
 mod strips;
 
-pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, leave_group};
+pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, fold_words, leave_group, leave_plane};
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;
 pub use launch::*;

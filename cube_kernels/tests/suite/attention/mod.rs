@@ -1,8 +1,10 @@
 //! Attention, forward and backward, against the oracle and against `f64` with the bounds of its
 //! errors; on CubeCL's CPU runtime, or on a GPU, where bf16 and f16 run by matrix instructions.
 
+mod amax;
 mod case;
 mod decode;
+pub mod decode_launches;
 mod errors;
 mod rotary;
 mod special;

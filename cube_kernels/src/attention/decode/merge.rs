@@ -1,0 +1,180 @@
+//! The parts of the runs, and their sum: the output of a block of rows, which the cube that
+//! finishes its last run writes.
+
+use cubecl::prelude::*;
+
+use super::append::{CacheShape, DecodePlan, Extent, larger};
+use crate::{
+    attention::scalar::math::{exp_or_nan, product},
+    cube::{
+        codec::store,
+        exact::{fma, reciprocal},
+    },
+};
+
+/// Runs whose parts a unit loads before the first is added.
+const RUNS_AT_ONCE: usize = 32;
+/// As many runs as `decode_splits` gives at most.
+const MOST_RUNS: usize = 64;
+
+/// What becomes of the queries of a launch.
+#[derive(CubeType, CubeLaunch)]
+pub struct DecodeOutput<F: Numeric> {
+    /// Parts of the runs, `[sequence, block of rows, run, row]`: pairs of weighted values, then the
+    /// largest score beside the sum of weights.
+    pub parts: Box<[Vector<f32, Const<2>>]>,
+    /// Runs of each block of rows that are finished, `[sequence, block of rows]`: zero before the
+    /// launch and behind it.
+    pub finished: Box<[u32]>,
+    /// The output, `[tokens, heads, head]`.
+    pub out: Box<[F]>,
+}
+
+/// A block of the rows that read a head of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RowBlock {
+    pub sequence: u32,
+    /// The head of keys.
+    pub kv_head: u32,
+    /// Its first row among those of the head.
+    pub first_row: u32,
+    /// Its number among all.
+    pub index: usize,
+}
+
+#[cube]
+impl RowBlock {
+    /// Where the parts of its run `run` begin.
+    pub(super) fn part(&self, shape: &CacheShape, run: u32, #[comptime] plan: DecodePlan) -> usize {
+        (self.index * shape.splits as usize + run as usize) * comptime!(plan.rows * plan.part())
+    }
+}
+
+/// Adds the `own.runs` parts of each row of `block` in their order, relative to the largest score
+/// of all, and writes what comes of it: 0 where a query sees nothing. All units of a cube come here,
+/// whose `memory` is free and has three floats for each row and each of [`MOST_RUNS`] runs.
+#[cube]
+pub(super) fn merge_runs<F: Numeric>(
+    output: &mut DecodeOutput<F>,
+    memory: &mut Shared<[f32]>,
+    shape: &CacheShape,
+    own: &Extent,
+    block: RowBlock,
+    time: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let rows = comptime!(plan.rows as u32);
+    let pairs = comptime!((plan.head / 2) as u32);
+    // In `memory`: the largest scores, the sums of weights and the factors, `[row, run]` each.
+    let sums = comptime!(plan.rows * MOST_RUNS);
+    let factors = comptime!(2 * plan.rows * MOST_RUNS);
+    let first = block.part(shape, 0u32, plan);
+    let mut loaded = Array::<Vector<f32, Const<2>>>::new(RUNS_AT_ONCE);
+    // The first values of this unit are on their way meanwhile.
+    let item = min(UNIT_POS, comptime!((plan.rows * plan.head / 2 - 1) as u32));
+    let at = first + place_of(item, plan);
+    load_runs(&output.parts, at, own.runs, &mut loaded, plan);
+    let mut item = UNIT_POS;
+    while item < rows * own.runs {
+        let (row, run) = ((item % rows) as usize, (item / rows) as usize);
+        let at = block.part(shape, run as u32, plan) + (row + 1usize) * comptime!(plan.part());
+        let of_run = output.parts[at - 1usize];
+        let place = row * MOST_RUNS + run;
+        memory[place] = of_run.extract(0usize);
+        memory[sums + place] = of_run.extract(1usize);
+        item += CUBE_DIM;
+    }
+    sync_cube();
+    let mut item = UNIT_POS;
+    while item < rows * own.runs {
+        let (row, run) = ((item % rows) as usize, (item / rows) as usize);
+        let mut highest = f32::new(comptime!(f32::MIN));
+        for other in 0..own.runs {
+            highest = larger(highest, memory[row * MOST_RUNS + other as usize]);
+        }
+        let place = row * MOST_RUNS + run;
+        let factor = exp_or_nan(memory[place] - highest, plan.conversion);
+        memory[factors + place] = factor;
+        item += CUBE_DIM;
+    }
+    sync_cube();
+    let mut item = UNIT_POS;
+    while item < rows * pairs {
+        let row = item / pairs;
+        let mut sum = 0.0f32;
+        let mut low = 0.0f32;
+        let mut high = 0.0f32;
+        let mut begin = 0u32;
+        while begin < own.runs {
+            if begin > 0u32 || item >= CUBE_DIM {
+                let at = block.part(shape, begin, plan) + place_of(item, plan);
+                load_runs(&output.parts, at, own.runs - begin, &mut loaded, plan);
+            }
+            #[unroll(plan.unroll)]
+            for i in 0..RUNS_AT_ONCE {
+                let run = begin + i as u32;
+                if run < own.runs {
+                    let place = row as usize * MOST_RUNS + run as usize;
+                    let factor = memory[factors + place];
+                    sum = fma(memory[sums + place], factor, sum, plan.conversion);
+                    low = fma(loaded[i].extract(0usize), factor, low, plan.conversion);
+                    high = fma(loaded[i].extract(1usize), factor, high, plan.conversion);
+                }
+            }
+            begin += comptime!(RUNS_AT_ONCE as u32);
+        }
+        let of_head = block.first_row + row;
+        let t = of_head / shape.group;
+        if t < time {
+            let nothing = sum == 0.0f32 || own.start + t >= own.end;
+            let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
+            let low = product(low, inverse, plan.conversion);
+            let high = product(high, inverse, plan.conversion);
+            let heads = shape.group * shape.kv_heads;
+            let index = block.kv_head * shape.group + of_head % shape.group;
+            let token = block.sequence * time + t;
+            let at = (token * heads + index) as usize * comptime!(plan.head)
+                + (item % pairs) as usize * 2usize;
+            output.out[at] = store::<F>(select(nothing, 0.0f32, low), plan.kind);
+            output.out[at + 1usize] = store::<F>(select(nothing, 0.0f32, high), plan.kind);
+        }
+        item += CUBE_DIM;
+    }
+}
+
+/// The place of pair `item` of the values of a block among the parts of a run.
+#[cube]
+fn place_of(item: u32, #[comptime] plan: DecodePlan) -> usize {
+    let pairs = comptime!((plan.head / 2) as u32);
+    (item / pairs) as usize * comptime!(plan.part()) + (item % pairs) as usize
+}
+
+/// A pair of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
+#[cube]
+fn load_runs(
+    parts: &[Vector<f32, Const<2>>],
+    at: usize,
+    count: u32,
+    loaded: &mut Array<Vector<f32, Const<2>>>,
+    #[comptime] plan: DecodePlan,
+) {
+    #[unroll(plan.unroll)]
+    for i in 0..RUNS_AT_ONCE {
+        if (i as u32) < count {
+            loaded[i] = parts[at + i * comptime!(plan.rows * plan.part())];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reference::attention::decode_splits;
+
+    #[test]
+    fn no_head_is_cut_into_more_runs() {
+        let most = (0..1000).map(decode_splits).max();
+        assert_eq!(most, Some(MOST_RUNS));
+    }
+}

@@ -1,0 +1,169 @@
+//! Launches of decoding behind one another: each leaves the counters of finished runs at zero for
+//! the next.
+
+use super::is_gpu;
+use crate::support::device::{DeviceElement, assert_floats, read_bytes, upload_bytes};
+use crate::support::inputs::{Generator, convert};
+use cubecl::{prelude::*, server::Handle};
+use half::bf16;
+use nvfp4_kernels::{
+    AttentionParams,
+    attention::{
+        Heads,
+        decode::{CacheKind, KvCache, NewTokens, decode},
+    },
+    reference::attention::{DecodeShape, HostKv, HostKvMut, append, attention_decode},
+};
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD: usize = 64;
+/// New tokens of a sequence.
+const TIME: usize = 1;
+
+/// Sequences whose new tokens are decoded again and again, at one of several places.
+pub struct Repeated {
+    cache: KvCache,
+    host: [Vec<bf16>; 2],
+    qkv: Vec<bf16>,
+    queries: Handle,
+    /// Tokens of each sequence, for each place.
+    pub starts: Vec<Vec<u32>>,
+    counts: Vec<u32>,
+    device_counts: Handle,
+}
+
+impl Repeated {
+    /// Of sequences with room for `capacity` tokens, at `starts`; those whose `counts` are 0 rest.
+    pub fn new(client: &Client, capacity: usize, starts: &[&[u32]], counts: &[u32]) -> Self {
+        let batch = counts.len();
+        let mut random = Generator::new(capacity as u32);
+        let mut draw = |len: usize| {
+            let drawn: Vec<f32> = (0..len).map(|_| random.normal()).collect();
+            convert::<bf16>(&drawn)
+        };
+        let host = [0, 1].map(|_| draw(batch * capacity * KV_HEADS * HEAD));
+        let qkv = draw(batch * TIME * (HEADS + 2 * KV_HEADS) * HEAD);
+        let [k, v] = [0, 1].map(|i| upload_bytes(client, bytemuck::cast_slice(&host[i])));
+        let cache = KvCache {
+            k,
+            v,
+            batch,
+            capacity,
+            kv_heads: KV_HEADS,
+            head: HEAD,
+            kind: CacheKind::Float,
+            scales: [1.0; 2],
+        };
+        Self {
+            cache,
+            host,
+            queries: upload_bytes(client, bytemuck::cast_slice(&qkv)),
+            qkv,
+            starts: starts.iter().map(|starts| starts.to_vec()).collect(),
+            counts: counts.to_vec(),
+            device_counts: upload_bytes(client, bytemuck::cast_slice(counts)),
+        }
+    }
+
+    /// The output of a launch, at what is in `starts`.
+    pub fn launch(&self, client: &Client, starts: &Handle) -> Handle {
+        let rows = self.counts.len() * TIME;
+        let all = [rows, HEADS + 2 * KV_HEADS, HEAD];
+        let fused = Heads::contiguous(self.queries.clone(), all, bf16::KIND);
+        let new = NewTokens {
+            q: fused.part(0, HEADS),
+            k: fused.part(HEADS, KV_HEADS),
+            v: fused.part(HEADS + KV_HEADS, KV_HEADS),
+            starts,
+            counts: &self.device_counts,
+            rope: None,
+        };
+        let params = AttentionParams::causal(HEAD);
+        decode(client, &new, &self.cache, &params).unwrap().handle
+    }
+
+    /// What the oracle gives at place `place`.
+    fn expected(&mut self, place: usize) -> Vec<bf16> {
+        let shape = DecodeShape {
+            heads: HEADS,
+            kv_heads: KV_HEADS,
+            head: HEAD,
+            time: TIME,
+            capacity: self.cache.capacity,
+            starts: &self.starts[place],
+            counts: &self.counts,
+        };
+        let [k, v] = &mut self.host;
+        let (mut new_k, mut new_v) = (HostKvMut::Float(k), HostKvMut::Float(v));
+        let queries = append(&self.qkv, [&mut new_k, &mut new_v], &shape, None);
+        let params = AttentionParams::causal(HEAD);
+        attention_decode(
+            &queries,
+            HostKv::Float(k),
+            HostKv::Float(v),
+            &shape,
+            &params,
+        )
+    }
+
+    /// The launch `found` at place `place` has the bits of the oracle, which takes as many.
+    pub fn assert_next(&mut self, client: &Client, found: &Handle, place: usize, what: &str) {
+        let expected = self.expected(place);
+        let bytes = read_bytes(client, found, expected.len() * bf16::KIND.size());
+        let values = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+        let found = values(bytemuck::cast_slice(&bytes));
+        assert_floats(&found, &values(&expected), what);
+    }
+}
+
+/// Sequences without runs, with one, and with many; the numbers change from launch to launch, and
+/// the host does not wait between them. A batch of one sequence comes in between.
+#[test]
+fn launches_in_a_row_share_counters() {
+    let client = client!("decode_launches::launches_in_a_row_share_counters");
+    let (long, longer, launches) = match is_gpu(&client) {
+        true => (900, 4000, 400),
+        false => (150, 260, 4),
+    };
+    let starts: [&[u32]; 2] = [&[0, 9, long, longer, 0], &[7, longer, 3, long, 130]];
+    let capacity = longer as usize + 1;
+    let mut many = Repeated::new(&client, capacity, &starts, &[0, 1, 1, 1, 1]);
+    let mut one = Repeated::new(&client, capacity, &[&[longer], &[5]], &[1]);
+    let upload = |of: &Repeated, place: usize| {
+        upload_bytes(&client, bytemuck::cast_slice(&of.starts[place]))
+    };
+    let places = [0, 1].map(|place| [upload(&many, place), upload(&one, place)]);
+    let found: Vec<_> = (0..launches)
+        .map(|i| {
+            let [of_many, of_one] = &places[i % 2];
+            (many.launch(&client, of_many), one.launch(&client, of_one))
+        })
+        .collect();
+    for (i, (of_many, of_one)) in found.iter().enumerate() {
+        let what = format!("launch {i} at place {}", i % 2);
+        many.assert_next(&client, of_many, i % 2, &what);
+        one.assert_next(&client, of_one, i % 2, &format!("{what}, one sequence"));
+    }
+}
+
+/// Nobody has a new token: zeros, whatever is in memory, and the next launch counts from zero.
+#[test]
+fn sequences_that_all_rest_have_zeros() {
+    let client = client!("decode_launches::sequences_that_all_rest_have_zeros");
+    let starts: [&[u32]; 1] = [&[130, 0]];
+    let mut rest = Repeated::new(&client, 200, &starts, &[0, 0]);
+    let mut goes_on = Repeated::new(&client, 200, &starts, &[1, 1]);
+    let places = upload_bytes(&client, bytemuck::cast_slice(&rest.starts[0]));
+    let found = rest.launch(&client, &places);
+    let next = goes_on.launch(&client, &places);
+    let zeros = vec![0.0; 2 * TIME * HEADS * HEAD];
+    let bytes = read_bytes(&client, &found, zeros.len() * bf16::KIND.size());
+    let found_values: Vec<f32> = bytemuck::cast_slice::<u8, bf16>(&bytes)
+        .iter()
+        .map(|x| x.to_f32())
+        .collect();
+    assert_floats(&found_values, &zeros, "all rest");
+    rest.assert_next(&client, &found, 0, "all rest, by the oracle");
+    goes_on.assert_next(&client, &next, 0, "they go on");
+}
