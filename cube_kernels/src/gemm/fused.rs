@@ -126,7 +126,7 @@ impl<'a> FusedLinear<'a> {
         }
         Ok(self.norm.and_then(|norm| {
             let FusedNorm { residual, gain, .. } = norm;
-            refuses_norm(client, self.x, residual, gain)
+            refuses_norm(client, self.x, residual, gain, n)
         }))
     }
 }

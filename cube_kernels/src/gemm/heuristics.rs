@@ -152,9 +152,10 @@ pub(crate) fn sm90_w4a16_grouped(problem: &Problem) -> (W4a16Tile, usize) {
 }
 
 /// What a tile of the kernel for a packed MN-major `b` takes, in units of one of 128 rows: one of
-/// 64 rows dequantizes as much for half of the instructions. A model, not measured.
+/// 64 rows dequantizes as much for half of the instructions. Measured (H100, 4096 x 4096 x 14336):
+/// 675 and 978 µs, for twice as many tiles.
 const W4A16_MN_MAJOR: [(W4a16MnTile, f64); 2] =
-    [(W4a16MnTile::M128, 1.0), (W4a16MnTile::M64, 0.65)];
+    [(W4a16MnTile::M128, 1.0), (W4a16MnTile::M64, 0.73)];
 
 /// The tile of the kernel for a packed MN-major `b`, and the height of its bands. Groups have as
 /// many rows as on average, and bands as in [`sm90_w4a16_grouped`].

@@ -252,8 +252,7 @@ pub fn sm90_backward_kernel(
                 barriers: memory.barriers,
             };
             if comptime!(plan.is_keys()) {
-                let sums =
-                    keys_and_values(&problem, visible, extent, tile, blocks, memory, used, plan);
+                let sums = keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {

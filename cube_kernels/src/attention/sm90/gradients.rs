@@ -102,26 +102,6 @@ struct Range {
     end: u32,
 }
 
-/// The blocks of queries that see one of a warpgroup's 64 keys from `row` on.
-#[cube]
-fn blocks_that_see(
-    visible: Visible,
-    row: u32,
-    extent: Extent,
-    #[comptime] plan: Sm90BackwardPlan,
-) -> Range {
-    let inner = comptime!(plan.plan.inner as u32);
-    let len = extent.k_len;
-    let last = min(row + 63u32, len - 1u32);
-    let first = u32::cast_from(visible.first_query(i32::cast_from(row))) / inner;
-    let q_len = i32::cast_from(extent.q_len);
-    let end = u32::cast_from(visible.end_query(i32::cast_from(last), q_len)).div_ceil(inner);
-    Range {
-        first,
-        end: select(row < len, end, 0u32),
-    }
-}
-
 /// The blocks of keys that one of a warpgroup's 64 queries from `row` on, of `len`, sees.
 #[cube]
 fn blocks_seen(visible: Visible, row: u32, len: u32, #[comptime] plan: Sm90BackwardPlan) -> Range {
@@ -155,7 +135,6 @@ fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm
 pub(super) fn keys_and_values(
     problem: &BackwardProblem,
     visible: Visible,
-    extent: Extent,
     tile: Tile,
     blocks: Blocks,
     memory: Memory,
@@ -175,55 +154,51 @@ pub(super) fn keys_and_values(
     let scale = exponent_scale(&problem.problem, comptime!(plan.plan));
     let mut dk = Vector::<f32, O>::new(0.0f32);
     let mut dv = Vector::<f32, O>::new(0.0f32);
-    let seen = blocks_that_see(visible, tile.row + consumer * 64u32, extent, plan);
     for step in 0..blocks.count * blocks.heads {
         let stage = stage_of(memory, used + step, plan);
         mbarrier_wait_parity(full(memory, stage.number), stage.parity);
-        let block = blocks.first + step % blocks.count;
-        if block >= seen.first && block < seen.end {
-            let queries = wgmma_operand(stage.a, scores_of.b);
-            let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
-            let dout = wgmma_operand(stage.b, scores_of.b);
-            let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
-            let found = wgmma_wait::<S>(found, scores_of, 1usize);
-            let mut scores = fours::<S>(found, 0usize, columns);
-            let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
-            weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
-            let query = block * comptime!(plan.plan.inner as u32);
-            mask_weights(
-                &mut scores,
-                visible,
-                tile.row + warp_row,
-                query,
-                comptime!(plan.plan),
-            );
-            let weights = left::<A>(&scores, plan);
-            let dout = wgmma_operand(stage.b, gradients_of.b);
-            dv = wgmma_registers_queued::<O, A>(
-                Vector::<f32, O>::reinterpret(dv),
-                weights,
-                dout,
-                gradients_of,
-            );
-            let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
-            let found = fours::<S>(found, 0usize, columns);
-            score_gradients(
-                &mut scores,
-                &found,
-                &slopes,
-                stage.rows,
-                comptime!(plan.plan),
-            );
-            let gradients = left::<A>(&scores, plan);
-            let queries = wgmma_operand(stage.a, gradients_of.b);
-            // Its wait is for all: the sums of the values have ended, too.
-            dk = wgmma_registers::<O, A>(
-                Vector::<f32, O>::reinterpret(dk),
-                gradients,
-                queries,
-                gradients_of,
-            );
-        }
+        let queries = wgmma_operand(stage.a, scores_of.b);
+        let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
+        let dout = wgmma_operand(stage.b, scores_of.b);
+        let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
+        let found = wgmma_wait::<S>(found, scores_of, 1usize);
+        let mut scores = fours::<S>(found, 0usize, columns);
+        let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
+        weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
+        let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
+        mask_weights(
+            &mut scores,
+            visible,
+            tile.row + warp_row,
+            query,
+            comptime!(plan.plan),
+        );
+        let weights = left::<A>(&scores, plan);
+        let dout = wgmma_operand(stage.b, gradients_of.b);
+        dv = wgmma_registers_queued::<O, A>(
+            Vector::<f32, O>::reinterpret(dv),
+            weights,
+            dout,
+            gradients_of,
+        );
+        let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
+        let found = fours::<S>(found, 0usize, columns);
+        score_gradients(
+            &mut scores,
+            &found,
+            &slopes,
+            stage.rows,
+            comptime!(plan.plan),
+        );
+        let gradients = left::<A>(&scores, plan);
+        let queries = wgmma_operand(stage.a, gradients_of.b);
+        // Its wait is for all: the sums of the values have ended, too.
+        dk = wgmma_registers::<O, A>(
+            Vector::<f32, O>::reinterpret(dk),
+            gradients,
+            queries,
+            gradients_of,
+        );
         if leads {
             mbarrier_arrive(empty(memory, stage.number));
         }

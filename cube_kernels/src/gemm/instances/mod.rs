@@ -522,9 +522,9 @@ fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
         all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
     }
     for (work, swiglu, rows, cols, residual) in [
-        ((8, 2, 1, 1), true, 1, 2048, true),
+        ((16, 1, 1, 1), true, 1, 2048, true),
         ((16, 1, 1, 1), false, 1, 2048, true),
-        ((16, 2, 1, 1), true, 1, 4096, true),
+        ((16, 1, 1, 1), true, 1, 4096, true),
         ((16, 1, 1, 1), false, 1, 4096, false),
         ((8, 1, 2, 2), false, 16, 512, true),
     ] {
