@@ -440,7 +440,7 @@ fn attend(
 ) -> Rows {
     let inner = comptime!(plan.plan.inner as u32);
     let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leads = UNIT_POS % 32u32 == 0u32;
+    let leads = UNIT_POS & 31u32 == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
     let (scores_of, output_of) = comptime!((plan.scores(), plan.output()));
     let queries = wgmma_operand(memory.q + consumer * 8192u32, scores_of.a);

@@ -122,7 +122,7 @@ fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm
     for step in from..to {
         let stage = stage_of(memory, used + step, plan);
         mbarrier_wait_parity(full(memory, stage.number), stage.parity);
-        if UNIT_POS % 32u32 == 0u32 {
+        if UNIT_POS & 31u32 == 0u32 {
             mbarrier_arrive(empty(memory, stage.number));
         }
     }
@@ -142,7 +142,7 @@ pub(super) fn keys_and_values(
     #[comptime] plan: Sm90BackwardPlan,
 ) -> Sums {
     let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leads = UNIT_POS % 32u32 == 0u32;
+    let leads = UNIT_POS & 31u32 == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let keys = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
@@ -223,7 +223,7 @@ pub(super) fn queries(
     #[comptime] plan: Sm90BackwardPlan,
 ) -> Array<Vector<f32, Const<4>>> {
     let consumer = thread_in_cta() / 128u32 - 1u32;
-    let leads = UNIT_POS % 32u32 == 0u32;
+    let leads = UNIT_POS & 31u32 == 0u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
     let (scores_of, gradients_of) = comptime!((plan.scores(), plan.gradients()));
     let q = wgmma_operand(memory.own_a + consumer * 8192u32, scores_of.a);
