@@ -22,20 +22,16 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// `count` groups of four accumulators from group `first` on, one for each eight columns.
+/// `count` groups of four accumulators, one for each eight columns.
 #[cube]
-fn fours<S: Size>(
-    sums: Vector<f32, S>,
-    #[comptime] first: usize,
-    #[comptime] count: usize,
-) -> Array<Vector<f32, Const<4>>> {
+fn fours<S: Size>(sums: Vector<f32, S>, #[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
     let mut all = Array::<Vector<f32, Const<4>>>::new(count);
     #[unroll]
     for j in 0..count {
         let mut four = Vector::<f32, Const<4>>::new(0.0f32);
         #[unroll]
         for e in 0..4usize {
-            four.insert(e, sums.extract(comptime!(4 * (first + j) + e)));
+            four.insert(e, sums.extract(comptime!(4 * j + e)));
         }
         all[j] = four;
     }
@@ -162,7 +158,7 @@ pub(super) fn keys_and_values(
         let dout = wgmma_operand(stage.b, scores_of.b);
         let weight_gradients = wgmma_shared_queued::<S>(values, dout, scores_of);
         let found = wgmma_wait::<S>(found, scores_of, 1usize);
-        let mut scores = fours::<S>(found, 0usize, columns);
+        let mut scores = fours::<S>(found, columns);
         let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
         weigh(&mut scores, stage.rows, scale, comptime!(plan.plan));
         let query = (blocks.first + step % blocks.count) * comptime!(plan.plan.inner as u32);
@@ -182,7 +178,7 @@ pub(super) fn keys_and_values(
             gradients_of,
         );
         let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
-        let found = fours::<S>(found, 0usize, columns);
+        let found = fours::<S>(found, columns);
         score_gradients(
             &mut scores,
             &found,
@@ -204,8 +200,8 @@ pub(super) fn keys_and_values(
         }
     }
     Sums {
-        a: fours::<O>(Vector::<f32, O>::reinterpret(dk), 0usize, count),
-        b: fours::<O>(Vector::<f32, O>::reinterpret(dv), 0usize, count),
+        a: fours::<O>(Vector::<f32, O>::reinterpret(dk), count),
+        b: fours::<O>(Vector::<f32, O>::reinterpret(dv), count),
     }
 }
 
@@ -281,10 +277,10 @@ pub(super) fn queries(
                 );
             }
             let found = wgmma_wait::<S>(found, scores_of, comptime!(1 + part));
-            let mut scores = fours::<S>(found, 0usize, columns);
+            let mut scores = fours::<S>(found, columns);
             let slopes = bound(&problem.problem, &mut scores, comptime!(plan.plan));
             let found = wgmma_wait::<S>(weight_gradients, scores_of, part);
-            let found = fours::<S>(found, 0usize, columns);
+            let found = fours::<S>(found, columns);
             query_gradients(
                 &mut scores,
                 &found,
@@ -325,7 +321,7 @@ pub(super) fn queries(
         }
     }
     pass_over(memory, used, end, blocks.count, plan);
-    fours::<O>(Vector::<f32, O>::reinterpret(dq), 0usize, count)
+    fours::<O>(Vector::<f32, O>::reinterpret(dq), count)
 }
 
 /// Where a tile is written.

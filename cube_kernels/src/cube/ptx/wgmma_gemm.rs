@@ -1,5 +1,10 @@
 //! GEMMs of one warpgroup from shared memory, of a fixed depth: a block of `wgmma` instructions,
-//! which has ended when the block has (sm_90a).
+//! which have ended when the block has, or are queued as a group that still runs (sm_90a).
+//!
+//! A block takes sums in and gives them out, as two sets of registers, which ptxas makes one where it
+//! can. Where it cannot it copies all of them around each block, or waits for each instruction. It can
+//! where sums in flight are read by a wait alone, no sums are in flight from one iteration of a loop to
+//! the next, and the last GEMM of an iteration waits in its own block.
 //!
 //! The text of a block is made for its sizes. Registers of a block are numbered from its results
 //! on, then its inputs in order.
@@ -202,12 +207,6 @@ impl Block {
     }
 }
 
-/// [`wgmma_shared()`].
-fn shared_text(gemm: WgmmaGemm) -> String {
-    let block = Block::new(gemm.accumulators()).begin();
-    block.gemm(gemm, Left::Shared, false).end()
-}
-
 /// [`wgmma_shared_queued()`].
 fn shared_queued_text(gemm: WgmmaGemm) -> String {
     let block = Block::new(gemm.accumulators()).begin();
@@ -237,13 +236,6 @@ fn wait_text(sums: usize, pending: usize) -> String {
     text
 }
 
-/// [`wgmma_shared_pair()`].
-fn shared_pair_text(gemm: WgmmaGemm) -> String {
-    let block = Block::new(2 * gemm.accumulators()).begin();
-    let block = block.gemm(gemm, Left::Shared, false);
-    block.gemm(gemm, Left::Shared, false).end()
-}
-
 /// [`wgmma_registers()`].
 fn registers_text(gemm: WgmmaGemm) -> String {
     let sums = gemm.accumulators();
@@ -251,32 +243,10 @@ fn registers_text(gemm: WgmmaGemm) -> String {
     block.gemm(gemm, Left::Registers, true).end()
 }
 
-/// [`wgmma_registers_pair()`].
-fn registers_pair_text(gemm: WgmmaGemm) -> String {
-    let sums = 2 * gemm.accumulators();
-    let block = Block::new(sums).sums(0, sums).begin();
-    let block = block.gemm(gemm, Left::Registers, true);
-    block.gemm(gemm, Left::Registers, true).end()
-}
-
-/// `a · b` of `gemm`, 64 rows: both operands in shared memory, given by their descriptors. `S` is
-/// `gemm.accumulators()`.
+/// `a · b` of `gemm`, 64 rows, as a group that still runs: both operands in shared memory, given by
+/// their descriptors. `S` is `gemm.accumulators()`; [`wgmma_wait()`] has the results.
 ///
 /// PTX ISA "wgmma.mma_async"; PTX 8.0, sm_90a.
-#[cube]
-pub fn wgmma_shared<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vector<f32, S> {
-    let a = u64::reinterpret(a);
-    let b = u64::reinterpret(b);
-    let sums: Vector<f32, S>;
-    gpu_asm!(
-        "// {d} {a} {b}
-    {text}",
-        d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_text(gemm)
-    );
-    Vector::<f32, S>::reinterpret(sums)
-}
-
-/// [`wgmma_shared()`] as a group of its own, which still runs: [`wgmma_wait()`] has its results.
 #[cube]
 pub fn wgmma_shared_queued<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm) -> Vector<f32, S> {
     let a = u64::reinterpret(a);
@@ -399,30 +369,6 @@ pub fn wgmma_registers_scaled_queued<S: Size, A: Size>(
     Vector::<f32, S>::reinterpret(result)
 }
 
-/// Two of [`wgmma_shared()`], the accumulators of one behind those of the other. `S` is twice
-/// `gemm.accumulators()`.
-#[cube]
-pub fn wgmma_shared_pair<S: Size>(
-    a0: u64,
-    b0: u64,
-    a1: u64,
-    b1: u64,
-    #[comptime] gemm: WgmmaGemm,
-) -> Vector<f32, S> {
-    let a0 = u64::reinterpret(a0);
-    let b0 = u64::reinterpret(b0);
-    let a1 = u64::reinterpret(a1);
-    let b1 = u64::reinterpret(b1);
-    let sums: Vector<f32, S>;
-    gpu_asm!(
-        "// {d} {a0} {b0} {a1} {b1}
-    {text}",
-        d = out(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1, b1 = in(_) b1,
-        text = const shared_pair_text(gemm)
-    );
-    Vector::<f32, S>::reinterpret(sums)
-}
-
 /// `sums + a · b` of `gemm`, 64 rows: the left operand in registers, the right one given by its
 /// descriptor. `S` is `gemm.accumulators()`, `A` is `gemm.fragments()`; fragments of 16 elements of
 /// the contraction follow each other, four registers each.
@@ -444,32 +390,6 @@ pub fn wgmma_registers<S: Size, A: Size>(
     {text}",
         d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
         text = const registers_text(gemm)
-    );
-    Vector::<f32, S>::reinterpret(result)
-}
-
-/// Two of [`wgmma_registers()`], the accumulators of one behind those of the other. `S` is twice
-/// `gemm.accumulators()`.
-#[cube]
-pub fn wgmma_registers_pair<S: Size, A: Size>(
-    sums: Vector<f32, S>,
-    a0: Vector<u32, A>,
-    b0: u64,
-    a1: Vector<u32, A>,
-    b1: u64,
-    #[comptime] gemm: WgmmaGemm,
-) -> Vector<f32, S> {
-    let sums = Vector::<f32, S>::reinterpret(sums);
-    let a0 = Vector::<u32, A>::reinterpret(a0);
-    let b0 = u64::reinterpret(b0);
-    let a1 = Vector::<u32, A>::reinterpret(a1);
-    let b1 = u64::reinterpret(b1);
-    let result: Vector<f32, S>;
-    gpu_asm!(
-        "// {d} {c} {a0} {b0} {a1} {b1}
-    {text}",
-        d = out(_) result, c = in(_) sums, a0 = in(_) a0, b0 = in(_) b0, a1 = in(_) a1,
-        b1 = in(_) b1, text = const registers_pair_text(gemm)
     );
     Vector::<f32, S>::reinterpret(result)
 }
