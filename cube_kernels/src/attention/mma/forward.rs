@@ -211,7 +211,7 @@ pub fn online_softmax(
 
 /// Four accumulators of strip `row / 2`, two of each of its rows of a lane, times their factors.
 #[cube]
-pub fn rescaled(
+fn rescaled(
     four: Vector<f32, Const<4>>,
     factors: &Array<f32>,
     #[comptime] row: usize,

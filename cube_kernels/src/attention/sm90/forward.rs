@@ -9,6 +9,7 @@
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
 
+use super::accumulators::{four_of, left};
 use crate::{
     attention::mma::{
         forward::{Rows, cap_all, first_highest, first_sum, mask, row_factors, weigh},
@@ -18,10 +19,10 @@ use crate::{
     cube::{
         hadamard::Signs,
         ptx::{
-            Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared, ld_shared_v4,
+            BlockEnd, Major, WgmmaGemm, WgmmaOperand, cvta_to_shared, ld_shared, ld_shared_v4,
             mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, named_barrier_sync,
             setmaxnreg_dec, setmaxnreg_inc, st_shared, wgmma_operand, wgmma_registers_scaled,
-            wgmma_registers_scaled_queued, wgmma_shared_queued, wgmma_wait, wgmma_wait_behind,
+            wgmma_shared_queued, wgmma_wait, wgmma_wait_behind,
         },
     },
     gemm::arguments::thread_in_cta,
@@ -486,13 +487,14 @@ fn attend(
             if comptime!(part == 1) {
                 let before = stage_of(memory, used + step - 1u32, plan);
                 mbarrier_wait_parity(full(memory, before.values), before.parity);
-                sums = wgmma_registers_scaled_queued::<O, A>(
+                sums = wgmma_registers_scaled::<O, A>(
                     Vector::<f32, O>::reinterpret(sums),
                     low,
                     high,
                     Vector::<u32, A>::reinterpret(weights),
                     wgmma_operand(before.v, output_of.b),
                     output_of,
+                    BlockEnd::Runs,
                 );
             }
             let found = wgmma_wait::<S>(found, scores_of, part);
@@ -532,17 +534,7 @@ fn attend(
                     mbarrier_arrive(empty(memory, before.values));
                 }
             }
-            let mut packed = Vector::<u32, A>::new(0u32);
-            #[unroll]
-            for j in 0..comptime!(plan.plan.inner / 8) {
-                let four = scores[j];
-                let kind = comptime!(plan.plan.kind);
-                let low = pack(four.extract(0usize), four.extract(1usize), kind);
-                let high = pack(four.extract(2usize), four.extract(3usize), kind);
-                packed.insert(comptime!(2 * j), low);
-                packed.insert(comptime!(2 * j + 1), high);
-            }
-            weights = packed;
+            weights = left::<A>(&scores, comptime!(plan.plan));
         }
     }
     if count > 0u32 {
@@ -555,6 +547,7 @@ fn attend(
             Vector::<u32, A>::reinterpret(weights),
             wgmma_operand(last.v, output_of.b),
             output_of,
+            BlockEnd::Waits,
         );
         if leads {
             mbarrier_arrive(empty(memory, last.values));
@@ -566,17 +559,6 @@ fn attend(
         rows.out[j] = four_of::<O>(sums, j);
     }
     rows
-}
-
-/// Group `j` of four accumulators.
-#[cube]
-fn four_of<N: Size>(sums: Vector<f32, N>, #[comptime] j: usize) -> Vector<f32, Const<4>> {
-    let mut four = Vector::<f32, Const<4>>::new(0.0f32);
-    #[unroll]
-    for e in 0..4usize {
-        four.insert(e, sums.extract(comptime!(4 * j + e)));
-    }
-    four
 }
 
 /// Where a tile is written.

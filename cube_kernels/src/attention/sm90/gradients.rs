@@ -3,6 +3,7 @@
 
 use cubecl::prelude::*;
 
+use super::accumulators::{fours, left};
 use super::backward_problem::{
     BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Tile, empty, full, stage_of,
 };
@@ -16,46 +17,11 @@ use crate::{
         problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
     },
     cube::ptx::{
-        ld_shared_v4, mbarrier_arrive, mbarrier_wait_parity, st_shared, wgmma_operand,
-        wgmma_registers, wgmma_registers_queued, wgmma_shared_queued, wgmma_wait,
+        BlockEnd, ld_shared_v4, mbarrier_arrive, mbarrier_wait_parity, st_shared, wgmma_operand,
+        wgmma_registers, wgmma_shared_queued, wgmma_wait,
     },
     gemm::arguments::thread_in_cta,
 };
-
-/// `count` groups of four accumulators, one for each eight columns.
-#[cube]
-fn fours<S: Size>(sums: Vector<f32, S>, #[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
-    let mut all = Array::<Vector<f32, Const<4>>>::new(count);
-    #[unroll]
-    for j in 0..count {
-        let mut four = Vector::<f32, Const<4>>::new(0.0f32);
-        #[unroll]
-        for e in 0..4usize {
-            four.insert(e, sums.extract(comptime!(4 * j + e)));
-        }
-        all[j] = four;
-    }
-    all
-}
-
-/// The left operand of the next GEMM.
-#[cube]
-fn left<A: Size>(
-    sums: &Array<Vector<f32, Const<4>>>,
-    #[comptime] plan: Sm90BackwardPlan,
-) -> Vector<u32, A> {
-    let mut words = Vector::<u32, A>::new(0u32);
-    #[unroll]
-    for j in 0..comptime!(plan.plan.inner / 8) {
-        let four = sums[j];
-        let kind = comptime!(plan.plan.kind);
-        let low = pack(four.extract(0usize), four.extract(1usize), kind);
-        let high = pack(four.extract(2usize), four.extract(3usize), kind);
-        words.insert(comptime!(2 * j), low);
-        words.insert(comptime!(2 * j + 1), high);
-    }
-    words
-}
 
 /// The gradients of a warpgroup's keys and values, not scaled.
 #[derive(CubeType)]
@@ -169,13 +135,14 @@ pub(super) fn keys_and_values(
             query,
             comptime!(plan.plan),
         );
-        let weights = left::<A>(&scores, plan);
+        let weights = left::<A>(&scores, comptime!(plan.plan));
         let dout = wgmma_operand(stage.b, gradients_of.b);
-        dv = wgmma_registers_queued::<O, A>(
+        dv = wgmma_registers::<O, A>(
             Vector::<f32, O>::reinterpret(dv),
             weights,
             dout,
             gradients_of,
+            BlockEnd::Runs,
         );
         let found = wgmma_wait::<S>(weight_gradients, scores_of, 1usize);
         let found = fours::<S>(found, columns);
@@ -186,7 +153,7 @@ pub(super) fn keys_and_values(
             stage.rows,
             comptime!(plan.plan),
         );
-        let gradients = left::<A>(&scores, plan);
+        let gradients = left::<A>(&scores, comptime!(plan.plan));
         let queries = wgmma_operand(stage.a, gradients_of.b);
         // Its wait is for all: the sums of the values have ended, too.
         dk = wgmma_registers::<O, A>(
@@ -194,6 +161,7 @@ pub(super) fn keys_and_values(
             gradients,
             queries,
             gradients_of,
+            BlockEnd::Waits,
         );
         if leads {
             mbarrier_arrive(empty(memory, stage.number));
@@ -269,11 +237,12 @@ pub(super) fn queries(
             let weight_gradients = wgmma_shared_queued::<S>(dout, values, scores_of);
             if comptime!(part == 1) {
                 let before = stage_of(memory, used + step - 1u32, plan);
-                dq = wgmma_registers_queued::<O, A>(
+                dq = wgmma_registers::<O, A>(
                     Vector::<f32, O>::reinterpret(dq),
                     Vector::<u32, A>::reinterpret(left_of),
                     wgmma_operand(before.a, gradients_of.b),
                     gradients_of,
+                    BlockEnd::Runs,
                 );
             }
             let found = wgmma_wait::<S>(found, scores_of, comptime!(1 + part));
@@ -304,7 +273,7 @@ pub(super) fn queries(
                     mbarrier_arrive(empty(memory, before.number));
                 }
             }
-            left_of = left::<A>(&scores, plan);
+            left_of = left::<A>(&scores, comptime!(plan.plan));
         }
     }
     if end > first {
@@ -315,6 +284,7 @@ pub(super) fn queries(
             Vector::<u32, A>::reinterpret(left_of),
             keys,
             gradients_of,
+            BlockEnd::Waits,
         );
         if leads {
             mbarrier_arrive(empty(memory, last.number));

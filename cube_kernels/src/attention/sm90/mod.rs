@@ -1,6 +1,7 @@
 //! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
 //! in registers, a producer warpgroup and consumer warpgroups.
 
+mod accumulators;
 pub mod backward;
 pub mod backward_problem;
 pub mod forward;

@@ -86,7 +86,17 @@ enum Left {
     Registers,
 }
 
-/// The text of a block: its GEMMs are queued one after another, and have all ended when it has.
+/// What a block leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BlockEnd {
+    /// Nothing: all groups have ended, those of blocks before too.
+    Waits,
+    /// Its GEMM as a group of its own, which still runs: [`wgmma_wait()`] has its results. Before a
+    /// wait only another block may read them.
+    Runs,
+}
+
+/// The text of a block: its GEMMs are queued one after another.
 struct Block {
     text: String,
     /// Registers that are results.
@@ -191,18 +201,13 @@ impl Block {
         self
     }
 
-    /// The whole text, of a block that ends with its GEMMs.
-    fn end(self) -> String {
-        self.commit("wgmma.wait_group.sync.aligned 0; }")
-    }
-
-    /// The whole text, of a block whose GEMMs are one group, and still run when it ends.
-    fn queued(self) -> String {
-        self.commit("}")
-    }
-
-    fn commit(self, rest: &str) -> String {
+    /// The whole text.
+    fn end(self, end: BlockEnd) -> String {
         debug_assert!(self.written <= self.results);
+        let rest = match end {
+            BlockEnd::Waits => "wgmma.wait_group.sync.aligned 0; }",
+            BlockEnd::Runs => "}",
+        };
         self.text + "wgmma.commit_group.sync.aligned;\n" + rest
     }
 }
@@ -210,21 +215,21 @@ impl Block {
 /// [`wgmma_shared_queued()`].
 fn shared_queued_text(gemm: WgmmaGemm) -> String {
     let block = Block::new(gemm.accumulators()).begin();
-    block.gemm(gemm, Left::Shared, false).queued()
+    block.gemm(gemm, Left::Shared, false).end(BlockEnd::Runs)
 }
 
-/// [`wgmma_registers_queued()`].
-fn registers_queued_text(gemm: WgmmaGemm) -> String {
+/// [`wgmma_registers()`].
+fn registers_text(gemm: WgmmaGemm, end: BlockEnd) -> String {
     let sums = gemm.accumulators();
     let block = Block::new(sums).sums(0, sums).begin();
-    block.gemm(gemm, Left::Registers, true).queued()
+    block.gemm(gemm, Left::Registers, true).end(end)
 }
 
 /// [`wgmma_registers_scaled()`].
-fn registers_scaled_block(gemm: WgmmaGemm) -> Block {
+fn registers_scaled_text(gemm: WgmmaGemm, end: BlockEnd) -> String {
     let sums = gemm.accumulators();
     let block = Block::new(sums).scaled_sums(0, sums).begin();
-    block.gemm(gemm, Left::Registers, true)
+    block.gemm(gemm, Left::Registers, true).end(end)
 }
 
 /// [`wgmma_wait()`] for `sums` results, with `pending` groups still running.
@@ -234,13 +239,6 @@ fn wait_text(sums: usize, pending: usize) -> String {
         let _ = writeln!(text, "mov.f32 %{i}, %{};", sums + i);
     }
     text
-}
-
-/// [`wgmma_registers()`].
-fn registers_text(gemm: WgmmaGemm) -> String {
-    let sums = gemm.accumulators();
-    let block = Block::new(sums).sums(0, sums).begin();
-    block.gemm(gemm, Left::Registers, true).end()
 }
 
 /// `a · b` of `gemm`, 64 rows, as a group that still runs: both operands in shared memory, given by
@@ -258,27 +256,6 @@ pub fn wgmma_shared_queued<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm)
         d = out(_) sums, a = in(_) a, b = in(_) b, text = const shared_queued_text(gemm)
     );
     Vector::<f32, S>::reinterpret(sums)
-}
-
-/// [`wgmma_registers()`] as a group of its own, which still runs: [`wgmma_wait()`] has its results.
-#[cube]
-pub fn wgmma_registers_queued<S: Size, A: Size>(
-    sums: Vector<f32, S>,
-    a: Vector<u32, A>,
-    b: u64,
-    #[comptime] gemm: WgmmaGemm,
-) -> Vector<f32, S> {
-    let sums = Vector::<f32, S>::reinterpret(sums);
-    let a = Vector::<u32, A>::reinterpret(a);
-    let b = u64::reinterpret(b);
-    let result: Vector<f32, S>;
-    gpu_asm!(
-        "// {d} {c} {a} {b}
-    {text}",
-        d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
-        text = const registers_queued_text(gemm)
-    );
-    Vector::<f32, S>::reinterpret(result)
 }
 
 /// `sums`, the results of a queued group of `gemm`, when at most the last `pending` groups still
@@ -327,6 +304,7 @@ pub fn wgmma_registers_scaled<S: Size, A: Size>(
     a: Vector<u32, A>,
     b: u64,
     #[comptime] gemm: WgmmaGemm,
+    #[comptime] end: BlockEnd,
 ) -> Vector<f32, S> {
     let sums = Vector::<f32, S>::reinterpret(sums);
     let low = f32::reinterpret(low);
@@ -338,33 +316,7 @@ pub fn wgmma_registers_scaled<S: Size, A: Size>(
         "// {d} {c} {l} {h} {a} {b}
     {text}",
         d = out(_) result, c = in(_) sums, l = in(_) low, h = in(_) high, a = in(_) a, b = in(_) b,
-        text = const registers_scaled_block(gemm).end()
-    );
-    Vector::<f32, S>::reinterpret(result)
-}
-
-/// [`wgmma_registers_scaled()`] as a group of its own, which still runs: nothing but another block
-/// may read its results before a wait.
-#[cube]
-pub fn wgmma_registers_scaled_queued<S: Size, A: Size>(
-    sums: Vector<f32, S>,
-    low: f32,
-    high: f32,
-    a: Vector<u32, A>,
-    b: u64,
-    #[comptime] gemm: WgmmaGemm,
-) -> Vector<f32, S> {
-    let sums = Vector::<f32, S>::reinterpret(sums);
-    let low = f32::reinterpret(low);
-    let high = f32::reinterpret(high);
-    let a = Vector::<u32, A>::reinterpret(a);
-    let b = u64::reinterpret(b);
-    let result: Vector<f32, S>;
-    gpu_asm!(
-        "// {d} {c} {l} {h} {a} {b}
-    {text}",
-        d = out(_) result, c = in(_) sums, l = in(_) low, h = in(_) high, a = in(_) a, b = in(_) b,
-        text = const registers_scaled_block(gemm).queued()
+        text = const registers_scaled_text(gemm, end)
     );
     Vector::<f32, S>::reinterpret(result)
 }
@@ -380,6 +332,7 @@ pub fn wgmma_registers<S: Size, A: Size>(
     a: Vector<u32, A>,
     b: u64,
     #[comptime] gemm: WgmmaGemm,
+    #[comptime] end: BlockEnd,
 ) -> Vector<f32, S> {
     let sums = Vector::<f32, S>::reinterpret(sums);
     let a = Vector::<u32, A>::reinterpret(a);
@@ -389,7 +342,7 @@ pub fn wgmma_registers<S: Size, A: Size>(
         "// {d} {c} {a} {b}
     {text}",
         d = out(_) result, c = in(_) sums, a = in(_) a, b = in(_) b,
-        text = const registers_text(gemm)
+        text = const registers_text(gemm, end)
     );
     Vector::<f32, S>::reinterpret(result)
 }
