@@ -336,6 +336,30 @@ pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
+/// What training makes of activations where the backward quantizes what the forward did: a rowwise
+/// tensor that a GEMM multiplies and the backward reads, packed and then dequantized, and in both
+/// storages from one read.
+pub fn both_storages(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    let bytes = inputs.bytes(1.0) + 2.0 * inputs.elements();
+    for (name, copy) in [
+        ("row RN", copy_of(NEAREST, None)),
+        ("row SR", copy_of(stochastic(), None)),
+        ("row 4/6 MSE", scaled(NEAREST, MSE)),
+    ] {
+        section.time(&format!("{name}: packed, then dequantized"), bytes, |i| {
+            let x = inputs.get(i);
+            let request = inputs.with(copy.clone());
+            let made = quantize::quantize(&client, x, ONE, Usage::Rowwise, &request).unwrap();
+            decode(&client, &made);
+        });
+        section.time(&format!("{name}: both storages"), bytes, |i| {
+            let request = inputs.with(copy.clone());
+            quantize::quantize_in_both_storages(&client, inputs.get(i), &request).unwrap();
+        });
+    }
+}
+
 /// The microscaling formats, in both usages.
 fn mx(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
     let client = section.client();

@@ -119,6 +119,10 @@ fn unscaled(bench: &mut Bench) {
         let name = format!("unscaled 8192x{cols}");
         matrix(bench, name, Full, (8192, cols), dense::unscaled);
     }
+    for (rows, cols) in [(16384, 768), (16384, 2048), (8192, 8192)] {
+        let name = format!("both storages {rows}x{cols}");
+        matrix(bench, name, Full, (rows, cols), dense::both_storages);
+    }
 }
 
 fn deepseek(bench: &mut Bench) {

@@ -65,8 +65,8 @@ pub use plan::QuantRequest;
 pub use prologue::{GateUp, Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
-    quantize, quantize_both, quantize_col, quantize_operands, quantize_row, quantize_side_by_side,
-    quantize_tile, quantize_tile_copy, quantize_tile_with,
+    quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,
+    quantize_row, quantize_side_by_side, quantize_tile, quantize_tile_copy, quantize_tile_with,
 };
 pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use swizzle::{

@@ -137,6 +137,34 @@ fn check_whole_tiles(copy: &DeviceNvfp4Params, usage: crate::Usage) -> Result<()
     ))
 }
 
+/// Fails unless values can be written of a tensor that is made as `copy` says.
+pub(super) fn check_values_layout(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
+    match copy.layout {
+        ScaleLayout::Compact => Ok(()),
+        ScaleLayout::Swizzled128x4 => Err(Nvfp4Error::value(
+            "layout",
+            format!("{:?} for bf16 values", copy.layout),
+            "Compact: no GEMM that reads values reads tiles of scales",
+        )),
+    }
+}
+
+/// Where a kernel writes all of `out`.
+pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
+    let blocks = out.code_blocks();
+    // SAFETY (of every argument): allocated for it.
+    match out.layout.storage {
+        Storage::Bf16Unscaled => {
+            QuantOutArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
+        }
+        Storage::Packed => {
+            let codes = unsafe { buffer(&out.codes, blocks) };
+            let scales = unsafe { buffer(&out.scales, out.scale_bytes()) };
+            QuantOutArgs::Packed(PackedOutLaunch::new(codes, scales))
+        }
+    }
+}
+
 impl QuantArgs {
     /// Checks the request for a copy of `x` along `usage` and allocates the copy.
     pub fn new(
@@ -194,12 +222,8 @@ impl QuantArgs {
             ..Layout::nvfp4(rows, x.cols, usage)
         };
         let unscaled = form == Storage::Bf16Unscaled;
-        if unscaled && copy.layout != ScaleLayout::Compact {
-            return Err(Nvfp4Error::value(
-                "layout",
-                format!("{:?} for bf16 values", copy.layout),
-                "Compact: there are no scales to swizzle",
-            ));
+        if unscaled {
+            check_values_layout(copy)?;
         }
         let maxima = amax_len(&layout, groups);
         check_memory("amax", amax, maxima * 4)?;
@@ -250,16 +274,7 @@ impl QuantArgs {
 
     /// Where the tensor is written.
     pub fn memory(&self) -> QuantOutArgs {
-        let blocks = self.out.code_blocks();
-        // SAFETY (of every argument): allocated for it.
-        match self.plan.unscaled {
-            true => QuantOutArgs::Bf16Unscaled(unsafe { buffer(&self.out.codes, blocks * 2) }),
-            false => {
-                let codes = unsafe { buffer(&self.out.codes, blocks) };
-                let scales = unsafe { buffer(&self.out.scales, self.out.scale_bytes()) };
-                QuantOutArgs::Packed(PackedOutLaunch::new(codes, scales))
-            }
-        }
+        memory_of(&self.out)
     }
 
     /// What was drawn for the tensor.

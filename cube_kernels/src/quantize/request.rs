@@ -5,7 +5,7 @@ use cubecl::{client::Client, server::Handle};
 use super::{
     plan::QuantRequest,
     prologue::Prologue,
-    rowwise::{by_rows, quantize_rows},
+    rowwise::{by_rows, quantize_rows, quantize_rows_in_both_storages},
     tiles::{Kind, launch_tiles},
 };
 use crate::{
@@ -118,6 +118,20 @@ pub fn quantize_operands<'a>(
         }
         (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
     }
+}
+
+/// The rowwise tensor of `x` in both storages from one read of it, `(packed, values)`: as
+/// [`quantize`] makes it, and what its codes and scales stand for, as [`quantize_operands`] writes
+/// it. Where a GEMM multiplies values, this is what it reads next, and what is kept for later.
+///
+/// # Errors
+/// As [`quantize`], and when scales are to be swizzled.
+pub fn quantize_in_both_storages(
+    client: &Client,
+    x: &Matrix,
+    request: &QuantRequest<'_>,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    quantize_rows_in_both_storages(client, x, request)
 }
 
 /// Both copies of `x` from one read of it: `(rowwise, columnwise)`, each as [`quantize`] makes it.

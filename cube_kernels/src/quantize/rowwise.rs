@@ -2,9 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::plan::{QuantArgs, QuantPlan, QuantRequest, QuantTarget, check_packed_cols};
+use super::plan::{
+    QuantArgs, QuantOut, QuantOutArgs, QuantPlan, QuantRequest, QuantTarget, check_packed_cols,
+    check_values_layout, memory_of,
+};
 use crate::{
-    BLOCK, BlockScaling, HadamardSize, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
     capabilities::conversion_of,
     cube::{
         block::{Encoded, block_amax, pairs_amax, quantize_with_amax},
@@ -50,17 +53,51 @@ pub(super) fn quantize_rows(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    (request, form): (&QuantRequest<'_>, Storage),
+    request: (&QuantRequest<'_>, Storage),
 ) -> Result<DeviceQuantized, Nvfp4Error> {
+    let args = row_args(client, x, groups, request)?;
+    launch_rows(client, x, &args, None);
+    Ok(args.out)
+}
+
+/// The rowwise tensor of a matrix as codes and scales, and as their values.
+pub(super) fn quantize_rows_in_both_storages(
+    client: &Client,
+    x: &Matrix,
+    request: &QuantRequest<'_>,
+) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
+    check_values_layout(&request.copy)?;
+    let args = row_args(client, x, &Groups::One, (request, Storage::Packed))?;
+    let layout = Layout {
+        storage: Storage::Bf16Unscaled,
+        ..args.out.layout
+    };
+    let values = DeviceQuantized::empty(client, layout, Groups::One, request.amax);
+    launch_rows(client, x, &args, Some(&values));
+    Ok((args.out, values))
+}
+
+/// Checks the request for a rowwise tensor and allocates it.
+fn row_args(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    (request, form): (&QuantRequest<'_>, Storage),
+) -> Result<QuantArgs, Nvfp4Error> {
     x.check("x")?;
     groups.check(x.rows)?;
     check_packed_cols(x)?;
     check_row_transform(&request.copy)?;
     let conversion = conversion_of(client);
-    let args = QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)?;
+    QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)
+}
+
+/// Writes the tensor of `args`, and its values to `values`, if there is such a place.
+fn launch_rows(client: &Client, x: &Matrix, args: &QuantArgs, values: Option<&DeviceQuantized>) {
     if x.is_empty() {
-        return Ok(args.out);
+        return;
     }
+    let groups = &args.out.groups;
     let plan = args.plan;
     let (group_offsets, group_count) = match groups {
         // SAFETY: groups were checked to have one offset more than their number.
@@ -94,6 +131,7 @@ pub(super) fn quantize_rows(
             words.width,
             words.arg(),
             args.target(),
+            values.map_or(QuantOutArgs::Absent, memory_of),
             RowGroupsLaunch::new(group_offsets, group_count),
             x.rows,
             blocks,
@@ -102,11 +140,11 @@ pub(super) fn quantize_rows(
                 across,
                 whole_tiles,
                 find_groups,
+                with_values: values.is_some(),
                 kind: x.dtype,
             },
         );
     }
-    Ok(args.out)
 }
 
 /// Neighbouring scale tiles of 128x4 that are quantized together, where rows have a multiple of
@@ -124,6 +162,8 @@ pub struct RowPlan {
     pub whole_tiles: bool,
     /// Whether the amax of a row is that of its group.
     pub find_groups: bool,
+    /// Whether values are written beside codes and scales.
+    pub with_values: bool,
     /// The element type of `x`.
     pub kind: FloatKind,
 }
@@ -142,10 +182,13 @@ pub struct RowGroups {
 /// both orders. With `find_groups` rows behind the last group are not written. A cube then has
 /// neighbouring rows, so that its units seldom come to another group, which they look for by
 /// bisection and whose scale they compute.
+///
+/// `values` is where code times block scale is written, too, of a tensor that is packed.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
     mut target: QuantTarget,
+    mut values: QuantOut,
     groups: RowGroups,
     rows: usize,
     blocks: usize,
@@ -154,6 +197,7 @@ pub fn quantize_row_kernel<N: Size>(
     let (plan, kind) = comptime!((rowwise.quant, rowwise.kind));
     let (across, whole_tiles) = comptime!((rowwise.across, rowwise.whole_tiles));
     let find_groups = comptime!(rowwise.find_groups);
+    let writes_values = comptime!(plan.unscaled || rowwise.with_values);
     let policy = comptime!(plan.policy);
     let shared_scale = GlobalScale::from_amax(target.amax[0], policy.scaling);
     let random = target.draw.resolve(policy);
@@ -187,7 +231,7 @@ pub fn quantize_row_kernel<N: Size>(
     let mut end = items;
     let mut item = ABSOLUTE_POS;
     let mut step = stride;
-    if comptime!(plan.unscaled) {
+    if comptime!(writes_values) {
         end = items.div_ceil(32) * 32usize;
     }
     if comptime!(find_groups) {
@@ -206,7 +250,7 @@ pub fn quantize_row_kernel<N: Size>(
         let mut index = item;
         let mut scale_at = item;
         let mut inside = true;
-        if comptime!(plan.unscaled) {
+        if comptime!(writes_values) {
             inside = item < items;
         }
         let mut block_codes = Vector::<u32, Const<2>>::new(0u32);
@@ -267,24 +311,26 @@ pub fn quantize_row_kernel<N: Size>(
             let largest = row_amax_of(&words, &block, false, plan, kind);
             let encoded =
                 quantize_with_amax(&block, 0usize, largest, &global, logical, &random, policy);
-            if comptime!(plan.unscaled) {
+            if comptime!(writes_values) {
                 block_codes = encoded.codes;
                 scale = encoded.scale;
-            } else {
+            }
+            if comptime!(!plan.unscaled) {
                 target.out.store_codes(index, encoded.codes);
                 target.out.store_scale(scale_at, encoded.scale);
             }
-        } else if comptime!(!plan.unscaled) {
+        } else if comptime!(plan.swizzled) {
             target.out.store_scale(scale_at, 0u32.runtime());
         }
-        if comptime!(plan.unscaled) {
+        if comptime!(writes_values) {
             let block = Encoded {
                 scale,
                 codes: block_codes,
             };
-            target
-                .out
-                .store_values(index, &block, inside, policy.conversion);
+            // One of these is where values are written.
+            let conversion = comptime!(policy.conversion);
+            target.out.store_values(index, &block, inside, conversion);
+            values.store_values(index, &block, inside, conversion);
         }
         item += step;
     }

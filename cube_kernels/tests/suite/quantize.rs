@@ -552,6 +552,7 @@ fn launch_geometry_does_not_matter() {
                         BufferArg::from_raw_parts(found.scales.clone(), blocks),
                     )),
                 ),
+                QuantOutArgs::Absent,
                 RowGroupsLaunch::new(BufferArg::from_raw_parts(amax.clone(), 1), 1),
                 rows,
                 cols / 16,
@@ -559,6 +560,7 @@ fn launch_geometry_does_not_matter() {
                     across: 1,
                     whole_tiles: false,
                     find_groups: false,
+                    with_values: false,
                     kind: FloatKind::F32,
                     quant: QuantPlan {
                         policy: BlockPlan {

@@ -1,9 +1,11 @@
-//! Copies that are written as values instead of codes: they are what codes and scales stand for,
+//! Copies that are written as values instead of codes, or beside them: they are what codes and scales stand for,
 //! and products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a
 //! GPU.
 
 use crate::support::device;
-use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_matrix, upload};
+use crate::support::device::{
+    DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, upload,
+};
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
@@ -131,7 +133,35 @@ fn assert_values(client: &Client, packed: DeviceQuantized, decoded: DeviceQuanti
     assert_floats(&found, &expected, what);
 }
 
-/// One copy alone, and both from one read in every pair of forms.
+/// The bytes of the codes, the scales and the amax values of a packed copy.
+fn packed_bytes(client: &Client, copy: &DeviceQuantized) -> [Vec<u8>; 3] {
+    let blocks = copy.code_blocks();
+    [
+        read_bytes(client, &copy.codes, blocks * 8),
+        read_bytes(client, &copy.scales, blocks),
+        read_bytes(client, &copy.amax, copy.amax_len() * 4),
+    ]
+}
+
+/// From one read of `x` come the row-wise copy `packed`, and its values.
+fn check_both_storages(
+    client: &Client,
+    x: &Matrix,
+    row: &Copy,
+    packed: &DeviceQuantized,
+    what: &str,
+) {
+    let (found, values) =
+        quantize::quantize_in_both_storages(client, x, &row.request()).expect(what);
+    assert_eq!(found.layout, packed.layout, "{what}");
+    let [bytes, expected] = [&found, packed].map(|copy| packed_bytes(client, copy));
+    assert!(bytes == expected, "{what}");
+    let amax = read_bytes(client, &values.amax, values.amax_len() * 4);
+    assert_bytes(&amax, &expected[2], what);
+    assert_values(client, found, values, what);
+}
+
+/// One copy alone, both from one read in every pair of forms, and the row-wise one in both forms.
 fn check<T: DeviceElement>(
     client: &Client,
     x: &[T],
@@ -162,6 +192,8 @@ fn check<T: DeviceElement>(
         copies(client, &x, row, for_col.map(|form| (col, form)))
     });
     let packed = made.next().expect("the first are codes");
+    let of_rows = packed[0].as_ref().expect("asked for");
+    check_both_storages(client, &x, row, of_rows, &format!("{what}: both forms"));
     for (found, forms) in made.zip(&forms[1..]) {
         let forms = [forms.0, forms.1];
         for (i, (found, form)) in found.into_iter().zip(forms).enumerate() {
@@ -170,13 +202,8 @@ fn check<T: DeviceElement>(
             match (found, form) {
                 (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
                 (Some(found), Some(Packed)) => {
-                    let [found, expected] = [found, expected].map(|copy| {
-                        let blocks = copy.code_blocks();
-                        [
-                            read_bytes(client, &copy.codes, blocks * 8),
-                            read_bytes(client, &copy.scales, blocks),
-                        ]
-                    });
+                    let [found, expected] =
+                        [found, expected].map(|copy| packed_bytes(client, &copy));
                     assert!(found == expected, "{what}");
                 }
                 (None, None) => {}
@@ -321,6 +348,12 @@ fn values_are_those_of_the_workspace() {
         for (row, col) in policies().into_iter().zip(policies()) {
             let row = &Copy::new(&client, &x, Usage::Rowwise, row);
             let col = &Copy::new(&client, &x, Usage::Columnwise, col);
+            let both = quantize::quantize_in_both_storages(&client, &x, &row.request());
+            let (packed, values) = both.unwrap();
+            let values = values.values().unwrap();
+            let expected = read_bytes(&client, &decode(&client, &packed), values.len() * 2);
+            let what = format!("{kind:?} both forms {:?}", row.policy);
+            assert_bytes(&bits(&client, &values), &expected, &what);
             let made = |form| copies(&client, &x, Some((row, form)), Some((col, form)));
             for (packed, decoded) in made(Storage::Packed)
                 .into_iter()
@@ -331,7 +364,7 @@ fn values_are_those_of_the_workspace() {
                 let len = values.len() * 2;
                 let expected = read_bytes(&client, &decode(&client, &packed), len);
                 let what = format!("{kind:?} {:?} {:?}", packed.usage(), row.policy);
-                device::assert_bytes(&bits(&client, &values), &expected, &what);
+                assert_bytes(&bits(&client, &values), &expected, &what);
             }
         }
     }
@@ -371,23 +404,60 @@ fn values_of_groups_are_those_of_the_matrix() {
 }
 
 #[test]
-fn swizzled_values_are_refused() {
-    let client = client!("swizzled_values_are_refused");
-    let x = upload(&client, &vec![1.0f32; 256], 16, 16);
-    let amax = quantize::amax(&client, &x, None).unwrap();
-    let request = QuantRequest {
+fn what_values_cannot_be_is_refused() {
+    let client = client!("what_values_cannot_be_is_refused");
+    let wide = upload(&client, &vec![1.0f32; 256], 16, 16);
+    let narrow = upload(&client, &vec![1.0f32; 128], 16, 8);
+    let amax = quantize::amax(&client, &wide, None).unwrap();
+    let request = |params: Nvfp4Params| QuantRequest {
         amax: &amax,
         scope: AmaxGranularity::PerTensor,
-        copy: Nvfp4Params {
-            layout: ScaleLayout::Swizzled128x4,
-            ..Nvfp4Params::new(NEAREST)
-        }
-        .into(),
+        copy: params.into(),
     };
-    let found =
-        quantize::quantize_operands(&client, &x, Some((&request, Storage::Bf16Unscaled)), None);
-    let Err(Nvfp4Error::Value { argument, .. }) = found else {
-        panic!("{found:?}");
+    let argument = |found: Result<(), Nvfp4Error>| match found {
+        Err(Nvfp4Error::Value { argument, .. } | Nvfp4Error::Shape { argument, .. }) => argument,
+        other => panic!("{other:?}"),
     };
-    assert_eq!(argument, "layout");
+    let swizzled = request(Nvfp4Params {
+        layout: ScaleLayout::Swizzled128x4,
+        ..Nvfp4Params::new(NEAREST)
+    });
+    let asked = Some((&swizzled, Storage::Bf16Unscaled));
+    let found = quantize::quantize_operands(&client, &wide, asked, None).map(drop);
+    assert_eq!(argument(found), "layout");
+    let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
+    for (x, request, expected) in [
+        (&wide, swizzled, "layout"),
+        (
+            &narrow,
+            request(policy(NEAREST, BlockScaling::Standard)),
+            "x",
+        ),
+        (
+            &wide,
+            request(policy(STOCHASTIC, four_over_six)),
+            "rounding",
+        ),
+    ] {
+        let found = quantize::quantize_in_both_storages(&client, x, &request).map(drop);
+        assert_eq!(argument(found), expected);
+    }
+}
+
+/// A matrix without rows has both forms, too.
+#[test]
+fn an_empty_matrix_has_both_storages() {
+    let client = client!("an_empty_matrix_has_both_storages");
+    let x = upload::<f32>(&client, &[], 0, 32);
+    let amax = client.create_from_slice(&0f32.to_le_bytes());
+    let row = Copy {
+        policy: Nvfp4Params::new(NEAREST),
+        scope: AmaxGranularity::PerTensor,
+        amax,
+    };
+    let (packed, values) =
+        quantize::quantize_in_both_storages(&client, &x, &row.request()).unwrap();
+    assert_eq!(packed.code_blocks(), 0);
+    let values = values.values().unwrap();
+    assert_eq!((values.rows, values.cols), (0, 32));
 }

@@ -111,9 +111,20 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             copy(false, false, four_over_six, None),
             values(copy(false, false, standard, None)),
         ];
-        let grouped = [(5, row_plans[0], true), (6, row_plans[1], true)];
         let alone = row_plans.into_iter().enumerate();
-        for (i, plan, find_groups) in alone.map(|(i, plan)| (i, plan, false)).chain(grouped) {
+        let alone = alone.map(|(i, plan)| (i, plan, false, false));
+        let others = [
+            (5, row_plans[0], true, false),
+            (6, row_plans[1], true, false),
+            (7, row_plans[0], false, true),
+            (8, row_plans[1], false, true),
+            (9, row_plans[3], false, true),
+        ];
+        for (i, plan, find_groups, with_values) in alone.chain(others) {
+            let values = match with_values {
+                true => QuantOutArgs::Bf16Unscaled(b(BLOCKS)),
+                false => QuantOutArgs::Absent,
+            };
             all.push(instance!(
                 device,
                 quantize_row_kernel,
@@ -123,6 +134,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 4,
                 b(words / 4),
                 target(Some(plan)),
+                values,
                 RowGroupsLaunch::new(b(9), 8),
                 ROWS,
                 COLS / 16,
@@ -131,6 +143,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     across: 2,
                     whole_tiles: true,
                     find_groups,
+                    with_values,
                     kind: dtype,
                 }
             ));
