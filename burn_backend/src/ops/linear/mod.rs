@@ -5,6 +5,7 @@
 //! each group of rows.
 
 mod request;
+mod saved;
 mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
@@ -24,6 +25,7 @@ use super::{
 };
 use request::LinearForms;
 pub(crate) use request::{LinearRequest, RequiresGrad};
+use saved::SavedOperand;
 pub(crate) use weight::SavedWeight;
 use weight::{CachedOperands, weight_slot};
 
@@ -35,11 +37,12 @@ pub(crate) struct LinearGradients<B: Backend> {
     pub(crate) bias: Option<FloatTensor<B>>,
 }
 
-/// The operands of the backward's GEMMs, in their formats, and nothing else.
+/// What the operands of the backward's GEMMs are, or are made from: quantized tensors where they
+/// are quantized, and nothing else.
 #[derive(Clone, Debug)]
 pub(crate) struct SavedForBackward<B: Backend> {
     /// `x` for wgrad, if the weight needs a gradient.
-    x: Option<Operand<B>>,
+    x: Option<SavedOperand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
     pub(crate) w: Option<SavedWeight<B>>,
     /// Columns of `x`, rows of `w`.
@@ -87,7 +90,16 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let probed =
             probe.map(|probe| (probe, probed::<B>(values(), Role::OutputGradient, sharding)));
         let tokens = dy.shape().0;
-        let (row, col) = self.quantize_dy(dy);
+        let gemms = LayerGemms {
+            spec: &spec,
+            groups,
+            context: &self.context,
+            shape: (tokens, self.d_in, dy.shape().1),
+        };
+        let device = dy.device();
+        let dgrad_forms = gemms.dgrad(&device);
+        let wgrad_forms = gemms.wgrad(&device);
+        let (row, col) = self.quantize_dy(dy, dgrad_forms, wgrad_forms);
         if let Some((probe, dy)) = probed {
             let offsets = groups.offsets();
             if let Some(operand) = &row {
@@ -101,16 +113,17 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
         let x = row.zip(self.w).map(|(dy, w)| {
-            let w = w.operand(&spec, dtype);
+            let w = w.operand(groups, (&spec, dgrad_forms.once), dtype);
             match sharding {
                 Some(sharding) => sharding.dgrad(dy, w, dtype),
                 None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
             }
         });
-        let w = self
-            .x
-            .zip(col)
-            .map(|(x, dy)| B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype));
+        let w = self.x.zip(col).map(|(x, dy)| {
+            let asked = (&spec.wgrad_x, wgrad_forms.once);
+            let x = x.operand(groups, asked, Usage::Columnwise, dtype);
+            B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype)
+        });
         let w = match (&self.context.gathered, w) {
             (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad),
             (_, grad) => grad,
@@ -118,26 +131,27 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         LinearGradients { x, w, bias }
     }
 
-    /// `dy` for dgrad and for wgrad, as far as they are required.
-    fn quantize_dy(&self, dy: QuantSource<B>) -> (Option<Operand<B>>, Option<Operand<B>>) {
+    /// `dy` for dgrad and for wgrad, as far as they are required, in the forms of these GEMMs.
+    fn quantize_dy(
+        &self,
+        dy: QuantSource<B>,
+        dgrad: Forms,
+        wgrad: Forms,
+    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let LinearSpec {
             dgrad_dy, wgrad_dy, ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
-        let (device, (tokens, d_out)) = (dy.device(), dy.shape());
-        let gemms = LayerGemms {
-            spec: &self.spec,
-            groups,
-            context: &self.context,
-            shape: (tokens, self.d_in, d_out),
-        };
-        let row_form = gemms.dgrad(&device).once;
+        let row_form = dgrad.once;
         // The contraction of both operands of wgrad is padded as that of the one that is kept.
         let col_form = match &self.x {
-            Some(Operand::Quantized(x)) if x.layout.scale_layout != ScaleLayout::Compact => {
+            Some(SavedOperand::Made(Operand::Quantized(x)))
+                if x.layout.scale_layout != ScaleLayout::Compact =>
+            {
                 StoredForm::WholeTiles
             }
-            _ => match gemms.wgrad(&device).once {
+            Some(SavedOperand::Forward(_)) => wgrad.once,
+            _ => match wgrad.once {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
                 StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
             },
@@ -336,7 +350,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             (requires_w, source) if context.sharding.is_some() => {
                 let sharding = context.sharding.as_ref().expect("there is one");
                 let col = requires_w.then_some((col, forms.wgrad.kept));
-                sharding.input(x, ((row, form), col), source, x_dtype)
+                let (x, saved) = sharding.input(x, ((row, form), col), source, x_dtype);
+                (x, saved.map(SavedOperand::Made))
             }
             (false, _) => {
                 let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
@@ -349,12 +364,16 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                     forms: [form, forms.wgrad.kept],
                 };
                 let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
-                (x, Some(saved))
+                (x, Some(SavedOperand::Made(saved)))
             }
             (true, BackwardSource::Forward) => {
                 let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
-                let (usage, form) = (Usage::Columnwise, forms.wgrad.kept);
-                let saved = requantize::<B>(x.clone(), &groups, col, usage, x_dtype, form);
+                let saved = SavedOperand::of_forward(&x);
+                let saved = saved.filter(|_| probe.is_none()).unwrap_or_else(|| {
+                    let (usage, form) = (Usage::Columnwise, forms.wgrad.kept);
+                    let made = requantize::<B>(x.clone(), &groups, col, usage, x_dtype, form);
+                    SavedOperand::Made(made)
+                });
                 (x, Some(saved))
             }
         };
@@ -362,7 +381,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let offsets = groups.offsets();
             let rows = OperandSource::rows("fprop.x", source.clone(), offsets);
             probe.record(rows, &x, row);
-            if let Some(operand) = &saved_x {
+            if let Some(SavedOperand::Made(operand)) = &saved_x {
                 let columns = OperandSource::columns("wgrad.x", source, offsets);
                 probe.record(columns, operand, col);
             }

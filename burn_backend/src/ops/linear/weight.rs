@@ -6,6 +6,7 @@ use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
 use super::request::{LinearForms, LinearRequest};
+use super::saved::SavedOperand;
 use crate::ops::context::Slot;
 use crate::ops::form::WeightForms;
 use crate::ops::known_amax::{self, KnownAmax};
@@ -25,8 +26,8 @@ use crate::parallel::ProcessGroup;
 /// What dgrad's operand of `w` comes from.
 #[derive(Clone, Debug)]
 pub(crate) enum SavedWeight<B: Backend> {
-    /// It is there.
-    Operand(Operand<B>),
+    /// All of it.
+    Whole(SavedOperand<B>),
     /// This rank's rows, of which it is gathered again: a rank does not hold the whole model
     /// between forward and backward.
     Rows {
@@ -39,9 +40,19 @@ pub(crate) enum SavedWeight<B: Backend> {
 }
 
 impl<B: Nvfp4KernelOps> SavedWeight<B> {
-    pub(super) fn operand(self, spec: &LinearSpec, dtype: FloatDType) -> Operand<B> {
+    /// The operand by the spec of dgrad, for these groups of tokens; in this form, if it is made
+    /// now from that of fprop.
+    pub(super) fn operand(
+        self,
+        groups: &RowGroups<B>,
+        (spec, form): (&LinearSpec, StoredForm),
+        dtype: FloatDType,
+    ) -> Operand<B> {
         match self {
-            Self::Operand(w) => w,
+            Self::Whole(w) => {
+                let asked = (&spec.dgrad_w, form);
+                w.operand(&groups.of_weights(), asked, Usage::Rowwise, dtype)
+            }
             Self::Rows {
                 gathered,
                 rows,
@@ -77,7 +88,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     ) -> (Operand<B>, Option<SavedWeight<B>>) {
         let Some(gathered) = &self.context.gathered else {
             let (forward, backward) = self.whole_weight(dtype, forms);
-            return (forward, backward.map(SavedWeight::Operand));
+            return (forward, backward.map(SavedWeight::Whole));
         };
         let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
         let forms = WeightForms {
@@ -142,25 +153,29 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         &self,
         dtype: FloatDType,
         forms: &LinearForms,
-    ) -> (Operand<B>, Option<Operand<B>>) {
+    ) -> (Operand<B>, Option<SavedOperand<B>>) {
         let dgrad_w = self.spec.dgrad_w;
         let slot = weight_slot::<B>(&self.w.device(), dtype, (&self.spec, &self.context));
         let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
         let (forward, backward) = match cached {
-            Some((forward, Some(backward))) => (forward, Some(backward)),
+            Some((forward, Some(backward))) => (forward, Some(SavedOperand::Made(backward))),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.dgrad_weight(&forward, dtype, forms.dgrad.kept);
+                let backward = self.derived_weight(&forward, dtype, forms.dgrad.kept);
                 return (forward, Some(backward));
             }
             _ => {
-                let made = self.quantize_weight(dtype, forms);
+                let (forward, backward) = self.quantize_weight(dtype, forms);
                 if let Some(slot) = slot {
-                    let (forward, backward) = made.clone();
-                    let backward = backward.filter(|_| dgrad_w.is_deterministic());
-                    slot.put::<CachedOperands<B>>((forward, backward));
+                    let kept = match &backward {
+                        Some(SavedOperand::Made(w)) if dgrad_w.is_deterministic() => {
+                            Some(w.clone())
+                        }
+                        _ => None,
+                    };
+                    slot.put::<CachedOperands<B>>((forward.clone(), kept));
                 }
-                made
+                (forward, backward)
             }
         };
         (forward, backward.filter(|_| self.requires_grad.x))
@@ -171,7 +186,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         &self,
         dtype: FloatDType,
         forms: &LinearForms,
-    ) -> (Operand<B>, Option<Operand<B>>) {
+    ) -> (Operand<B>, Option<SavedOperand<B>>) {
         let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
         let LinearSpec {
             fprop_w, dgrad_w, ..
@@ -205,7 +220,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let forward = quantize::<B>(w, &groups, fprop_w, usage, dtype, col_form);
             (forward, None)
         };
-        let derived = || self.dgrad_weight(&forward, dtype, row_form);
+        let derived = || self.derived_weight(&forward, dtype, row_form);
+        let backward = backward.map(SavedOperand::Made);
         let backward = backward.or_else(|| self.requires_grad.x.then(derived));
         (forward, backward)
     }
@@ -256,6 +272,23 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             Operand::Quantized(col.expect("asked for")),
             row.map(Operand::Quantized),
         ))
+    }
+
+    /// What dgrad needs of `w`, given the forward's operand. What is made from that afresh for each
+    /// backward is made there; the rest may be cached.
+    fn derived_weight(
+        &self,
+        forward: &Operand<B>,
+        dtype: FloatDType,
+        form: StoredForm,
+    ) -> SavedOperand<B> {
+        let is_later = self.spec.source == BackwardSource::Forward
+            && self.context.sharding.is_none()
+            && !self.spec.dgrad_w.is_deterministic();
+        let saved = is_later
+            .then(|| SavedOperand::of_forward(forward))
+            .flatten();
+        saved.unwrap_or_else(|| SavedOperand::Made(self.dgrad_weight(forward, dtype, form)))
     }
 
     /// `w` for dgrad, given the forward's operand.
