@@ -205,3 +205,75 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
         OpsKind::UnTracked(prep) => prep.finish(y),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Tensor};
+    use nvfp4_kernels::PackedReads;
+
+    use super::super::Nvfp4Ops;
+    use super::super::context::tests::{device, spec};
+    use super::*;
+
+    /// In any form of the operands, with the input of the activation kept or computed again,
+    /// outputs and gradients have the same bits.
+    #[test]
+    fn the_form_changes_no_bit() {
+        let (device, dtype, gpu) = device();
+        let [tokens, width, inner] = match gpu {
+            true => [4096, 1024, 2048],
+            false => [72, 48, 64],
+        };
+        let device = device.autodiff();
+        let random = |rows, cols| {
+            let normal = Distribution::Normal(0.0, 1.0);
+            let tensor = Tensor::<2>::random([rows, cols], normal, (&device, DType::F32));
+            tensor.cast(dtype).detach()
+        };
+        let leaves = [(tokens, width), (width, 2 * inner), (inner, width)]
+            .map(|(rows, cols)| random(rows, cols).require_grad());
+        let dy = random(tokens, width);
+        for preset in ["quartet2", "nvidia"] {
+            let layer = |reads| {
+                let context = LinearContext {
+                    reads,
+                    ..LinearContext::default()
+                };
+                (spec(preset), context)
+            };
+            let bytes = |reads: Option<PackedReads>, recompute| {
+                let [x, input, output] = leaves.clone().map(Tensor::into_dispatch);
+                let params = |weight| LinearParams {
+                    weight,
+                    bias: MaybeTensor::Absent,
+                };
+                let spec = FeedForwardSpec {
+                    activation: Activation::SwiGlu,
+                    input: layer(reads),
+                    output: layer(reads),
+                    recompute,
+                };
+                let (input, output) = (params(input), params(output));
+                let y = Dispatch::nvfp4_feed_forward(x, input, output, RowGroups::Whole, spec);
+                let y = Tensor::<2>::from_dispatch(y);
+                let grads = (y.clone() * dy.clone()).sum_dim(1).sum().backward();
+                let mut all = vec![y.inner()];
+                all.extend(
+                    leaves
+                        .iter()
+                        .map(|leaf| leaf.grad(&grads).expect("a gradient")),
+                );
+                let bytes = all.into_iter().map(|x| x.into_data().as_bytes().to_vec());
+                bytes.collect::<Vec<_>>()
+            };
+            let expected = bytes(Some(PackedReads::Compact), false);
+            for reads in [Some(PackedReads::Compact), Some(PackedReads::Bf16), None] {
+                for recompute in [false, true] {
+                    let same = bytes(reads, recompute) == expected;
+                    assert!(same, "{preset}, {reads:?}, recompute: {recompute}");
+                }
+            }
+        }
+    }
+}

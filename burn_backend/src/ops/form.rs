@@ -115,10 +115,7 @@ impl LayerGemm<'_> {
     pub fn forms(&self, reads: PackedReads) -> Forms {
         let is_one_matrix = self.grouped == GroupedAxis::None;
         match reads {
-            PackedReads::Bf16 if is_one_matrix => Forms {
-                once: StoredForm::Bf16Unscaled,
-                kept: StoredForm::ROWS,
-            },
+            PackedReads::Bf16 if is_one_matrix => Forms::BF16,
             PackedReads::Bf16 | PackedReads::Compact => Forms::ROWS,
             PackedReads::Swizzled if self.along_tokens => Forms::both(StoredForm::WholeTiles),
             PackedReads::Swizzled => Forms::both(StoredForm::TILES),
@@ -139,7 +136,14 @@ impl Forms {
     /// Rows of codes and scales.
     pub const ROWS: Self = Self::both(StoredForm::ROWS);
 
-    const fn both(form: StoredForm) -> Self {
+    /// Values for one GEMM, and rows of codes and scales.
+    pub const BF16: Self = Self {
+        once: StoredForm::Bf16Unscaled,
+        kept: StoredForm::ROWS,
+    };
+
+    /// The same of both.
+    pub const fn both(form: StoredForm) -> Self {
         Self {
             once: form,
             kept: form,

@@ -19,7 +19,7 @@ use super::rows;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
+    ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
     QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
@@ -124,6 +124,19 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         let values = activated::<Self>(x, grad, activation);
         Self::nvfp4_quantize(values, groups, usages)
     }
+
+    /// The rowwise tensor of `x`, or of `activation` of its rows, in both storages: those that
+    /// [`nvfp4_quantize`](Self::nvfp4_quantize) makes as [`StoredForm::ROWS`] and as
+    /// [`StoredForm::Bf16Unscaled`] with the same random bits, if there are any. Where one GEMM
+    /// multiplies values and the tensor is kept for another use, GPUs write both from one read.
+    ///
+    /// `params` are NVFP4 in 1x16 blocks, not made by MS-EDEN.
+    #[fusion(meta = meta::quantize_in_both_storages)]
+    fn nvfp4_quantize_in_both_storages(
+        x: FloatTensor<Self>,
+        activation: Option<Activation>,
+        params: QuantParams,
+    ) -> BothStorages<Self>;
 
     /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
     /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
@@ -305,6 +318,20 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
         let groups = inner_groups(groups);
         B::nvfp4_quantize_activation(x, grad, groups, activation, usages).map(constant)
+    }
+
+    fn nvfp4_quantize_in_both_storages(
+        x: FloatTensor<Self>,
+        activation: Option<Activation>,
+        params: QuantParams,
+    ) -> BothStorages<Self> {
+        let x = x.into_primitive();
+        let BothStorages { packed, unscaled } =
+            B::nvfp4_quantize_in_both_storages(x, activation, params);
+        BothStorages {
+            packed: constant(packed),
+            unscaled: constant(unscaled),
+        }
     }
 
     fn nvfp4_requantize(

@@ -9,9 +9,9 @@ use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxesMetadata, AmaxPairMetadata, GemmGroupsMetadata, MaybeTensorMetadata, Named,
-    OperandMetadata, QuantUsages, QuantizedDataMetadata, QuantizedMatrixMetadata,
-    QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
+    ActivationAmaxesMetadata, AmaxPairMetadata, BothStoragesMetadata, GemmGroupsMetadata,
+    MaybeTensorMetadata, Named, OperandMetadata, QuantUsages, QuantizedDataMetadata,
+    QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
 pub(super) fn quantize(
@@ -89,6 +89,23 @@ pub(super) fn quantize_activation(
     usages: &QuantUsages,
 ) -> QuantizedPairMetadata {
     quantize(&activated(x, grad, activation), groups, usages)
+}
+
+pub(super) fn quantize_in_both_storages(
+    x: &TensorSpec,
+    activation: &Option<Activation>,
+    params: &QuantParams,
+) -> BothStoragesMetadata {
+    let cols = x.shape[1] / activation.map_or(1, Activation::inputs);
+    let groups = GroupCount::Whole;
+    let tensor = |form| {
+        let layout = groups.layout((x.shape[0], cols), Usage::Rowwise, params, form);
+        quantized(groups, layout)
+    };
+    BothStoragesMetadata {
+        packed: tensor(StoredForm::ROWS),
+        unscaled: tensor(StoredForm::Bf16Unscaled),
+    }
 }
 
 /// The values of an activation, or of its gradient.

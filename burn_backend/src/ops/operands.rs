@@ -11,9 +11,10 @@ use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
 
 use super::dtype::cast;
+use super::form::Forms;
 use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
-use super::tensors::{Operand, QuantUsages, QuantizedPair, RowGroups};
+use super::tensors::{BothStorages, Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
 /// What is quantized.
@@ -150,6 +151,32 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     };
     let usages = QuantUsages::one(usage, params, form);
     Operand::Quantized(x.quantize(groups, usages).into_one())
+}
+
+/// The rowwise operand of `x` by `spec`, for one GEMM and to be kept: in both `forms`, from one
+/// read, where one kernel writes both; else the same in the form that is kept.
+pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
+    x: QuantSource<B>,
+    groups: &RowGroups<B>,
+    spec: &OperandSpec,
+    dtype: FloatDType,
+    forms: Forms,
+) -> (Operand<B>, Operand<B>) {
+    if let (Forms::BF16, RowGroups::Whole, Some(params)) = (forms, groups, spec.one_amax()) {
+        let (x, activation) = match x {
+            QuantSource::Activation {
+                activation,
+                x,
+                grad: None,
+            } => (x, Some(activation)),
+            x => (x.into_values(), None),
+        };
+        let BothStorages { packed, unscaled } =
+            B::nvfp4_quantize_in_both_storages(x, activation, params);
+        return (Operand::Quantized(unscaled), Operand::Quantized(packed));
+    }
+    let x = quantize::<B>(x, groups, spec, Usage::Rowwise, dtype, forms.kept);
+    (x.clone(), x)
 }
 
 /// How two operands of one matrix are represented.
@@ -327,4 +354,131 @@ fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
 pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTensor<B> {
     let [rows, cols] = [w.shape()[0], w.shape()[1]];
     B::float_reshape(w, Shape::new([count, rows / count, cols]))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Int, Tensor};
+    use nvfp4_kernels::reference::Gelu;
+    use nvfp4_kernels::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding, Storage};
+
+    use super::super::context::tests::device;
+    use super::super::tensors::{QuantizedData, QuantizedMatrix};
+    use super::*;
+
+    const SHAPE: [usize; 2] = [37, 48];
+
+    /// The layout, and the bytes of all tensors.
+    fn parts(made: Operand<Dispatch>) -> (Layout, Vec<Vec<u8>>) {
+        let Operand::Quantized(QuantizedMatrix { data, amax, layout }) = made else {
+            panic!("{made:?} is not quantized");
+        };
+        let float = |x| Tensor::<2>::from_dispatch(x).into_data();
+        let int = |x| Tensor::<2, Int>::from_dispatch(x).into_data();
+        let amax = amax.into_option().expect("one for all");
+        let mut tensors = vec![Tensor::<1>::from_dispatch(amax).into_data()];
+        match data {
+            QuantizedData::Packed { codes, scales } => tensors.extend([int(codes), int(scales)]),
+            QuantizedData::Bf16Unscaled(values) => tensors.push(float(values)),
+        }
+        let bytes = tensors.into_iter().map(|data| data.as_bytes().to_vec());
+        (layout, bytes.collect())
+    }
+
+    /// The activations of `SHAPE`, and their materialized values.
+    fn sources() -> [(QuantSource<Dispatch>, QuantSource<Dispatch>); 3] {
+        let (device, dtype, _) = device();
+        let random = |cols| {
+            let normal = Distribution::Normal(0.0, 1.0);
+            let x = Tensor::<2>::random([SHAPE[0], cols], normal, (&device, DType::F32));
+            x.cast(dtype).into_dispatch()
+        };
+        let (activation, x) = (Activation::SwiGlu, random(2 * SHAPE[1]));
+        let forward = QuantSource::Activation {
+            activation,
+            x: x.clone(),
+            grad: None,
+        };
+        let backward = QuantSource::Activation {
+            activation: Activation::Gelu(Gelu::Tanh),
+            x: random(SHAPE[1]),
+            grad: Some(random(SHAPE[1])),
+        };
+        [QuantSource::Matrix(random(SHAPE[1])), forward, backward]
+            .map(|source| (source.clone(), source.materialized()))
+    }
+
+    /// An operand that is multiplied as values and kept has the bytes of two that are quantized one
+    /// after the other.
+    #[test]
+    fn kept_as_quantized_twice() {
+        let nearest = QuantParams::nvfp4(Rounding::Nearest);
+        let stochastic = Rounding::Stochastic(RandomStream::new(5, 6, 7));
+        let four_over_six = QuantParams {
+            scaling: BlockScaling::FourOverSix(ErrorNorm::Mse),
+            ..nearest
+        };
+        let cases = [nearest, four_over_six, QuantParams::nvfp4(stochastic)];
+        for (case, (source, values)) in sources().into_iter().enumerate() {
+            let dtype = source.dtype();
+            assert_eq!(source.shape(), values.shape());
+            for params in cases {
+                let spec = OperandSpec::Quantized(params);
+                let whole = RowGroups::Whole;
+                let found = quantize_kept(source.clone(), &whole, &spec, dtype, Forms::BF16);
+                let (once, kept) = (parts(found.0), parts(found.1));
+                let two = [StoredForm::Bf16Unscaled, StoredForm::ROWS].map(|form| {
+                    let x = values.clone();
+                    let made = quantize(x, &whole, &spec, Usage::Rowwise, dtype, form);
+                    parts(made)
+                });
+                let storages = two.each_ref().map(|(layout, _)| layout.storage);
+                assert_eq!(storages, [Storage::Bf16Unscaled, Storage::Packed]);
+                assert!([once, kept] == two, "source {case}, {params:?}");
+            }
+        }
+    }
+
+    /// Where no kernel writes both forms, or they are one, the operand is the one that is kept.
+    #[test]
+    fn kept_in_one_form() {
+        let nearest = QuantParams::nvfp4(Rounding::Nearest);
+        let per_row = QuantParams {
+            amax: AmaxGranularity::PerRow,
+            ..nearest
+        };
+        for (params, forms) in [(nearest, Forms::ROWS), (per_row, Forms::BF16)] {
+            let spec = OperandSpec::Quantized(params);
+            let [(source, _), ..] = sources();
+            let (whole, dtype) = (RowGroups::Whole, source.dtype());
+            let found = quantize_kept(source.clone(), &whole, &spec, dtype, forms);
+            let expected = quantize(
+                source,
+                &whole,
+                &spec,
+                Usage::Rowwise,
+                dtype,
+                StoredForm::ROWS,
+            );
+            let expected = parts(expected);
+            assert_eq!(expected.0.storage, Storage::Packed);
+            assert!([found.0, found.1].map(parts) == [expected.clone(), expected]);
+        }
+        let [(source, values), ..] = sources();
+        let dtype = source.dtype();
+        let plain = OperandSpec::HighPrecision;
+        let found = quantize_kept(source, &RowGroups::Whole, &plain, dtype, Forms::BF16);
+        let bytes = |x| {
+            let data = Tensor::<2>::from_dispatch(x).into_data();
+            data.as_bytes().to_vec()
+        };
+        let expected = bytes(values.into_values());
+        for operand in [found.0, found.1] {
+            let Operand::Float(x, Usage::Rowwise) = operand else {
+                panic!("{operand:?}");
+            };
+            assert!(bytes(x) == expected);
+        }
+    }
 }

@@ -297,7 +297,7 @@ impl OperandSpec {
     }
 
     /// How it is quantized, if that is in 1x16 blocks from one amax of the whole matrix.
-    fn one_amax(&self) -> Option<QuantParams> {
+    pub(super) fn one_amax(&self) -> Option<QuantParams> {
         let params = self.params().copied();
         params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
     }

@@ -263,6 +263,18 @@ impl<B: Backend> QuantizedPair<B> {
     }
 }
 
+/// One rowwise tensor in both [storages](nvfp4_kernels::Storage).
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct BothStorages<B: Backend> {
+    /// Codes, and block scales in rows.
+    #[extension_type]
+    pub packed: QuantizedMatrix<B>,
+    /// Code times block scale in bf16.
+    #[extension_type]
+    pub unscaled: QuantizedMatrix<B>,
+}
+
 /// One operand of a GEMM, in any format: `outer` stored rows, each as long as the contraction, but
 /// where a variant says otherwise.
 #[derive(ExtensionType, Clone, Debug)]

@@ -2,7 +2,6 @@
 //! and products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a
 //! GPU.
 
-use crate::support::device;
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, upload,
 };

@@ -21,7 +21,7 @@ use super::packed::PackedOps;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
+    ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
     QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
@@ -89,6 +89,14 @@ impl Nvfp4KernelOps for CubeBackend {
         usages: QuantUsages,
     ) -> QuantizedPair<Self> {
         quantize::quantize_activation(x, grad.into_option(), groups, activation, usages)
+    }
+
+    fn nvfp4_quantize_in_both_storages(
+        x: FloatTensor<Self>,
+        activation: Option<Activation>,
+        params: QuantParams,
+    ) -> BothStorages<Self> {
+        quantize::quantize_in_both_storages(x, activation, &params)
     }
 
     fn nvfp4_requantize(

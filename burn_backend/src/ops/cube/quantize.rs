@@ -18,7 +18,8 @@ use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::stored::StoredForm;
 use super::super::tensors::{
-    ActivationAmaxes, AmaxPair, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
+    ActivationAmaxes, AmaxPair, BothStorages, QuantUsages, QuantizedMatrix, QuantizedPair,
+    RowGroups,
 };
 use super::super::{trace_op, usage_name};
 use super::found_amax;
@@ -272,6 +273,40 @@ pub(super) fn quantize_activation(
         found,
     };
     source.quantize(usages)
+}
+
+/// See
+/// [`nvfp4_quantize_in_both_storages`](super::super::Nvfp4KernelOps::nvfp4_quantize_in_both_storages).
+pub(super) fn quantize_in_both_storages(
+    x: CubeTensor,
+    activation: Option<Activation>,
+    params: &QuantParams,
+) -> BothStorages<CubeBackend> {
+    let (usage, form) = (Usage::Rowwise, StoredForm::ROWS);
+    let (values, found) = match activation {
+        None => (x, None),
+        Some(kind) => {
+            let request = amax_request(&QuantUsages::one(usage, *params, form));
+            activated((x, None), kind, &Groups::One, request)
+        }
+    };
+    let source = GroupedSource {
+        x: Source::new(values),
+        count: GroupCount::Whole,
+        groups: Groups::One,
+        earlier: None,
+        found,
+    };
+    source.trace("quantize", usage_name(usage));
+    let amax = source.amax(params, usage);
+    let request = source.request((params, form), &amax);
+    let (client, matrix) = (&source.x.tensor.client, &source.x.matrix);
+    let made = quantize::quantize_in_both_storages(client, matrix, &request);
+    let (packed, unscaled) = launched(made);
+    BothStorages {
+        packed: source.made(packed, params, usage, form),
+        unscaled: source.made(unscaled, params, usage, StoredForm::Bf16Unscaled),
+    }
 }
 
 impl GroupedSource {

@@ -19,11 +19,13 @@ use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use nvfp4_kernels::Usage;
 
+use super::layers::{Activation, ActivationOps};
 use super::packed::PackedOps;
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 use super::tensors::{
-    GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair, RowGroups,
+    BothStorages, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
+    RowGroups,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 use tensors::ranges;
@@ -61,6 +63,18 @@ impl Nvfp4KernelOps for Flex {
         usages: QuantUsages,
     ) -> QuantizedPair<Self> {
         quantize::quantize_from_entry(x, maxima, entry, usages)
+    }
+
+    fn nvfp4_quantize_in_both_storages(
+        x: FloatTensor<Self>,
+        activation: Option<Activation>,
+        params: QuantParams,
+    ) -> BothStorages<Self> {
+        let x = match activation {
+            None => x,
+            Some(activation) => Self::nvfp4_activation(x, activation),
+        };
+        quantize::quantize_in_both_storages(x, params)
     }
 
     fn nvfp4_requantize(

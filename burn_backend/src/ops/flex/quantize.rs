@@ -17,7 +17,8 @@ use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::stored::StoredForm;
 use super::super::tensors::{
-    MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+    BothStorages, MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups,
 };
 use super::super::{trace_op, usage_name};
 use super::gemm::StoredOperand;
@@ -58,6 +59,17 @@ pub(super) fn quantize(
     };
     let rowwise = made(Usage::Rowwise, rowwise, amax.clone());
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
+}
+
+/// See
+/// [`nvfp4_quantize_in_both_storages`](super::super::Nvfp4KernelOps::nvfp4_quantize_in_both_storages).
+pub(super) fn quantize_in_both_storages(x: FlexTensor, params: QuantParams) -> BothStorages<Flex> {
+    let usages = QuantUsages::one(Usage::Rowwise, params, StoredForm::ROWS);
+    let packed = quantize(x, &RowGroups::Whole, usages).into_one();
+    BothStorages {
+        unscaled: stored_as(packed.clone(), Storage::Bf16Unscaled),
+        packed,
+    }
 }
 
 /// See [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).

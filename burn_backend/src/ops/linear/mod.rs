@@ -15,7 +15,7 @@ use nvfp4_kernels::{ScaleLayout, Usage};
 use super::context::Slot;
 use super::dtype::cast;
 use super::form::{Forms, LayerGemm};
-use super::operands::{PairSpec, QuantSource, quantize, quantize_pair, requantize};
+use super::operands::{PairSpec, QuantSource, quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::stored::StoredForm;
@@ -340,38 +340,41 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);
         }
-        let form = match kept || spec.source == BackwardSource::Forward && requires_grad.w {
-            true => forms.fprop.kept,
-            false => forms.fprop.once,
+        let x_forms = match kept {
+            true => Forms::both(forms.fprop.kept),
+            false => forms.fprop,
         };
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
-        let usage = Usage::Rowwise;
         let (x, saved_x) = match (requires_grad.w, spec.source) {
             (requires_w, source) if context.sharding.is_some() => {
                 let sharding = context.sharding.as_ref().expect("there is one");
                 let col = requires_w.then_some((col, forms.wgrad.kept));
+                let form = match (requires_w, source) {
+                    (true, BackwardSource::Forward) => x_forms.kept,
+                    (false, _) | (true, BackwardSource::Original) => x_forms.once,
+                };
                 let (x, saved) = sharding.input(x, ((row, form), col), source, x_dtype);
                 (x, saved.map(SavedOperand::Made))
             }
             (false, _) => {
-                let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
+                let x = quantize::<B>(x, &groups, row, Usage::Rowwise, x_dtype, x_forms.once);
                 (x, None)
             }
             (true, BackwardSource::Original) => {
                 let pair = PairSpec {
                     rowwise: row,
                     columnwise: col,
-                    forms: [form, forms.wgrad.kept],
+                    forms: [x_forms.once, forms.wgrad.kept],
                 };
                 let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
                 (x, Some(SavedOperand::Made(saved)))
             }
             (true, BackwardSource::Forward) => {
-                let x = quantize::<B>(x, &groups, row, usage, x_dtype, form);
-                let saved = SavedOperand::of_forward(&x);
+                let (x, packed) = quantize_kept::<B>(x, &groups, row, x_dtype, x_forms);
+                let saved = SavedOperand::of_forward(&packed);
                 let saved = saved.filter(|_| probe.is_none()).unwrap_or_else(|| {
                     let (usage, form) = (Usage::Columnwise, forms.wgrad.kept);
-                    let made = requantize::<B>(x.clone(), &groups, col, usage, x_dtype, form);
+                    let made = requantize::<B>(packed, &groups, col, usage, x_dtype, form);
                     SavedOperand::Made(made)
                 });
                 (x, Some(saved))
