@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     codec::{
-        Conversion, binade_bits, clamp_to_six, code_of, decode_e4m3, magnitude_bits, nearest_bits,
+        Conversion, binade_bits, clamp_to_six, decode_e4m3, magnitude_bits, nearest_bits,
         nearest_codes, nearest_word, sign_nibbles, sign_nibbles_of_pairs, stochastic_codes,
         stochastic_word,
     },
@@ -117,26 +117,26 @@ pub fn quantize_with_amax(
     random: &Random,
     #[comptime] policy: BlockPlan,
 ) -> Encoded {
-    match comptime!(policy.scaling) {
-        BlockScaling::FourOverSix(norm) => four_over_six(block, first, amax, global, norm, policy),
-        _ => {
-            let scale = global.block_scale(amax, policy.scaling, policy.conversion);
-            let factor = global.encode_multiplier(scale, policy.conversion);
-            let below_7 = stays_below_7(amax, factor);
-            Encoded {
-                scale,
-                codes: encode_block(
-                    block,
-                    first,
-                    &Array::<u32>::new(1usize),
-                    &Multiplier { factor, below_7 },
-                    index,
-                    random,
-                    false,
-                    policy,
-                ),
-            }
+    let scale = match comptime!(policy.scaling) {
+        BlockScaling::FourOverSix(norm) => {
+            four_over_six(block, first, amax, global, norm, policy.conversion)
         }
+        _ => global.block_scale(amax, policy.scaling, policy.conversion),
+    };
+    let factor = global.encode_multiplier(scale, policy.conversion);
+    let below_7 = stays_below_7(amax, factor);
+    Encoded {
+        scale,
+        codes: encode_block(
+            block,
+            first,
+            &Array::<u32>::new(1usize),
+            &Multiplier { factor, below_7 },
+            index,
+            random,
+            false,
+            policy,
+        ),
     }
 }
 
@@ -259,6 +259,7 @@ pub fn candidate_scales(
     scales
 }
 
+/// The scale byte that four over six chooses.
 #[cube]
 fn four_over_six(
     block: &Array<f32>,
@@ -266,82 +267,66 @@ fn four_over_six(
     amax: f32,
     global: &GlobalScale,
     #[comptime] norm: ErrorNorm,
-    #[comptime] policy: BlockPlan,
-) -> Encoded {
-    let scales = candidate_scales(amax, global, policy.conversion);
-    let six = candidate(
-        block,
-        first,
-        scales.extract(0usize),
-        global,
-        norm,
-        policy.conversion,
-    );
-    let four = candidate(
-        block,
-        first,
-        scales.extract(1usize),
-        global,
-        norm,
-        policy.conversion,
-    );
-    let keep_four = four.error < six.error;
-    let mut codes = Vector::<u32, Const<2>>::empty();
-    #[unroll]
-    for half in 0..2usize {
-        codes.insert(
-            half,
-            select(keep_four, four.codes.extract(half), six.codes.extract(half)),
-        );
-    }
-    Encoded {
-        scale: select(keep_four, scales.extract(1usize), scales.extract(0usize)),
-        codes,
-    }
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    let scales = candidate_scales(amax, global, conversion);
+    let errors = candidate_errors(block, first, scales, global, norm, conversion);
+    let keeps_four = errors.extract(1usize) < errors.extract(0usize);
+    select(keeps_four, scales.extract(1usize), scales.extract(0usize))
 }
 
-/// A block rounded with one of two scales.
-#[derive(CubeType, Clone, Copy)]
-pub struct Candidate {
-    /// The sum of its errors, element 0 first.
-    pub error: f32,
-    /// 16 codes, lowest nibble first.
-    pub codes: Vector<u32, Const<2>>,
-}
-
-/// The 16 values of `block` from `first` on, rounded to nearest with scale byte `scale`, and the
-/// error of that.
+/// The sums of the errors of the 16 values of `block` from `first` on, element 0 first, rounded to
+/// nearest with either of the scale bytes `scales`.
 #[cube]
-pub fn candidate(
+pub fn candidate_errors(
     block: &Array<f32>,
     #[comptime] first: usize,
-    scale: u32,
+    scales: Vector<u32, Const<2>>,
     global: &GlobalScale,
     #[comptime] norm: ErrorNorm,
     #[comptime] conversion: Conversion,
-) -> Candidate {
-    let multiplier = global.encode_multiplier(scale, conversion);
-    let value = decode_e4m3(scale);
-    // The quotient by multiplication needs room for its intermediate results; see `divide`.
-    let ordinary = global.amax > 1e-24f32 && global.amax < 1e30f32;
-    let mut codes = Vector::<u32, Const<2>>::empty();
-    let mut error = 0.0f32;
+) -> Vector<f32, Const<2>> {
+    if comptime!(conversion.has_ptx()) {
+        // The quotient by multiplication needs room for its intermediate results; see `divide`. One
+        // test for all elements: with one for each they would be computed one after another.
+        if global.amax > 1e-24f32 && global.amax < 1e30f32 {
+            errors_of(block, first, scales, global, norm, true, conversion)
+        } else {
+            errors_of(block, first, scales, global, norm, false, conversion)
+        }
+    } else {
+        errors_of(block, first, scales, global, norm, false, conversion)
+    }
+}
+
+/// [`candidate_errors()`]; where the amax of the tensor is `ordinary`, without divisions.
+#[cube]
+fn errors_of(
+    block: &Array<f32>,
+    #[comptime] first: usize,
+    scales: Vector<u32, Const<2>>,
+    global: &GlobalScale,
+    #[comptime] norm: ErrorNorm,
+    #[comptime] ordinary: bool,
+    #[comptime] conversion: Conversion,
+) -> Vector<f32, Const<2>> {
+    let mut errors = Vector::<f32, Const<2>>::empty();
     #[unroll]
-    for half in 0..2usize {
-        let mut word = 0u32;
+    for candidate in 0..2usize {
+        let scale = scales.extract(candidate);
+        let multiplier = global.encode_multiplier(scale, conversion);
+        let value = decode_e4m3(scale);
+        let mut error = 0.0f32;
         #[unroll]
-        for i in 0..8usize {
-            let x = block[comptime!(first + half * 8 + i)];
-            let scaled = x * multiplier;
-            let magnitude = clamp_to_six(scaled, conversion);
+        for i in 0..16usize {
+            let x = block[comptime!(first + i)];
+            let magnitude = clamp_to_six(x * multiplier, conversion);
             let binade = binade_bits(magnitude);
             let sum = nearest_bits(magnitude, binade);
-            let code = code_of(sum, binade, scaled, conversion);
-            word |= code << comptime!(4 * i as u32);
             // Exact: the sum is a multiple of the grid's step, and so is what is subtracted.
             let rounded = f32::reinterpret(sum) - f32::reinterpret(binade) * 4_194_305.0f32;
             // Code and element have the same sign, so magnitudes will do.
-            let decoded = divide(rounded * value * global.amax, ordinary, conversion);
+            let decoded = divide(rounded * value * global.amax, ordinary);
             let difference = decoded - x.abs();
             let term = match comptime!(norm) {
                 ErrorNorm::Mae => difference.abs(),
@@ -353,27 +338,23 @@ pub fn candidate(
                 error += term;
             }
         }
-        codes.insert(half, word);
+        errors.insert(candidate, error);
     }
-    Candidate { error, codes }
+    errors
 }
 
 /// `value / 1536`, correctly rounded.
 ///
 /// With `y` the correctly rounded reciprocal and `q` the quotient to within a unit in the last
 /// place, `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990),
-/// where nothing under- or overflows: `ordinary` says so.
+/// where nothing under- or overflows: `ordinary` says so. Needs PTX then.
 #[cube]
-fn divide(value: f32, ordinary: bool, #[comptime] conversion: Conversion) -> f32 {
-    if comptime!(conversion.has_ptx()) {
-        if ordinary {
-            let reciprocal = 0.000_651_041_7f32;
-            let quotient = value * reciprocal;
-            let rest = ptx::fma_rn(-1536.0f32, quotient, value);
-            ptx::fma_rn(rest, reciprocal, quotient)
-        } else {
-            value / 1536.0f32
-        }
+fn divide(value: f32, #[comptime] ordinary: bool) -> f32 {
+    if comptime!(ordinary) {
+        let reciprocal = 0.000_651_041_7f32;
+        let quotient = value * reciprocal;
+        let rest = ptx::fma_rn(-1536.0f32, quotient, value);
+        ptx::fma_rn(rest, reciprocal, quotient)
     } else {
         value / 1536.0f32
     }

@@ -70,7 +70,7 @@ pub(crate) const W4A16_STRIP: usize = 64;
 /// The shape of a tile and of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Tile {
-    /// Rows of `a`: 32, 64, 128 or 256.
+    /// Rows of `a`: 32, 64, 128, 192 or 256.
     pub rows_a: usize,
     /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
     /// 2 or 4; or 1, and two warpgroups have 64 rows each.
@@ -79,12 +79,13 @@ pub struct W4a16Tile {
 
 impl W4a16Tile {
     /// The tiles that there are kernels for.
-    pub const ALL: [Self; 5] = {
+    pub const ALL: [Self; 6] = {
         const fn tile(rows_a: usize, ways: usize) -> W4a16Tile {
             W4a16Tile { rows_a, ways }
         }
         [
             tile(256, 1),
+            tile(192, 1),
             tile(128, 1),
             tile(128, 2),
             tile(64, 2),
@@ -116,6 +117,7 @@ impl W4a16Tile {
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
             (256, _) => &[128, 256],
+            (192, _) => &[96, 192],
             (128, 1) => &[32, 64, 96, 128],
             (128, _) => &[96, 128],
             (64, _) => &[64],
@@ -127,6 +129,7 @@ impl W4a16Tile {
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
             256 => 128,
+            192 => 96,
             64 => 64,
             _ => 32,
         }
@@ -136,6 +139,7 @@ impl W4a16Tile {
     pub const fn stages(self) -> usize {
         match self.rows_a {
             256 => 2,
+            192 => 3,
             128 => 5,
             64 => 8,
             _ => 12,

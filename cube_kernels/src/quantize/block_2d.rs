@@ -12,7 +12,7 @@ use super::{
 use crate::{
     BlockScaling, ErrorNorm,
     cube::{
-        block::{block_amax, candidate, candidate_scales, pairs_amax, stays_below_7},
+        block::{block_amax, candidate_errors, candidate_scales, pairs_amax, stays_below_7},
         codec::{Conversion, magnitude_bits},
         ptx,
         scale::swizzled_at,
@@ -81,11 +81,13 @@ pub(super) fn choose_tile_scales(
                 tile::load_row_block(&memory.data, place.row, place.block, conversion, kind);
             let block = unpack_block(&words, kind);
             let both = memory.tile_scales[(place.row / 16usize) * per_row + place.block];
-            let six = candidate(&block, 0usize, both & 0xFFu32, &global, norm, conversion);
-            let four = candidate(&block, 0usize, both >> 8u32, &global, norm, conversion);
+            let mut scales = Vector::<u32, Const<2>>::empty();
+            scales.insert(0usize, both & 0xFFu32);
+            scales.insert(1usize, both >> 8u32);
+            let errors = candidate_errors(&block, 0usize, scales, &global, norm, conversion);
             let target = place.row * per_row + place.block;
-            memory.partial[target] = u32::reinterpret(six.error);
-            memory.partial[target + blocks] = u32::reinterpret(four.error);
+            memory.partial[target] = u32::reinterpret(errors.extract(0usize));
+            memory.partial[target + blocks] = u32::reinterpret(errors.extract(1usize));
         }
         sync_cube();
         let mut item = UNIT_POS as usize;

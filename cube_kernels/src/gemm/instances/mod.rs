@@ -299,7 +299,7 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
             (GroupedDim::None, ALL),
         ];
         let count = match tile.rows_a {
-            32 | 256 => plans.len(),
+            32 | 192 | 256 => plans.len(),
             _ => 1,
         };
         for (grouped, kind) in plans.into_iter().take(count) {
