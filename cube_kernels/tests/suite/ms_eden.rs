@@ -3,7 +3,8 @@
 
 use crate::support::device;
 use crate::support::device::{
-    DeviceElement, assert_bytes, assert_floats, assert_packed, read_f32, read_matrix, upload,
+    DeviceElement, assert_bytes, assert_floats, assert_packed, cols_of_many_tiles, read_f32,
+    read_matrix, upload,
 };
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
@@ -347,6 +348,54 @@ fn repeated_launches_agree() {
         let found =
             quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, STREAM).unwrap();
         assert_packed(&client, &found, &expected, "repeated");
+    }
+}
+
+/// Matrices of any elements, and packed operands, of so many tiles that fewer planes share one than
+/// of the shapes of other tests, or none.
+#[test]
+fn many_tiles() {
+    let client = client!("many_tiles");
+    if client.name() == "cpu" {
+        println!("SKIPPED: many_tiles: a CPU takes all tiles alike");
+        return;
+    }
+    let rows = 260;
+    for cols in cols_of_many_tiles(&client, 3) {
+        let x = values(Kind::Heavy, rows * cols, 4);
+        check_matrix(&client, &x, rows, cols, "many tiles");
+        check_matrix::<f16>(&client, &convert(&x), rows, cols, "many tiles");
+        check_matrix::<bf16>(&client, &convert(&x), rows, cols, "many tiles");
+        check_packed(&client, rows, cols, Kind::Heavy);
+    }
+}
+
+/// More tiles than the planes of a GPU look at together, nearly all of which have the largest
+/// magnitude: both amax values found together are those of either kernel by itself.
+#[test]
+fn amax_pair_of_many_tiles() {
+    let client = client!("amax_pair_of_many_tiles");
+    if client.name() == "cpu" {
+        println!("SKIPPED: amax_pair_of_many_tiles: a CPU does not look at many together");
+        return;
+    }
+    let (rows, cols) = (6000, 8192);
+    let tile = convert::<bf16>(&values(Kind::Normal, 32 * 32, 6));
+    let at = |i: usize| tile[i / cols % 32 * 32 + i % 32];
+    let mut x: Vec<bf16> = (0..rows * cols).map(at).collect();
+    let transform = hadamard();
+    for spike in [None, Some(0), Some(rows * cols - 1)] {
+        if let Some(spike) = spike {
+            x[spike] = bf16::from_f32(100.0 + spike as f32);
+        }
+        let matrix = upload(&client, &x, rows, cols);
+        let both = [&transform; 2].map(EdenTransform::from);
+        let found = quantize::ms_eden_amax_pair(&client, &matrix, both).unwrap();
+        for (found, usage) in found.iter().zip(USAGES) {
+            let alone = quantize::ms_eden_amax(&client, &matrix, usage, &transform).unwrap();
+            let bits = [found, &alone].map(|amax| read_f32(&client, amax).to_bits());
+            assert_eq!(bits[0], bits[1], "{spike:?} along {usage:?}");
+        }
     }
 }
 
