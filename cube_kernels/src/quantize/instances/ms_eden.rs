@@ -115,7 +115,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ));
         }
     };
-    let of_matrix = |all: &mut Vec<Instance>, (dtype, address), planes, across, (name, source)| {
+    let of_matrix = |all: &mut Vec<Instance>, (dtype, address), across, (name, source)| {
         let (dtype, source): (FloatKind, SourcePlan) = (dtype, source);
         let (form, others) = forms(source);
         // A matrix has neither amax values nor scales.
@@ -132,15 +132,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         };
         let words = dtype.size() == 2;
         let (width, elem) = load(words);
-        let tag = format!("{dtype:?}-{address:?}-{across}{name}{}", tag_of(planes));
-        let units = units_of(planes);
-        let policy = |words, form| EdenPolicy {
-            planes_of_tile: planes,
-            ..policy(across, false, words, source, form)
-        };
+        let tag = format!("{dtype:?}-{address:?}-{across}{name}");
+        let policy = |words, form| policy(across, false, words, source, form);
         all.push(instance!(
             device,
-            units units,
             ms_eden_amax_kernel,
             &tag,
             Expected::NONE,
@@ -159,7 +154,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             let (width, elem) = load(words);
             all.push(instance!(
                 device,
-                units units,
                 ms_eden_kernel,
                 format!("{tag}{suffix}"),
                 e2m1,
@@ -181,16 +175,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             of_packed(&mut all, address, 1, across, (name, source));
         }
         for element in ELEMENTS {
-            of_matrix(&mut all, element, 1, across, (name, source));
-        }
-        for planes in [2, 4] {
-            of_packed(&mut all, AddressType::U32, planes, across, (name, source));
+            of_matrix(&mut all, element, across, (name, source));
         }
     }
     for (across, planes) in [(false, 2), (false, 4), (true, 2), (true, 4)] {
-        for element in ELEMENTS {
-            of_matrix(&mut all, element, planes, across, ("", PLAIN));
-        }
+        of_packed(&mut all, AddressType::U32, planes, across, ("", PLAIN));
     }
     let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;
     // Neither is launched where ptxas spills a register of the first.

@@ -124,7 +124,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
             index += usize::cast_from(tile_walk.step);
         }
     }
-    if comptime!(policy.plain() && policy.planes_of_tile > 1) {
+    if comptime!(policy.planes_of_tile > 1) {
         // All planes end at about the same time.
         cube_atomic_amax(out, 0usize, canonical(kept.bits), true);
     } else {

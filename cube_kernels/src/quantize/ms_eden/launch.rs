@@ -574,7 +574,8 @@ impl<'a> Geometry<'a> {
             conversion,
         };
         let policy = EdenPolicy {
-            planes_of_tile: match policy.planes() {
+            // Where they are few, tiles are those of a weight; a gradient has many.
+            planes_of_tile: match policy.planes() && policy.plain() && policy.packed {
                 true => planes_of_tile(client, tile_count),
                 false => 1,
             },

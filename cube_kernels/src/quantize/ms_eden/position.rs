@@ -31,7 +31,7 @@ pub struct EdenPolicy {
     /// The result is codes times scales in bf16.
     pub unscaled: bool,
     /// The planes that share a tile, each of which takes some of its turns: 1, 2 or 4. More than
-    /// one where tiles are few.
+    /// one where tiles of a packed source without groups are few.
     pub planes_of_tile: usize,
     /// Who converts to E2M1.
     pub conversion: Conversion,

@@ -13,7 +13,7 @@ use super::{
     transform::EdenTransform,
 };
 use crate::{
-    cube::eden::LINES,
+    cube::{eden::LINES, ptx},
     launch::{buffer, multiprocessors, units},
     memory::address_type,
     reference::EDEN_GROUP,
@@ -57,11 +57,8 @@ impl EdenSearch {
         while index < end {
             let first = index / TURNS * SEEN;
             let seen = first + UNIT_POS_PLANE as usize;
-            let mut is_wanted = false.runtime();
-            if seen < count {
-                is_wanted = self.screen.may_hold_largest(seen);
-            }
-            let mut wanted = plane_ballot(is_wanted).extract(0usize);
+            let may = self.screen.may_hold_largest(min(seen, count - 1usize));
+            let mut wanted = ptx::vote_sync_ballot(u32::cast_from(may && seen < count));
             if wanted != 0u32 {
                 let signs = self.signs.resolve(policy.redrawn_signs);
                 let reading = Reading::new(1.0f32, self.tiles.shape.cols, &signs, policy);
