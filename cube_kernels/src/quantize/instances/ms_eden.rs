@@ -199,7 +199,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             screening,
             address,
             b(BLOCKS),
-            b(BLOCKS),
             shape(),
             signs(),
             signs(),
