@@ -3,8 +3,8 @@
 //! CubeCL's CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{
-    DeviceElement, assert_bytes, assert_floats, cols_of_many_tiles, offsets, read_bytes,
-    read_matrix, read_u32, upload, upload_bytes,
+    DeviceElement, assert_bytes, assert_floats, offsets, read_bytes, read_matrix, read_u32, upload,
+    upload_bytes,
 };
 use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
@@ -259,11 +259,7 @@ fn assert_eden<'a, T: Element>(
 }
 
 fn check_matrices<T: DeviceElement>(client: &Client) {
-    check_matrices_of::<T>(client, cases(client));
-}
-
-fn check_matrices_of<T: DeviceElement>(client: &Client, cases: Vec<Case>) {
-    for case in cases {
+    for case in cases(client) {
         let x = convert::<T>(&case.values(Kind::Heavy));
         let matrix = upload(client, &x, case.rows(), case.cols);
         let parts = case.split(&x);
@@ -281,31 +277,6 @@ fn check_matrices_of<T: DeviceElement>(client: &Client, cases: Vec<Case>) {
 
 element_tests! {
     check_matrices: matrices_f32, matrices_bf16, matrices_f16;
-}
-
-/// Groups of so many tiles of MS-EDEN that fewer planes of a GPU share one than of other cases, or
-/// none: matrices and packed sources.
-#[test]
-fn many_tiles() {
-    let client = client!("many_tiles");
-    if client.name() == "cpu" {
-        println!("SKIPPED: many_tiles: a CPU takes all tiles alike");
-        return;
-    }
-    let cases = || {
-        cols_of_many_tiles(&client, 6).into_iter().flat_map(|cols| {
-            [
-                Case::new(&client, &[0, 300, 7], 5, cols),
-                Case::batch(3, 130, cols),
-            ]
-        })
-    };
-    check_matrices_of::<bf16>(&client, cases().collect());
-    check_matrices_of::<f32>(&client, cases().collect());
-    for case in cases() {
-        let copy = (PLAIN, AmaxGranularity::PerTensor);
-        check_packed(&client, &case, Kind::Heavy, Usage::Rowwise, copy);
-    }
 }
 
 fn host_amax(x: &[f32], rows: usize, cols: usize, usage: Usage, scope: AmaxGranularity) -> Amax {

@@ -351,7 +351,9 @@ pub fn ms_eden_screen_kernel(
     let narrow = shape.cols.div_ceil(LINES);
     let tiles = shape.rows.div_ceil(SIDE) * wide;
     let mut tile = CUBE_POS;
-    copies.begin(tile / wide * SIDE, tile % wide * SIDE, 0u32, &shape);
+    let mut row = tile / wide;
+    let mut column = tile % wide;
+    copies.begin(row * SIDE, column * SIDE, 0u32, &shape);
     ptx::cp_async_commit_group();
     let plane = UNIT_POS as usize / 32usize;
     let is_across = plane >= 4usize;
@@ -370,14 +372,14 @@ pub fn ms_eden_screen_kernel(
     let mut most = 0u32;
     while tile < tiles {
         let next = tile + CUBE_COUNT;
+        let (next_row, next_column) = (next / wide, next % wide);
         if next < tiles {
-            let (row0, col0) = (next / wide * SIDE, next % wide * SIDE);
+            let (row0, col0) = (next_row * SIDE, next_column * SIDE);
             copies.begin(row0, col0, behind ^ TILE, &shape);
         }
         ptx::cp_async_commit_group();
         ptx::cp_async_wait_group(1u32);
         sync_cube();
-        let (row, column) = (tile / wide, tile % wide);
         let line = select(is_across, column, row) * 4usize + part;
         if line * LINES < lines {
             let mut found = 0.0f32;
@@ -396,6 +398,8 @@ pub fn ms_eden_screen_kernel(
         sync_cube();
         behind ^= TILE;
         tile = next;
+        row = next_row;
+        column = next_column;
     }
     if is_across {
         of_across.raise(most);

@@ -50,15 +50,6 @@ pub fn client_of_full_run(test: &str) -> Option<Client> {
     Some(client)
 }
 
-/// Columns of matrices with `row_tiles` tiles of 128 rows, for kernels of MS-EDEN on a GPU: of so
-/// many that two planes share a tile, and that none share one. Of fewer, four planes share a tile.
-pub fn cols_of_many_tiles(client: &Client, row_tiles: usize) -> [usize; 2] {
-    let sms = client.properties().hardware.num_streaming_multiprocessors;
-    let sms = sms.unwrap_or(128) as usize;
-    // Across rows; along them a matrix may have three quarters as many.
-    [sms * 27 / 5, sms * 9].map(|tiles| (32 * tiles / row_tiles).next_multiple_of(16))
-}
-
 /// The client, or an early return.
 macro_rules! client {
     ($test:expr) => {
