@@ -65,7 +65,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         EdenDrawLaunch::new(b(2), random(), position, b(1), signs())
     };
     let mut all = Vec::new();
-    // Where tiles are few, planes share them, in cubes of four.
+    // Where tiles are few, planes share them, in cubes of four; see the launch.
     let tag_of = |planes: usize| match planes {
         1 => String::new(),
         planes => format!("-{planes}-planes"),
@@ -178,7 +178,11 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             of_matrix(&mut all, element, across, (name, source));
         }
     }
-    for (across, planes) in [(false, 2), (false, 4), (true, 2), (true, 4)] {
+    let shared = match device.conversion.has_nearest() {
+        true => [].as_slice(),
+        false => &[(false, 2), (false, 4), (true, 2), (true, 4)],
+    };
+    for &(across, planes) in shared {
         of_packed(&mut all, AddressType::U32, planes, across, ("", PLAIN));
     }
     let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;

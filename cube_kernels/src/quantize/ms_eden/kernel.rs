@@ -28,8 +28,8 @@ struct Walk {
     first: usize,
     /// The number behind that of the last.
     end: usize,
-    /// The distance from one to the next.
-    /// In 32 bits also where addresses have 64: a plane has no register to spare.
+    /// The distance from one to the next. In 32 bits also where addresses have 64: a plane has no
+    /// register to spare.
     step: u32,
 }
 

@@ -471,13 +471,17 @@ fn result(
 /// for what each does beside its turns than they save.
 const PLANES_OF_SM: usize = 12;
 
-/// The planes that share a tile where there are `tiles`, so that all SMs have some: the time of few
-/// tiles is that of one plane's work, and not that of all.
-fn planes_of_tile(client: &Client, tiles: usize) -> usize {
+/// The planes that share a tile of a launch of `tiles`, so that all SMs have some: the time of few
+/// tiles is that of one plane's work, and not that of all. Tiles of a weight may be few; those of a
+/// gradient are many. Not where E2M1 has conversions (sm_100 and later), for which ptxas spills
+/// registers.
+fn planes_of_tile(client: &Client, policy: EdenPolicy, tiles: usize) -> usize {
+    let is_shared =
+        policy.planes() && policy.plain() && policy.packed && !policy.conversion.has_nearest();
     match PLANES_OF_SM * multiprocessors(client) / tiles.max(1) {
-        0 | 1 => 1,
-        2 | 3 => 2,
-        _ => TURNS,
+        2 | 3 if is_shared => 2,
+        4.. if is_shared => TURNS,
+        _ => 1,
     }
 }
 
@@ -574,11 +578,7 @@ impl<'a> Geometry<'a> {
             conversion,
         };
         let policy = EdenPolicy {
-            // Where they are few, tiles are those of a weight; a gradient has many.
-            planes_of_tile: match policy.planes() && policy.plain() && policy.packed {
-                true => planes_of_tile(client, tile_count),
-                false => 1,
-            },
+            planes_of_tile: planes_of_tile(client, policy, tile_count),
             ..policy
         };
         let (planes, units) = match policy.planes() {
