@@ -295,14 +295,14 @@ impl Copies {
 }
 
 /// The registers of 16 lines for eight products: rows of the tile at `tile` from row `line` on, or
-/// columns, if that is `across`.
+/// columns, if `is_across`.
 #[cube]
-fn lines_of(tile: u32, line: u32, across: bool) -> Array<u32> {
+fn lines_of(tile: u32, line: u32, is_across: bool) -> Array<u32> {
     let mut lines = Array::<u32>::new(32usize);
     // A unit points to one row of one of four matrices of 8 by 8.
     let unit = UNIT_POS_PLANE;
     let row = unit % 8u32;
-    if across {
+    if is_across {
         let part = line / comptime!(PART as u32) + unit / 8u32 % 2u32;
         let at = tile + (row + unit / 16u32 * 8u32) * PITCH + (part ^ row) * 16u32;
         #[unroll]
@@ -358,7 +358,7 @@ pub fn ms_eden_screen_kernel(
     let plane = UNIT_POS as usize / 32usize;
     let is_across = plane >= 4usize;
     let part = plane % 4usize;
-    let lines = select(is_across, shape.cols, shape.rows);
+    let end = select(is_across, shape.cols, shape.rows);
     let signs_along = along.resolve(plan.redrawn_signs[0]);
     let signs_across = across.resolve(plan.redrawn_signs[1]);
     let signs = Signs {
@@ -381,7 +381,7 @@ pub fn ms_eden_screen_kernel(
         ptx::cp_async_wait_group(1u32);
         sync_cube();
         let line = select(is_across, column, row) * 4usize + part;
-        if line * LINES < lines {
+        if line * LINES < end {
             let mut found = 0.0f32;
             for half in 0..2u32 {
                 let first = part as u32 * LINES as u32 + half * ROWS as u32;

@@ -24,6 +24,9 @@ use crate::{
 /// Tiles whose screening a plane looks at together: one a unit.
 const SEEN: usize = 32;
 
+/// Cubes of either search that an SM holds at once, at 64 registers a unit.
+const CUBES_OF_SM: usize = 2;
+
 /// The search along the rows of a matrix, or across them.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenSearch {
@@ -92,10 +95,10 @@ pub fn ms_eden_amax_pair_kernel(
     #[comptime] policies: [EdenPolicy; 2],
     #[comptime] kind: FloatKind,
 ) {
-    if CUBE_POS % 2usize == 0usize {
-        along.run::<Const<4>>(&vectors, comptime!(policies[0]), kind);
-    } else {
+    if CUBE_POS % 2usize == 1usize {
         across.run::<Const<1>>(&pairs, comptime!(policies[1]), kind);
+    } else {
+        along.run::<Const<4>>(&vectors, comptime!(policies[0]), kind);
     }
 }
 
@@ -123,10 +126,9 @@ pub(super) fn search_pair(
     let tiles = geometries.map(|geometry| geometry.tile_count);
     let most = tiles[0].max(tiles[1]);
     let planes = units(client) / 32;
-    // One cube of either search for each SM: cubes that find no tile end soon.
     let cubes = (most.div_ceil(SEEN) * TURNS)
         .div_ceil(planes)
-        .clamp(1, multiprocessors(client));
+        .clamp(1, CUBES_OF_SM * multiprocessors(client));
     // SAFETY: the matrix was checked against its memory, the rest was allocated, and the kernel
     // masks every access by the shape.
     unsafe {
