@@ -170,20 +170,15 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ));
         }
     };
-    for (across, name, source) in both.clone() {
-        for address in [AddressType::U32, AddressType::U64] {
+    for address in [AddressType::U32, AddressType::U64] {
+        for (across, name, source) in both.clone() {
             of_packed(&mut all, address, 1, across, (name, source));
         }
-        for element in ELEMENTS {
+    }
+    for element in ELEMENTS {
+        for (across, name, source) in both.clone() {
             of_matrix(&mut all, element, across, (name, source));
         }
-    }
-    let shared = match device.conversion.has_nearest() {
-        true => [].as_slice(),
-        false => &[(false, 2), (false, 4), (true, 2), (true, 4)],
-    };
-    for &(across, planes) in shared {
-        of_packed(&mut all, AddressType::U32, planes, across, ("", PLAIN));
     }
     let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;
     // Neither is launched where ptxas spills a register of the first.
@@ -230,6 +225,13 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             policies,
             dtype
         ));
+    }
+    let shared = match device.conversion.has_nearest() {
+        true => [].as_slice(),
+        false => &[(false, 2), (false, 4), (true, 2), (true, 4)],
+    };
+    for &(across, planes) in shared {
+        of_packed(&mut all, AddressType::U32, planes, across, ("", PLAIN));
     }
     all
 }
