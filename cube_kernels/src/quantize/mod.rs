@@ -88,9 +88,9 @@ pub mod kernels {
         },
         ms_eden::{
             EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-            EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
-            EdenValuesArgs, ScreenOutLaunch, ScreenPlan, ms_eden_amax_kernel, ms_eden_kernel,
-            ms_eden_screen_kernel,
+            EdenScalesArgs, EdenScreenLaunch, EdenSearchLaunch, EdenSignsLaunch, EdenStoredArgs,
+            EdenTilesLaunch, EdenValuesArgs, ScreenOutLaunch, ScreenPlan, ms_eden_amax_kernel,
+            ms_eden_amax_pair_kernel, ms_eden_kernel, ms_eden_screen_kernel,
         },
         mx::{
             MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,

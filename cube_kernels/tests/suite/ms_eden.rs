@@ -350,6 +350,53 @@ fn repeated_launches_agree() {
     }
 }
 
+/// Packed operands of so many tiles that two planes of a GPU share one, and that none share one; of
+/// other shapes four do.
+#[test]
+fn many_tiles() {
+    let client = client!("many_tiles");
+    if client.name() == "cpu" {
+        println!("SKIPPED: many_tiles: a CPU takes all tiles alike");
+        return;
+    }
+    let sms = client.properties().hardware.num_streaming_multiprocessors;
+    let sms = sms.unwrap_or(128) as usize;
+    // Of 32 columns by 128 rows; along rows there are three quarters as many.
+    for tiles in [sms * 27 / 5, sms * 9] {
+        let cols = (32 * tiles / 3).next_multiple_of(16);
+        check_packed(&client, 260, cols, Kind::Heavy);
+    }
+}
+
+/// More tiles than the planes of a GPU look at together, nearly all of which have the largest
+/// magnitude: both amax values found together are those of either kernel by itself.
+#[test]
+fn amax_pair_of_many_tiles() {
+    let client = client!("amax_pair_of_many_tiles");
+    if client.name() == "cpu" {
+        println!("SKIPPED: amax_pair_of_many_tiles: a CPU does not look at many together");
+        return;
+    }
+    let (rows, cols) = (6000, 8192);
+    let tile = convert::<bf16>(&values(Kind::Normal, 32 * 32, 6));
+    let at = |i: usize| tile[i / cols % 32 * 32 + i % 32];
+    let mut x: Vec<bf16> = (0..rows * cols).map(at).collect();
+    let transform = hadamard();
+    for spike in [None, Some(0), Some(rows * cols - 1)] {
+        if let Some(spike) = spike {
+            x[spike] = bf16::from_f32(100.0 + spike as f32);
+        }
+        let matrix = upload(&client, &x, rows, cols);
+        let both = [&transform; 2].map(EdenTransform::from);
+        let found = quantize::ms_eden_amax_pair(&client, &matrix, both).unwrap();
+        for (found, usage) in found.iter().zip(USAGES) {
+            let alone = quantize::ms_eden_amax(&client, &matrix, usage, &transform).unwrap();
+            let bits = [found, &alone].map(|amax| read_f32(&client, amax).to_bits());
+            assert_eq!(bits[0], bits[1], "{spike:?} along {usage:?}");
+        }
+    }
+}
+
 /// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone.
 /// (The scale bytes are not: their random bits belong to other groups. `shapes` compares them with
 /// the oracle.)

@@ -35,3 +35,20 @@ pub fn shfl_sync_bfly(value: f32, #[comptime] mask: u32) -> f32 {
     );
     f32::reinterpret(other)
 }
+
+/// A bit for each unit of this plane whose `predicate` is not zero: `vote.sync.ballot.b32` of all 32
+/// units, which must all be here. CubeCL's own ballot is of the units that are active, which behind
+/// a branch may be some of them.
+///
+/// PTX ISA "Parallel Synchronization and Communication Instructions: vote.sync"; PTX 6.0, all
+/// targets.
+#[cube]
+pub fn vote_sync_ballot(predicate: u32) -> u32 {
+    let units: u32;
+    gpu_asm!(
+        "{{ .reg .pred p; setp.ne.u32 p, {v}, 0;",
+        "vote.sync.ballot.b32 {o}, p, 0xffffffff; }}",
+        o = out(_) units, v = in(_) predicate
+    );
+    units
+}

@@ -26,7 +26,7 @@ const PLANES: usize = 32;
 /// operations on one address take turns. All units of the cube must be here. Magnitudes are compared
 /// as integers, so the order in which cubes arrive does not matter.
 #[cube]
-pub(super) fn atomic_amax(
+pub(in crate::quantize) fn atomic_amax(
     out: &mut [Atomic<u32>],
     index: usize,
     bits: u32,

@@ -6,6 +6,7 @@ mod kernel;
 mod launch;
 mod strips;
 
+pub(super) use fold::atomic_amax;
 pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, fold_words, leave_group, leave_plane};
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;

@@ -5,9 +5,9 @@ use cubecl::prelude::*;
 use super::{
     super::kernels::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-        EdenScalesArgs, EdenScreenLaunch, EdenSignsLaunch, EdenStoredArgs, EdenTilesLaunch,
-        EdenValuesArgs, Grouping, ScreenOutLaunch, ScreenPlan, SourcePlan, ms_eden_amax_kernel,
-        ms_eden_kernel, ms_eden_screen_kernel,
+        EdenScalesArgs, EdenScreenLaunch, EdenSearchLaunch, EdenSignsLaunch, EdenStoredArgs,
+        EdenTilesLaunch, EdenValuesArgs, Grouping, ScreenOutLaunch, ScreenPlan, SourcePlan,
+        ms_eden_amax_kernel, ms_eden_amax_pair_kernel, ms_eden_kernel, ms_eden_screen_kernel,
     },
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
@@ -31,7 +31,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         e4m3: Some(device.conversion.has_e4m3()),
         ..Expected::NONE
     };
-    let screen = || EdenScreenLaunch::new(b(1), b(64));
     let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
     let out = |form: EdenForm| {
         let packed = |scales| EdenValuesArgs::Packed(EdenPackedLaunch::new(b(BLOCKS), scales));
@@ -55,134 +54,149 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         },
         redrawn_signs: across,
         unscaled: form == EdenForm::Bf16Unscaled,
-        screened: !packed && source.grouping == Grouping::One,
+        planes_of_tile: 1,
         conversion: device.conversion,
     };
     let both = [false, true]
         .into_iter()
         .flat_map(|across| SOURCES.map(|(name, source)| (across, name, source)));
+    let draw = || {
+        let position = PositionLaunch::new(1, 2, 4, 1, 2, 3, 4);
+        EdenDrawLaunch::new(b(2), random(), position, b(1), signs())
+    };
     let mut all = Vec::new();
-    for address in [AddressType::U32, AddressType::U64] {
-        for (across, name, source) in both.clone() {
-            let (form, others) = forms(source);
-            let tag = format!("packed-{address:?}-{across}{name}");
+    // Where tiles are few, planes share them, in cubes of four; see the launch.
+    let tag_of = |planes: usize| match planes {
+        1 => String::new(),
+        planes => format!("-{planes}-planes"),
+    };
+    let units_of = |planes: usize| if planes == 1 { 256 } else { 128 };
+    let of_packed = |all: &mut Vec<Instance>, address, planes, across, (name, source)| {
+        let (form, others) = forms(source);
+        let tag = format!("packed-{address:?}-{across}{name}{}", tag_of(planes));
+        let units = units_of(planes);
+        let policy = |form| EdenPolicy {
+            planes_of_tile: planes,
+            ..policy(across, true, false, source, form)
+        };
+        all.push(instance!(
+            device,
+            units units,
+            ms_eden_amax_kernel,
+            &tag,
+            Expected::NONE,
+            address,
+            1,
+            EdenStoredArgs::Packed(packed(device)),
+            tiles(),
+            b(8),
+            signs(),
+            policy(form),
+            FloatKind::F32,
+            FloatKind::F32.storage_type()
+        ));
+        for (suffix, form) in [("", form)].into_iter().chain(others) {
             all.push(instance!(
                 device,
-                ms_eden_amax_kernel,
-                &tag,
-                Expected::NONE,
+                units units,
+                ms_eden_kernel,
+                format!("{tag}{suffix}"),
+                e2m1,
                 address,
                 1,
                 EdenStoredArgs::Packed(packed(device)),
                 tiles(),
-                screen(),
-                b(8),
-                signs(),
-                policy(across, true, false, source, form),
+                EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                out(form),
+                draw(),
+                policy(form),
                 FloatKind::F32,
                 FloatKind::F32.storage_type()
             ));
-            for (suffix, form) in [("", form)].into_iter().chain(others) {
-                all.push(instance!(
-                    device,
-                    ms_eden_kernel,
-                    format!("{tag}{suffix}"),
-                    e2m1,
-                    address,
-                    1,
-                    EdenStoredArgs::Packed(packed(device)),
-                    tiles(),
-                    EdenInputsLaunch::new(b(8), 1.0, 1.0),
-                    out(form),
-                    EdenDrawLaunch::new(
-                        b(2),
-                        random(),
-                        PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
-                        b(1),
-                        signs()
-                    ),
-                    policy(across, true, false, source, form),
-                    FloatKind::F32,
-                    FloatKind::F32.storage_type()
-                ));
-            }
         }
-    }
-    for (dtype, address) in ELEMENTS {
-        for (across, name, source) in both.clone() {
-            let (form, others) = forms(source);
-            // A matrix has neither amax values nor scales.
-            let source = SourcePlan {
-                grouping: source.grouping,
-                ..PLAIN
-            };
-            // As a plane loads columns.
-            let load = |words: bool| match (across, words) {
-                (true, true) => (1, u32::elem_type_native()),
-                (true, false) => (2, dtype.storage_type()),
-                (false, true) => (4, u32::elem_type_native()),
-                (false, false) => (16 / dtype.size(), dtype.storage_type()),
-            };
-            let words = dtype.size() == 2;
+    };
+    let of_matrix = |all: &mut Vec<Instance>, (dtype, address), across, (name, source)| {
+        let (dtype, source): (FloatKind, SourcePlan) = (dtype, source);
+        let (form, others) = forms(source);
+        // A matrix has neither amax values nor scales.
+        let source = SourcePlan {
+            grouping: source.grouping,
+            ..PLAIN
+        };
+        // As a plane loads columns.
+        let load = |words: bool| match (across, words) {
+            (true, true) => (1, u32::elem_type_native()),
+            (true, false) => (2, dtype.storage_type()),
+            (false, true) => (4, u32::elem_type_native()),
+            (false, false) => (16 / dtype.size(), dtype.storage_type()),
+        };
+        let words = dtype.size() == 2;
+        let (width, elem) = load(words);
+        let tag = format!("{dtype:?}-{address:?}-{across}{name}");
+        let policy = |words, form| policy(across, false, words, source, form);
+        all.push(instance!(
+            device,
+            ms_eden_amax_kernel,
+            &tag,
+            Expected::NONE,
+            address,
+            width,
+            EdenStoredArgs::Matrix(b(BLOCKS)),
+            tiles(),
+            b(8),
+            signs(),
+            policy(words, form),
+            dtype,
+            elem
+        ));
+        for (suffix, form) in [("", form)].into_iter().chain(others) {
+            let words = words && (across || form == EdenForm::Bf16Unscaled);
             let (width, elem) = load(words);
-            let tag = format!("{dtype:?}-{address:?}-{across}{name}");
             all.push(instance!(
                 device,
-                ms_eden_amax_kernel,
-                &tag,
-                Expected::NONE,
+                ms_eden_kernel,
+                format!("{tag}{suffix}"),
+                e2m1,
                 address,
                 width,
                 EdenStoredArgs::Matrix(b(BLOCKS)),
                 tiles(),
-                screen(),
-                b(8),
-                signs(),
-                policy(across, false, words, source, form),
+                EdenInputsLaunch::new(b(8), 1.0, 1.0),
+                out(form),
+                draw(),
+                policy(words, form),
                 dtype,
                 elem
             ));
-            for (suffix, form) in [("", form)].into_iter().chain(others) {
-                let words = words && (across || form == EdenForm::Bf16Unscaled);
-                let (width, elem) = load(words);
-                all.push(instance!(
-                    device,
-                    ms_eden_kernel,
-                    format!("{tag}{suffix}"),
-                    e2m1,
-                    address,
-                    width,
-                    EdenStoredArgs::Matrix(b(BLOCKS)),
-                    tiles(),
-                    EdenInputsLaunch::new(b(8), 1.0, 1.0),
-                    out(form),
-                    EdenDrawLaunch::new(
-                        b(2),
-                        random(),
-                        PositionLaunch::new(1, 2, 4, 1, 2, 3, 4),
-                        b(1),
-                        signs()
-                    ),
-                    policy(across, false, words, source, form),
-                    dtype,
-                    elem
-                ));
-            }
+        }
+    };
+    for address in [AddressType::U32, AddressType::U64] {
+        for (across, name, source) in both.clone() {
+            of_packed(&mut all, address, 1, across, (name, source));
+        }
+    }
+    for element in ELEMENTS {
+        for (across, name, source) in both.clone() {
+            of_matrix(&mut all, element, across, (name, source));
         }
     }
     let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;
+    // Neither is launched where ptxas spills a register of the first.
+    let screening = Expected {
+        spills: (!device.has_nearest()).then_some(false),
+        ..Expected::NONE
+    };
+    let search = || {
+        let screen = EdenScreenLaunch::new(b(1), b(64));
+        EdenSearchLaunch::new(tiles(), screen, b(1), signs())
+    };
     for (dtype, address) in ELEMENTS.into_iter().filter(elements) {
         all.push(instance!(
             device,
             ms_eden_screen_kernel,
             format!("{dtype:?}-{address:?}"),
-            Expected {
-                // It is not launched where ptxas spills a register of it.
-                spills: (!device.has_nearest()).then_some(false),
-                ..Expected::NONE
-            },
+            screening,
             address,
-            b(BLOCKS),
             b(BLOCKS),
             shape(),
             signs(),
@@ -194,6 +208,30 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 redrawn_signs: [false, true],
             }
         ));
+        let policies = [false, true].map(|across| EdenPolicy {
+            planes_of_tile: 4,
+            ..policy(across, false, true, PLAIN, EdenForm::Bf16Unscaled)
+        });
+        all.push(instance!(
+            device,
+            ms_eden_amax_pair_kernel,
+            format!("{dtype:?}-{address:?}"),
+            screening,
+            address,
+            EdenStoredArgs::Matrix(b(BLOCKS)),
+            EdenStoredArgs::Matrix(b(BLOCKS)),
+            search(),
+            search(),
+            policies,
+            dtype
+        ));
+    }
+    let shared = match device.conversion.has_nearest() {
+        true => [].as_slice(),
+        false => &[(false, 2), (false, 4), (true, 2), (true, 4)],
+    };
+    for &(across, planes) in shared {
+        of_packed(&mut all, AddressType::U32, planes, across, ("", PLAIN));
     }
     all
 }

@@ -38,33 +38,6 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
     }
 }
 
-/// What a screening found of the transformed source, nearly and without the factor of the
-/// transform.
-#[derive(CubeType, CubeLaunch)]
-pub struct EdenScreen {
-    /// The largest magnitude.
-    pub largest: Box<[f32]>,
-    /// That of each tile.
-    pub tiles: Box<[f32]>,
-}
-
-#[cube]
-impl EdenScreen {
-    /// Whether the largest magnitude may be in tile `index`.
-    ///
-    /// Sums of a tile are of 128 elements, none of them above `M`, its largest result: at every
-    /// step of a butterfly the largest magnitude grows. A product sums 16 of them with an error of
-    /// at most `16 · 2⁻²² M`, however the sums are aligned and cut off, three more steps make eight
-    /// times as much of it at most, and the exact sums round by less: all is below `2⁻¹⁴ M`. Near
-    /// the largest number, and where there is a NaN or an infinity, every tile is looked at.
-    pub(super) fn may_hold_largest(&self, index: usize) -> bool {
-        let largest = self.largest[0];
-        let usable = largest < comptime!(f32::MAX / 256.0);
-        let below = self.tiles[index] < largest * comptime!(1.0f32 - 1.0 / 1024.0);
-        !(usable && below)
-    }
-}
-
 /// From what the scales derive.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenInputs {

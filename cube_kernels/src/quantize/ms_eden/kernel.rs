@@ -3,52 +3,86 @@
 use cubecl::prelude::*;
 
 use super::{
+    super::amax::atomic_amax as cube_atomic_amax,
     arguments::{
-        EdenDraw, EdenInputs, EdenOut, EdenScreen, EdenSigns, EdenStored, KeptAmax, atomic_amax,
-        write_amax,
+        EdenDraw, EdenInputs, EdenOut, EdenSigns, EdenStored, KeptAmax, atomic_amax, write_amax,
     },
     cube_tile::{take_tile, tile_amax},
     plane_result::PlaneBlocks,
     plane_tile::{HeldLines, Reading, plane_amax, take_segments},
-    position::{EdenPolicy, EdenTiles, TURNS, is_filled, tile_position},
+    position::{EdenPolicy, EdenTiles, is_filled, tile_position},
     result::Blocks,
 };
 use crate::{
-    cube::eden::{TILE, transform_between_segments},
+    cube::{
+        codec::canonical,
+        eden::{TILE, transform_between_segments},
+    },
     tensor::FloatKind,
 };
 
-/// The number of the first tile of this unit, and the distance to the next: a plane's, or a cube's.
+/// The pieces of a unit: tiles of a plane or of a cube, or parts of tiles that planes share.
 #[derive(CubeType)]
 struct Walk {
+    /// The number of the first.
     first: usize,
-    /// In 32 bits also where addresses have 64: a plane has no register to spare.
+    /// The number behind that of the last.
+    end: usize,
+    /// The distance from one to the next. In 32 bits also where addresses have 64: a plane has no
+    /// register to spare.
     step: u32,
 }
 
 #[cube]
-fn walk(#[comptime] policy: EdenPolicy) -> Walk {
+fn walk(tiles: &EdenTiles, #[comptime] policy: EdenPolicy) -> Walk {
+    let count = tiles.row_tiles * tiles.shape.tile_cols;
     if comptime!(policy.planes()) {
         let planes = CUBE_DIM as usize / 32usize;
         Walk {
             first: CUBE_POS * planes + UNIT_POS as usize / 32usize,
+            end: count * comptime!(policy.planes_of_tile),
             step: u32::cast_from(CUBE_COUNT) * (CUBE_DIM / 32u32),
         }
     } else {
         Walk {
             first: CUBE_POS,
+            end: count,
             step: u32::cast_from(CUBE_COUNT),
         }
     }
 }
 
-/// The amax of the transformed values of a source, or of each of its groups of rows. Of a source
-/// that was screened, planes look at few tiles.
+/// A plane's part of the tiles.
+#[derive(CubeType)]
+struct Piece {
+    /// The number of the tile.
+    tile: usize,
+    /// The first of the turns that the plane takes.
+    turn: usize,
+}
+
+/// Piece number `index`.
+#[cube]
+fn piece_of(index: usize, #[comptime] policy: EdenPolicy) -> Piece {
+    let planes = comptime!(policy.planes_of_tile);
+    if comptime!(planes == 1) {
+        Piece {
+            tile: index,
+            turn: 0usize.runtime(),
+        }
+    } else {
+        Piece {
+            tile: index / planes,
+            turn: index % planes * comptime!(policy.turns()),
+        }
+    }
+}
+
+/// The amax of the transformed values of a source, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     source: EdenStored<F, N>,
     tiles: EdenTiles,
-    screen: EdenScreen,
     out: &mut [Atomic<u32>],
     signs: EdenSigns,
     #[comptime] policy: EdenPolicy,
@@ -63,27 +97,22 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
         bits: 0u32,
         part: 0usize,
     };
-    let tile_walk = walk(policy);
+    let tile_walk = walk(&tiles, policy);
     let mut index = tile_walk.first;
-    let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
         let reading = Reading::new(factor, shape.cols, &signs, policy);
-        while index < count {
-            let at = tile_position(index, &tiles, policy);
-            let wanted = if comptime!(policy.screened) {
-                screen.may_hold_largest(index)
-            } else {
-                comptime!(policy.plain()) || is_filled(&at, policy)
-            };
-            if wanted {
-                let bits = plane_amax::<F, N>(&source, &at, reading, policy, kind);
+        while index < tile_walk.end {
+            let piece = piece_of(index, policy);
+            let at = tile_position(piece.tile, &tiles, policy);
+            if comptime!(policy.plain()) || is_filled(&at, policy) {
+                let bits = plane_amax::<F, N>(&source, piece.turn, &at, reading, policy, kind);
                 kept.include(bits, at.part, out, policy);
             }
             index += usize::cast_from(tile_walk.step);
         }
     } else {
         let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-        while index < count {
+        while index < tile_walk.end {
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 source.load_tile(&mut tile, &at, &signs, factor, shape.cols, policy, kind);
@@ -95,7 +124,12 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
             index += usize::cast_from(tile_walk.step);
         }
     }
-    atomic_amax(out, kept.part, kept.bits, policy);
+    if comptime!(policy.planes_of_tile > 1) {
+        // All planes end at about the same time.
+        cube_atomic_amax(out, 0usize, canonical(kept.bits), true);
+    } else {
+        atomic_amax(out, kept.part, kept.bits, policy);
+    }
 }
 
 /// MS-EDEN of a source, or of each of its groups of rows.
@@ -116,26 +150,28 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     let signs = draw.signs.resolve(policy.redrawn_signs);
     let factor = source.factor();
     let mut kept = write_amax(&from, shape, &mut out, policy);
-    let tile_walk = walk(policy);
+    let tile_walk = walk(&tiles, policy);
     let mut index = tile_walk.first;
-    let count = tiles.row_tiles * shape.tile_cols;
     if comptime!(policy.planes()) {
-        let mut blocks = PlaneBlocks::new(comptime!(policy.tiles_of_cube()), policy.unscaled);
+        let mut blocks = PlaneBlocks::new(comptime!(policy.planes_of_cube()), policy.unscaled);
         let reading = Reading::new(factor, shape.cols, &signs, policy);
-        while index < count {
-            let at = tile_position(index, &tiles, policy);
+        let corrected = comptime!(policy.corrected_turns());
+        while index < tile_walk.end {
+            let piece = piece_of(index, policy);
+            let at = tile_position(piece.tile, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 kept.turn_to(at.part, &from, policy);
                 let held = HeldLines::new::<F, N>(&source, &at, reading, policy);
-                for half in 0..2usize {
-                    for turn in 0..comptime!(TURNS / 2) {
-                        let turn = half * comptime!(TURNS / 2) + turn;
+                for time in 0..comptime!(policy.turns() / corrected) {
+                    let first = piece.turn + time * corrected;
+                    for turn in 0..corrected {
+                        let turn = first + turn;
                         let taken =
                             held.transformed::<F, N>(&source, turn, &at, reading, policy, kind);
                         take_segments(&taken, &mut blocks, &mut out, &at, &kept.scale, policy);
                     }
                     sync_plane();
-                    blocks.finish(half, &at, &mut out, &draw, &random, policy);
+                    blocks.finish(first, &at, &mut out, &draw, &random, policy);
                     sync_plane();
                 }
             }
@@ -144,7 +180,7 @@ pub fn ms_eden_kernel<F: Numeric, N: Size>(
     } else {
         let mut blocks = Blocks::new(policy.unscaled);
         let mut tile = Shared::<[f32]>::new_slice(comptime!(TILE));
-        while index < count {
+        while index < tile_walk.end {
             let at = tile_position(index, &tiles, policy);
             if comptime!(policy.plain()) || is_filled(&at, policy) {
                 source.load_tile(&mut tile, &at, &signs, factor, shape.cols, policy, kind);

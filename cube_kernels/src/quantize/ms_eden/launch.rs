@@ -10,12 +10,13 @@ use super::{
     },
     arguments::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenScalesArgs,
-        EdenScreenLaunch, EdenStoredArgs, EdenValuesArgs,
+        EdenStoredArgs, EdenValuesArgs,
     },
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
-    position::{EdenPolicy, EdenTilesLaunch},
-    screen::{Screen, can_screen, screen},
+    position::{EdenPolicy, EdenTilesLaunch, TURNS},
+    screen::{can_screen, screen},
+    search::search_pair,
     transform::EdenTransform,
 };
 use crate::{
@@ -25,7 +26,7 @@ use crate::{
         eden::LINES,
         philox::{Numbering, RandomLaunch},
     },
-    launch::{buffer, tile_grid, units, vector_size},
+    launch::{buffer, multiprocessors, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
     moe::EarlierGroups,
     reference::{EDEN_GROUP, EdenTarget, eden_position, padding::padded_bound},
@@ -223,7 +224,7 @@ pub fn ms_eden_amax<'a>(
 ) -> Result<Handle, Nvfp4Error> {
     let (source, transform) = (source.into(), transform.into());
     let geometry = Geometry::new(client, source, usage, &transform, None)?;
-    Ok(amax_of(client, &geometry, &transform, None))
+    Ok(amax_of(client, &geometry, &transform))
 }
 
 /// [`ms_eden_amax`] of a matrix along its rows and across them, by the transform for each: the same
@@ -241,21 +242,22 @@ pub fn ms_eden_amax_pair(
     };
     let rows = geometry(Usage::Rowwise, &along)?;
     let cols = geometry(Usage::Columnwise, &across)?;
-    let screens = can_screen(client, matrix).then(|| screen(client, matrix, [&along, &across]));
-    let [of_along, of_across] = screens.map_or([None, None], |screens| screens.map(Some));
-    Ok([
-        amax_of(client, &rows, &along, of_along.as_ref()),
-        amax_of(client, &cols, &across, of_across.as_ref()),
-    ])
+    if !can_screen(client, matrix) {
+        return Ok([
+            amax_of(client, &rows, &along),
+            amax_of(client, &cols, &across),
+        ]);
+    }
+    let transforms = [&along, &across];
+    let screens = screen(client, matrix, transforms);
+    let geometries = [&rows, &cols];
+    Ok(search_pair(
+        client, matrix, geometries, transforms, &screens,
+    ))
 }
 
-/// [`ms_eden_amax`], of the tiles alone that a `screen` leaves.
-fn amax_of(
-    client: &Client,
-    geometry: &Geometry,
-    transform: &EdenTransform,
-    screen: Option<&Screen>,
-) -> Handle {
+/// [`ms_eden_amax`] of a source whose launch is known.
+fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> Handle {
     let maxima = geometry.source.groups().count();
     let out = zeros_of_step(client, maxima);
     if geometry.tile_count == 0 {
@@ -267,8 +269,6 @@ fn amax_of(
     let (count, dim, address) = geometry.launch();
     let signs = transform.arg(&out);
     let elements = geometry.source.elements(&geometry.policy);
-    // SAFETY: memory that is not read.
-    let unread = || unsafe { EdenScreenLaunch::new(buffer(&out, 1), buffer(&out, 1)) };
     // SAFETY: the kernel masks every access by the shape.
     unsafe {
         ms_eden_amax_kernel::launch_unchecked(
@@ -279,13 +279,9 @@ fn amax_of(
             elements.items(),
             geometry.source.arg(elements),
             geometry.tiles(map, 0),
-            screen.map_or_else(unread, Screen::arg),
             result,
             signs,
-            EdenPolicy {
-                screened: screen.is_some(),
-                ..geometry.policy
-            },
+            geometry.policy,
             elements.kind,
             elements.elem(),
         );
@@ -471,10 +467,28 @@ fn result(
     DeviceQuantized::empty(client, layout, groups, amax)
 }
 
+/// Planes that an SM has of few tiles: three for each of its schedulers. More of them take longer
+/// for what each does beside its turns than they save.
+const PLANES_OF_SM: usize = 12;
+
+/// The planes that share a tile of a launch of `tiles`, so that all SMs have some: the time of few
+/// tiles is that of one plane's work, and not that of all. Tiles of a weight may be few; those of a
+/// gradient are many. Not where E2M1 has conversions (sm_100 and later), for which ptxas spills
+/// registers.
+fn planes_of_tile(client: &Client, policy: EdenPolicy, tiles: usize) -> usize {
+    let is_shared =
+        policy.planes() && policy.plain() && policy.packed && !policy.conversion.has_nearest();
+    match PLANES_OF_SM * multiprocessors(client) / tiles.max(1) {
+        2 | 3 if is_shared => 2,
+        4.. if is_shared => TURNS,
+        _ => 1,
+    }
+}
+
 /// The launch of either kernel.
-struct Geometry<'a> {
+pub(super) struct Geometry<'a> {
     source: Stored<'a>,
-    policy: EdenPolicy,
+    pub policy: EdenPolicy,
     /// Where the rotation groups of the result stand, counted in these.
     position: BlockPosition,
     /// The units of earlier groups of rows, a word.
@@ -483,7 +497,7 @@ struct Geometry<'a> {
     map_rows: usize,
     tile_rows: usize,
     tile_cols: usize,
-    tile_count: usize,
+    pub tile_count: usize,
     count: CubeCount,
     dim: CubeDim,
 }
@@ -560,14 +574,23 @@ impl<'a> Geometry<'a> {
             numbering,
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
-            screened: false,
+            planes_of_tile: 1,
             conversion,
         };
-        let tiles_of_cube = match policy.planes() {
-            true => units(client) / 32,
-            false => 1,
+        let policy = EdenPolicy {
+            planes_of_tile: planes_of_tile(client, policy, tile_count),
+            ..policy
         };
-        let (count, dim) = tile_grid(client, tile_count.div_ceil(tiles_of_cube));
+        let (planes, units) = match policy.planes() {
+            true => {
+                let planes = policy.planes_of_cube().min(units(client) / 32);
+                (planes, 32 * planes)
+            }
+            false => (1, units(client)),
+        };
+        let pieces = tile_count * policy.planes_of_tile;
+        let (count, _) = tile_grid(client, pieces.div_ceil(planes));
+        let dim = CubeDim::new_1d(units as u32);
         Ok(Self {
             source,
             policy,
@@ -593,11 +616,11 @@ impl<'a> Geometry<'a> {
     }
 
     /// `row_groups` are the rotation groups of a line of the result.
-    fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
+    pub fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
         EdenTilesLaunch::new(map, self.shape(), self.tile_rows, row_groups)
     }
 
-    fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
+    pub fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
         let (shape, groups) = (self.source.shape(), self.source.groups());
         map_tiles(client, shape, groups, self.map_rows, EDEN_GROUP, unread)
     }

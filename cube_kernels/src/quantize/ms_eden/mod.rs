@@ -4,8 +4,8 @@
 //! The numbers are those of [`reference::ms_eden`](crate::reference::ms_eden) (specification,
 //! section 9), byte for byte. Two kernels: one finds the largest magnitude of the rotated values,
 //! the other rotates again and quantizes; nothing between them is in memory. For a matrix that is
-//! needed along and across its rows a third comes first, which rules out nearly all tiles for the
-//! first one.
+//! needed along and across its rows a third comes first, which rules out nearly all tiles; a fourth
+//! finds both amax values in those that remain.
 
 mod arguments;
 mod cube_tile;
@@ -18,11 +18,13 @@ mod plane_tile;
 mod position;
 mod result;
 mod screen;
+mod search;
 mod transform;
 
 pub use arguments::*;
 pub use kernel::*;
 pub use launch::*;
 pub use position::*;
-pub use screen::{ScreenOutLaunch, ScreenPlan, ms_eden_screen_kernel};
+pub use screen::{EdenScreenLaunch, ScreenOutLaunch, ScreenPlan, ms_eden_screen_kernel};
+pub use search::{EdenSearchLaunch, ms_eden_amax_pair_kernel};
 pub use transform::*;

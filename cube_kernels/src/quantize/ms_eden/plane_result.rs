@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 
 use super::{
     arguments::{EdenDraw, EdenOut},
-    position::{EdenPolicy, HALF, Position, line_of_slot},
+    position::{EdenPolicy, HALF, Position, TURNS, is_slot_of_turn, line_of_slot},
 };
 use crate::cube::{
     codec::decode_e4m3,
@@ -68,11 +68,12 @@ impl PlaneBlocks {
         }
     }
 
-    /// Corrects the groups of half `half` of a tile and writes what remains of it. All units of the
-    /// plane must be here, behind a barrier.
+    /// Corrects the groups of the lines that a plane took from turn `turn` of a tile on, which are
+    /// of half a tile at most, and writes what remains of them. All units of the plane must be here,
+    /// behind a barrier.
     pub fn finish(
         &mut self,
-        half: usize,
+        turn: usize,
         at: &Position,
         out: &mut EdenOut,
         draw: &EdenDraw,
@@ -84,7 +85,9 @@ impl PlaneBlocks {
         // The upper half of the units sums `xq`, and has the upper half of the blocks.
         let upper = unit / HALF;
         let is_upper = upper == 1usize;
+        let half = turn / comptime!(TURNS / 2);
         let row = at.line0 + line_of_slot(slot, half, policy);
+        let is_taken = is_taken(slot, turn, policy);
         let sums = ((self.plane * 2usize + upper) * HALF + slot) * comptime!(SUMS);
         let scales = (self.plane * HALF + slot) * comptime!(SUMS);
         let mut sum = 0.0f32;
@@ -119,7 +122,7 @@ impl PlaneBlocks {
         }
         if comptime!(policy.unscaled) {
             sync_plane();
-            self.write_values(half, at, out, policy);
+            self.write_values(turn, at, out, policy);
         } else {
             let other = ptx::shfl_sync_bfly(f32::reinterpret(word), HALF as u32);
             let mut bytes = Vector::<u32, Const<2>>::new(0u32);
@@ -127,27 +130,28 @@ impl PlaneBlocks {
                 bytes.insert(0usize, word);
                 bytes.insert(1usize, u32::reinterpret(other));
             }
-            if !is_upper && (comptime!(policy.swizzled) || row < at.lines) {
+            if !is_upper && is_taken && (comptime!(policy.swizzled) || row < at.lines) {
                 out.values.store_scales(bytes, at, row, policy);
             }
         }
     }
 
-    /// Writes the values of half a tile times their scales.
+    /// Writes the values of the lines taken from turn `turn` on, times their scales.
     fn write_values(
         &self,
-        half: usize,
+        turn: usize,
         at: &Position,
         out: &mut EdenOut,
         #[comptime] policy: EdenPolicy,
     ) {
         let unit = UNIT_POS_PLANE as usize;
         let first = self.plane * HALF;
-        for turn in 0..comptime!(HALF / 2) {
-            let slot = turn * 2usize + unit / 16usize;
+        let half = turn / comptime!(TURNS / 2);
+        for pair in 0..comptime!(HALF / 2) {
+            let slot = pair * 2usize + unit / 16usize;
             let vector = unit % 16usize;
             let row = at.line0 + line_of_slot(slot, half, policy);
-            if row < at.lines {
+            if is_taken(slot, turn, policy) && row < at.lines {
                 let scale = self.scales[(first + slot) * comptime!(SUMS) + vector / 2usize];
                 let scale = u32::reinterpret(scale);
                 let pair = ptx::prmt(scale, scale, 0x3232u32);
@@ -161,5 +165,16 @@ impl PlaneBlocks {
                 out.values.store_unscaled(scaled, group * 16usize + vector);
             }
         }
+    }
+}
+
+/// Whether a plane that corrects lines from turn `turn` of a tile on took the one in slot `slot`:
+/// all of half a tile, or those of one turn.
+#[cube]
+fn is_taken(slot: usize, turn: usize, #[comptime] policy: EdenPolicy) -> bool {
+    if comptime!(policy.corrected_turns() > 1) {
+        true.runtime()
+    } else {
+        is_slot_of_turn(slot, turn % comptime!(TURNS / 2), policy)
     }
 }

@@ -598,11 +598,12 @@ pub(super) struct Taken {
     exchange: Exchange,
 }
 
-/// The largest magnitude of a tile after the transform, as bits, as each unit sees its part. What
-/// lies outside the matrix is zero.
+/// The largest magnitude of the lines of a tile that a plane takes from turn `first` on, after the
+/// transform, as bits, as each unit sees its part. What lies outside the matrix is zero.
 #[cube]
 pub(super) fn plane_amax<F: Numeric, N: Size>(
     source: &EdenStored<F, N>,
+    first: usize,
     at: &Position,
     reading: Reading,
     #[comptime] policy: EdenPolicy,
@@ -610,8 +611,8 @@ pub(super) fn plane_amax<F: Numeric, N: Size>(
 ) -> u32 {
     let mut most = 0u32;
     let held = HeldLines::new::<F, N>(source, at, reading, policy);
-    for turn in 0..TURNS {
-        let part = part_of(turn, reading, policy);
+    for turn in 0..comptime!(policy.turns()) {
+        let part = part_of(first + turn, reading, policy);
         let mut segments = source.load_part(&held, part, at, reading, policy, kind);
         let largest = reading.exchange.largest(&mut segments);
         most = max(most, u32::reinterpret(largest));

@@ -30,8 +30,9 @@ pub struct EdenPolicy {
     pub redrawn_signs: bool,
     /// The result is codes times scales in bf16.
     pub unscaled: bool,
-    /// Tiles that a screening rules out are left out.
-    pub screened: bool,
+    /// The planes that share a tile, each of which takes some of its turns: 1, 2 or 4. More than
+    /// one where tiles of a packed source without groups are few.
+    pub planes_of_tile: usize,
     /// Who converts to E2M1.
     pub conversion: Conversion,
 }
@@ -53,9 +54,23 @@ impl EdenPolicy {
         if self.packed && self.across { TURNS } else { 1 }
     }
 
-    /// The most tiles that a cube works on at a time.
-    pub(super) fn tiles_of_cube(self) -> usize {
-        if self.planes() { MOST_PLANES } else { 1 }
+    /// The most planes of a cube; 1 where a cube works on a tile as a whole.
+    pub(super) fn planes_of_cube(self) -> usize {
+        match (self.planes(), self.planes_of_tile) {
+            (false, _) => 1,
+            (true, 1) => MOST_PLANES,
+            (true, _) => FEW_PLANES,
+        }
+    }
+
+    /// Turns that a plane takes of a tile.
+    pub(super) fn turns(self) -> usize {
+        TURNS / self.planes_of_tile
+    }
+
+    /// Turns whose lines a plane corrects at a time: those of half a tile, or all that it takes.
+    pub(super) fn corrected_turns(self) -> usize {
+        self.turns().min(TURNS / 2)
     }
 }
 
@@ -67,6 +82,10 @@ pub(super) const HALF: usize = LINES / 2;
 
 /// Planes of a cube at most.
 const MOST_PLANES: usize = 8;
+
+/// The same where planes share tiles, so that more SMs have a cube: one plane for each of an SM's
+/// schedulers.
+const FEW_PLANES: usize = 4;
 
 /// The number of a line among those of its half of a tile.
 #[cube]
@@ -85,6 +104,16 @@ pub(super) fn line_of_slot(slot: usize, half: usize, #[comptime] policy: EdenPol
         slot / 4usize * 8usize + half * 4usize + slot % 4usize
     } else {
         half * HALF + slot
+    }
+}
+
+/// Whether the line in slot `slot` of half a tile is one of turn `turn` of that half.
+#[cube]
+pub(super) fn is_slot_of_turn(slot: usize, turn: usize, #[comptime] policy: EdenPolicy) -> bool {
+    if comptime!(policy.held_turns() > 1) {
+        slot % 4usize / 2usize == turn
+    } else {
+        slot / 8usize == turn
     }
 }
 

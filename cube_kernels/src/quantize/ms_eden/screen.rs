@@ -1,22 +1,25 @@
 //! The largest magnitudes of a matrix after both transforms, nearly: from one read, and by matrix
 //! instructions. What they find decides which tiles the exact kernel has to look at, which are few.
 //!
-//! A transform of 128 is one of 16 by a product with the Hadamard matrix, which is exact up to the
-//! rounding of its sums, and three steps of the butterfly on what that leaves in registers. Of the
-//! last step only the larger magnitude counts, which is the sum of those of both operands. In all
-//! 4 instructions an element, and none between units, where the exact sums take 12.
+//! `cp.async` brings a tile of 128 rows and columns to shared memory while planes work on the one
+//! before it: half of them along its rows, half across them, as `ldmatrix` reads it.
+//!
+//! A transform of 128 is one of 32 by products with the Hadamard matrix, which is exact up to the
+//! rounding of its sums, and two steps of the butterfly on what that leaves in registers. Of the
+//! last step only the larger magnitude counts, which is the sum of those of both operands. None of
+//! it is between units.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
     super::tile::{Shape, ShapeLaunch},
-    arguments::{EdenScreenLaunch, EdenSigns},
+    arguments::EdenSigns,
     transform::EdenTransform,
 };
 use crate::{
     capabilities::Capabilities,
     cube::{eden::LINES, hadamard::Signs, ptx},
-    launch::{buffer, tile_cubes},
+    launch::{buffer, multiprocessors},
     memory::{address_type, allocate, is_aligned},
     reference::EDEN_GROUP,
     tensor::{FloatKind, Matrix},
@@ -25,10 +28,23 @@ use crate::{
 
 /// Units of a cube: four planes along the rows, four across them.
 const UNITS: usize = 256;
+/// Cubes that an SM holds at once.
+const RESIDENT_CUBES: usize = 2;
 /// Rows and columns of the matrix that a cube has at a time.
 const SIDE: usize = EDEN_GROUP;
 /// Lines of one product.
 const ROWS: usize = 16;
+/// Elements of 16 bytes, the part of a row that a unit copies at once.
+const PART: usize = 8;
+/// Parts of a row of a tile. Part `p` of row `r` lies where part `p ^ (r % 8)` would, so that eight
+/// rows of one part, which `ldmatrix` reads at a time, lie in different banks.
+const PARTS: usize = SIDE / PART;
+/// Bytes from one row of a tile in shared memory to the next.
+const PITCH: u32 = 16 * PARTS as u32;
+/// Bytes from one tile in shared memory to the next.
+const TILE: u32 = PITCH * SIDE as u32;
+/// The signs of a pair of elements.
+const SIGNS: u32 = 0x8000_8000;
 
 /// The comptime choices of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,13 +83,31 @@ impl ScreenOut {
     }
 }
 
-/// What a unit multiplies by, and the signs that it gives to what it loads.
-#[derive(CubeType)]
-struct Operand {
-    /// Its pair of the Hadamard matrix: rows `2t` and `2t + 1`, column `g`.
-    b: u32,
-    /// The sign bits of its pairs of positions: for each of eight products the lower, the upper.
-    signs: Array<u32>,
+/// What a screening found of the transformed source, nearly and without the factor of the
+/// transform.
+#[derive(CubeType, CubeLaunch)]
+pub struct EdenScreen {
+    /// The largest magnitude.
+    pub largest: Box<[f32]>,
+    /// That of each tile.
+    pub tiles: Box<[f32]>,
+}
+
+#[cube]
+impl EdenScreen {
+    /// Whether the largest magnitude may be in tile `index`.
+    ///
+    /// Sums of a tile are of 128 elements, none of them above `M`, its largest result: at every
+    /// step of a butterfly the largest magnitude grows. Two products sum 32 of them, each with an
+    /// error of at most `17 · 2⁻²² M`, however the sums are aligned and cut off, two more steps make
+    /// four times as much of it at most, and the exact sums round by less: all is below `2⁻¹⁴ M`.
+    /// Near the largest number, and where there is a NaN or an infinity, every tile is looked at.
+    pub(super) fn may_hold_largest(&self, index: usize) -> bool {
+        let largest = self.largest[0];
+        let usable = largest < comptime!(f32::MAX / 256.0);
+        let below = self.tiles[index] < largest * comptime!(1.0f32 - 1.0 / 1024.0);
+        !(usable && below)
+    }
 }
 
 /// The sign bit of position `position` in bit 15 of a word.
@@ -85,100 +119,107 @@ fn sign_bit(signs: &Signs, position: u32) -> u32 {
     ((word >> (position % 32u32)) & 1u32) << 15u32
 }
 
-/// The lower of the two positions of word `half` of product `product` in a unit of a quad: along
-/// rows as vectors of eight elements lie, across them 16 rows to a product.
-#[cube]
-fn position_of(
-    quad: u32,
-    #[comptime] product: u32,
-    #[comptime] half: u32,
-    #[comptime] across: bool,
-) -> u32 {
-    if comptime!(across) {
-        comptime!(16 * product + 8 * half) + 2u32 * quad
-    } else {
-        let vector = quad + comptime!(4 * (product / 2));
-        vector * 8u32 + comptime!(4 * (product % 2) + 2 * half)
-    }
+/// What a unit multiplies by: for each product the two registers of the first eight columns of the
+/// Hadamard matrix, whose rows have the signs of their positions.
+#[derive(CubeType)]
+struct Operand {
+    words: Array<u32>,
 }
 
 #[cube]
 impl Operand {
-    fn new(signs: &Signs, #[comptime] across: bool, #[comptime] kind: FloatKind) -> Operand {
+    fn new(signs: &Signs, #[comptime] kind: FloatKind) -> Operand {
         let quad = UNIT_POS_PLANE % 4u32;
         let column = UNIT_POS_PLANE / 4u32;
         let one = comptime!(match kind {
             FloatKind::F16 => 0x3C00u32,
             _ => 0x3F80u32,
         });
+        // Rows `2 quad` and `2 quad + 1`, and eight rows further the same.
         let even = (2u32 * quad) & column;
         let even = (even ^ (even >> 1u32) ^ (even >> 2u32)) & 1u32;
         let odd = even ^ (column & 1u32);
-        let mut masks = Array::<u32>::new(16usize);
+        let pair = (one | (even << 15u32)) | ((one | (odd << 15u32)) << 16u32);
+        let mut words = Array::<u32>::new(16usize);
         #[unroll]
-        for product in 0..8u32 {
-            #[unroll]
-            for half in 0..2u32 {
-                let at = position_of(quad, product, half, across);
-                let sign = sign_bit(signs, at) | (sign_bit(signs, at + 1u32) << 16u32);
-                masks[comptime!((2 * product + half) as usize)] = sign;
-            }
+        for eight in 0..16u32 {
+            let at = comptime!(8 * eight) + 2u32 * quad;
+            let sign = sign_bit(signs, at) | (sign_bit(signs, at + 1u32) << 16u32);
+            words[comptime!(eight as usize)] = pair ^ sign;
         }
-        Operand {
-            b: (one | (even << 15u32)) | ((one | (odd << 15u32)) << 16u32),
-            signs: masks,
+        Operand { words }
+    }
+
+    /// `sums` and 16 lines, whose registers for eight products are `lines`, times eight columns of
+    /// the matrix at product `product`: the `upper` ones, or the lower; less them, where `negative`.
+    fn add(
+        &self,
+        sums: Vector<f32, Const<4>>,
+        lines: &Array<u32>,
+        #[comptime] product: usize,
+        #[comptime] upper: bool,
+        #[comptime] negative: bool,
+        #[comptime] kind: FloatKind,
+    ) -> Vector<f32, Const<4>> {
+        let mut low = self.words[comptime!(2 * product)];
+        let mut high = self.words[comptime!(2 * product + 1)];
+        if comptime!(negative) {
+            low ^= SIGNS;
         }
+        // The last eight rows have the other sign in the last eight columns.
+        if comptime!(negative != upper) {
+            high ^= SIGNS;
+        }
+        let at = comptime!(4 * product);
+        multiply(
+            sums,
+            lines[at],
+            lines[comptime!(at + 1)],
+            lines[comptime!(at + 2)],
+            lines[comptime!(at + 3)],
+            u32::reinterpret(low),
+            u32::reinterpret(high),
+            kind,
+        )
     }
 
     /// The largest magnitude of 16 lines after the transform, of those that this unit has results
-    /// of. `words` are the four registers of each of eight products.
-    fn largest(&self, words: &Array<u32>, #[comptime] kind: FloatKind) -> f32 {
+    /// of. `lines` are the four registers of each of eight products.
+    fn largest(&self, lines: &Array<u32>, #[comptime] kind: FloatKind) -> f32 {
         let mut most = 0.0f32;
         #[unroll]
         for columns in 0..2u32 {
-            // Row 8 and column 8 of the matrix have a sign in common.
-            let upper = if comptime!(columns == 1) {
-                self.b ^ 0x8000_8000u32
-            } else {
-                self.b
-            };
+            let upper = comptime!(columns == 1);
+            // Sums of pairs of products, then their differences.
             let mut sums = Array::<f32>::new(32usize);
             #[unroll]
-            for product in 0..8usize {
-                let at = comptime!(4 * product);
-                let low = self.signs[comptime!(2 * product)];
-                let high = self.signs[comptime!(2 * product + 1)];
-                let found = multiply(
-                    words[at] ^ low,
-                    words[comptime!(at + 1)] ^ low,
-                    words[comptime!(at + 2)] ^ high,
-                    words[comptime!(at + 3)] ^ high,
-                    self.b,
-                    upper,
-                    kind,
-                );
+            for pair in 0..4usize {
+                let (even, odd) = comptime!((2 * pair, 2 * pair + 1));
+                let zero = Vector::<f32, Const<4>>::new(0.0f32);
+                let first = self.add(zero, lines, even, upper, false, kind);
+                let sum = self.add(first, lines, odd, upper, false, kind);
+                let difference = self.add(first, lines, odd, upper, true, kind);
                 #[unroll]
                 for i in 0..4usize {
-                    sums[comptime!(at + i)] = found.extract(i);
+                    sums[comptime!(4 * pair + i)] = sum.extract(i);
+                    sums[comptime!(16 + 4 * pair + i)] = difference.extract(i);
                 }
             }
             #[unroll]
-            for stage in 0..2u32 {
-                let distance = comptime!(4usize << stage);
-                #[unroll]
-                for i in 0..32usize {
-                    if comptime!(i & distance == 0) {
-                        let a = sums[i];
-                        let b = sums[comptime!(i + distance)];
-                        sums[i] = a + b;
-                        sums[comptime!(i + distance)] = a - b;
-                    }
+            for i in 0..32usize {
+                if comptime!(i & 4 == 0) {
+                    let a = sums[i];
+                    let b = sums[comptime!(i + 4)];
+                    sums[i] = a + b;
+                    sums[comptime!(i + 4)] = a - b;
                 }
             }
             #[unroll]
-            for i in 0..16usize {
-                let larger = sums[i].abs() + sums[comptime!(i + 16)].abs();
-                most = ptx::max_nan_abs(most, larger);
+            for i in 0..32usize {
+                if comptime!(i & 8 == 0) {
+                    let larger = sums[i].abs() + sums[comptime!(i + 8)].abs();
+                    most = ptx::max_nan_abs(most, larger);
+                }
             }
         }
         most
@@ -187,6 +228,7 @@ impl Operand {
 
 #[cube]
 fn multiply(
+    sums: Vector<f32, Const<4>>,
     a0: u32,
     a1: u32,
     a2: u32,
@@ -195,101 +237,104 @@ fn multiply(
     b1: u32,
     #[comptime] kind: FloatKind,
 ) -> Vector<f32, Const<4>> {
-    let zero = Vector::<f32, Const<4>>::new(0.0f32);
     if comptime!(kind == FloatKind::F16) {
-        ptx::mma_m16n8k16_f16(zero, a0, a1, a2, a3, b0, b1)
+        ptx::mma_m16n8k16_f16(sums, a0, a1, a2, a3, b0, b1)
     } else {
-        ptx::mma_m16n8k16_bf16(zero, a0, a1, a2, a3, b0, b1)
+        ptx::mma_m16n8k16_bf16(sums, a0, a1, a2, a3, b0, b1)
     }
 }
 
-/// The registers of 16 rows from `row0` on, along the columns from `col0` on.
+/// What a unit copies of every tile: one part of each sixteenth row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Copies {
+    /// Where the matrix begins.
+    source: u64,
+    /// Where the first part goes in the first of the tiles in shared memory.
+    target: u32,
+    /// The row of the first part in a tile.
+    row: usize,
+    /// The number of the parts in their rows.
+    part: usize,
+}
+
 #[cube]
-fn load_along(x: &[Vector<u32, Const<4>>], row0: usize, col0: usize, shape: &Shape) -> Array<u32> {
-    let mut words = Array::<u32>::new(32usize);
-    let row = row0 + UNIT_POS_PLANE as usize / 4usize;
-    let col = col0 + UNIT_POS_PLANE as usize % 4usize * 8usize;
-    let vectors = shape.cols / 8usize;
-    #[unroll]
-    for load in 0..4usize {
+impl Copies {
+    /// From memory at `source` to tiles at `memory`.
+    fn new(source: u64, memory: u32) -> Copies {
+        let row = UNIT_POS / comptime!(PARTS as u32);
+        let part = UNIT_POS % comptime!(PARTS as u32);
+        Copies {
+            source,
+            target: memory + row * PITCH + (part ^ (row % 8u32)) * 16u32,
+            row: row as usize,
+            part: part as usize,
+        }
+    }
+
+    /// Begins to copy the tile from row `row0` and column `col0` on, `behind` bytes behind the first
+    /// tile in shared memory. What is not in the matrix is zero.
+    fn begin(&self, row0: usize, col0: usize, behind: u32, shape: &Shape) {
+        let row = row0 + self.row;
+        let col = col0 + self.part * PART;
+        let pitch = shape.cols / PART;
+        let first = row * pitch + col / PART;
+        let target = self.target + behind;
         #[unroll]
-        for lower in 0..2usize {
-            let row = row + comptime!(lower * 8);
-            let col = col + comptime!(load * 32);
-            let mut vector = Vector::<u32, Const<4>>::new(0u32);
-            if row < shape.rows && col < shape.cols {
-                vector = x[row * vectors + col / 8usize];
-            }
+        for i in 0..comptime!(SIDE * PARTS / UNITS) {
+            let below = comptime!(i * UNITS / PARTS);
+            let inside = row + below < shape.rows && col < shape.cols;
+            ptx::cp_async_zfill(
+                target + comptime!(below as u32 * PITCH),
+                self.source + u64::cast_from(first + below * pitch) * 16u64,
+                select(inside, 16u32, 0u32),
+                16u32,
+            );
+        }
+    }
+}
+
+/// The registers of 16 lines for eight products: rows of the tile at `tile` from row `line` on, or
+/// columns, if `is_across`.
+#[cube]
+fn lines_of(tile: u32, line: u32, is_across: bool) -> Array<u32> {
+    let mut lines = Array::<u32>::new(32usize);
+    // A unit points to one row of one of four matrices of 8 by 8.
+    let unit = UNIT_POS_PLANE;
+    let row = unit % 8u32;
+    if is_across {
+        let part = line / comptime!(PART as u32) + unit / 8u32 % 2u32;
+        let at = tile + (row + unit / 16u32 * 8u32) * PITCH + (part ^ row) * 16u32;
+        #[unroll]
+        for product in 0..8u32 {
+            let words = ptx::ldmatrix_x4_trans(at + comptime!(product * ROWS as u32 * PITCH));
             #[unroll]
             for i in 0..4usize {
-                // Two products to a vector; of each the words of the lower position first.
-                let at = comptime!(4 * (2 * load + i / 2) + 2 * (i % 2) + lower);
-                words[at] = vector.extract(i);
+                lines[comptime!(4 * product as usize + i)] = words.extract(i);
             }
         }
-    }
-    words
-}
-
-/// The registers of 16 columns from `col0` on, along the rows from `row0` on. A unit has two
-/// neighbouring columns, as lines `g` and `g + 8` of the product.
-#[cube]
-fn load_across(x: &[u32], row0: usize, col0: usize, shape: &Shape) -> Array<u32> {
-    let mut words = Array::<u32>::new(32usize);
-    if row0 + SIDE <= shape.rows && col0 + ROWS <= shape.cols {
-        fill_across(&mut words, x, row0, col0, shape, false);
     } else {
-        fill_across(&mut words, x, row0, col0, shape, true);
-    }
-    words
-}
-
-/// [`load_across()`]; what is not in the matrix is zero, if that is `checked`.
-#[cube]
-fn fill_across(
-    words: &mut Array<u32>,
-    x: &[u32],
-    row0: usize,
-    col0: usize,
-    shape: &Shape,
-    #[comptime] checked: bool,
-) {
-    let quad = UNIT_POS_PLANE % 4u32;
-    let col = col0 + UNIT_POS_PLANE as usize / 4usize * 2usize;
-    let pitch = shape.cols / 2usize;
-    #[unroll]
-    for product in 0..8u32 {
+        let at = tile + (line + unit % 16u32) * PITCH;
+        let part = ((unit / 16u32) ^ row) * 16u32;
         #[unroll]
-        for half in 0..2u32 {
-            let row = row0 + position_of(quad, product, half, true) as usize;
-            let mut first = 0u32;
-            let mut second = 0u32;
-            if comptime!(checked) {
-                if row < shape.rows && col < shape.cols {
-                    first = x[row * pitch + col / 2usize];
-                }
-                if row + 1usize < shape.rows && col < shape.cols {
-                    second = x[(row + 1usize) * pitch + col / 2usize];
-                }
-            } else {
-                first = x[row * pitch + col / 2usize];
-                second = x[(row + 1usize) * pitch + col / 2usize];
+        for product in 0..8u32 {
+            let words = ptx::ldmatrix_x4(at + (part ^ comptime!(product * 32)));
+            #[unroll]
+            for i in 0..4usize {
+                lines[comptime!(4 * product as usize + i)] = words.extract(i);
             }
-            let at = comptime!((4 * product + 2 * half) as usize);
-            words[at] = ptx::prmt(first, second, 0x5410u32);
-            words[comptime!(at + 1)] = ptx::prmt(first, second, 0x7632u32);
         }
     }
+    lines
 }
 
 /// Finds the largest magnitudes of a matrix of 16-bit elements after both transforms, nearly and
 /// without their factor: of each tile of 128 positions by 32 lines along the rows and across them,
-/// and of the whole. `vectors` and `pairs` are the same memory, whose rows have a multiple of eight
-/// elements.
+/// and of the whole. Rows have a multiple of eight elements. Cubes are no more than tiles of 128 by
+/// 128.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_screen_kernel(
-    vectors: &[Vector<u32, Const<4>>],
-    pairs: &[u32],
+    x: &[Vector<u32, Const<4>>],
     shape: Shape,
     along: EdenSigns,
     across: EdenSigns,
@@ -297,47 +342,69 @@ pub fn ms_eden_screen_kernel(
     mut of_across: ScreenOut,
     #[comptime] plan: ScreenPlan,
 ) {
-    let plane = UNIT_POS as usize / 32usize;
-    let part = plane % 4usize;
+    let memory =
+        Shared::<[Vector<u32, Const<4>>]>::new_aligned_slice(comptime!(2 * SIDE * PARTS), 128usize);
+    let memory = ptx::cvta_to_shared::<Vector<u32, Const<4>>>(memory.as_slice().as_ptr());
+    let source = ptx::cvta_to_global::<Vector<u32, Const<4>>>(unsafe { x.as_ptr_unchecked() });
+    let copies = Copies::new(source, memory);
     let wide = shape.cols.div_ceil(SIDE);
     let narrow = shape.cols.div_ceil(LINES);
     let tiles = shape.rows.div_ceil(SIDE) * wide;
-    let mut most = 0u32;
     let mut tile = CUBE_POS;
-    if plane < 4usize {
-        let signs = along.resolve(plan.redrawn_signs[0]);
-        let operand = Operand::new(&signs, false, plan.kind);
-        while tile < tiles {
-            let line = tile / wide * 4usize + part;
-            if line * LINES < shape.rows {
-                let (row0, col0) = (line * LINES, tile % wide * SIDE);
-                let mut found = 0.0f32;
-                for half in 0..2usize {
-                    let words = load_along(vectors, row0 + half * ROWS, col0, &shape);
-                    found = ptx::max_nan_abs(found, operand.largest(&words, plan.kind));
-                }
-                most = max(most, of_along.take(line * wide + tile % wide, found));
-            }
-            tile += CUBE_COUNT;
+    let mut row = tile / wide;
+    let mut column = tile % wide;
+    copies.begin(row * SIDE, column * SIDE, 0u32, &shape);
+    ptx::cp_async_commit_group();
+    let plane = UNIT_POS as usize / 32usize;
+    let is_across = plane >= 4usize;
+    let part = plane % 4usize;
+    let end = select(is_across, shape.cols, shape.rows);
+    let signs_along = along.resolve(plan.redrawn_signs[0]);
+    let signs_across = across.resolve(plan.redrawn_signs[1]);
+    let signs = Signs {
+        word0: select(is_across, signs_across.word0, signs_along.word0),
+        word1: select(is_across, signs_across.word1, signs_along.word1),
+        word2: select(is_across, signs_across.word2, signs_along.word2),
+        word3: select(is_across, signs_across.word3, signs_along.word3),
+    };
+    let operand = Operand::new(&signs, plan.kind);
+    let mut behind = 0u32;
+    let mut most = 0u32;
+    while tile < tiles {
+        let next = tile + CUBE_COUNT;
+        let (next_row, next_column) = (next / wide, next % wide);
+        if next < tiles {
+            let (row0, col0) = (next_row * SIDE, next_column * SIDE);
+            copies.begin(row0, col0, behind ^ TILE, &shape);
         }
-        of_along.raise(most);
-    } else {
-        let signs = across.resolve(plan.redrawn_signs[1]);
-        let operand = Operand::new(&signs, true, plan.kind);
-        while tile < tiles {
-            let column = tile % wide * 4usize + part;
-            if column * LINES < shape.cols {
-                let (row0, col0) = (tile / wide * SIDE, column * LINES);
-                let mut found = 0.0f32;
-                for half in 0..2usize {
-                    let words = load_across(pairs, row0, col0 + half * ROWS, &shape);
-                    found = ptx::max_nan_abs(found, operand.largest(&words, plan.kind));
-                }
-                most = max(most, of_across.take(tile / wide * narrow + column, found));
+        ptx::cp_async_commit_group();
+        ptx::cp_async_wait_group(1u32);
+        sync_cube();
+        let line = select(is_across, column, row) * 4usize + part;
+        if line * LINES < end {
+            let mut found = 0.0f32;
+            for half in 0..2u32 {
+                let first = part as u32 * LINES as u32 + half * ROWS as u32;
+                let lines = lines_of(memory + behind, first, is_across);
+                found = ptx::max_nan_abs(found, operand.largest(&lines, plan.kind));
             }
-            tile += CUBE_COUNT;
+            if is_across {
+                most = max(most, of_across.take(row * narrow + line, found));
+            } else {
+                most = max(most, of_along.take(line * wide + column, found));
+            }
         }
+        // Before the next tile but one goes where this one was.
+        sync_cube();
+        behind ^= TILE;
+        tile = next;
+        row = next_row;
+        column = next_column;
+    }
+    if is_across {
         of_across.raise(most);
+    } else {
+        of_along.raise(most);
     }
 }
 
@@ -391,7 +458,8 @@ pub(super) fn screen(
         found(tall * cols.div_ceil(LINES)),
     ];
     let [of_along, of_across] = &screens;
-    let (count, _) = tile_cubes(client, tall * wide);
+    // A cube has more than one tile where there are enough: it copies one while it has another.
+    let cubes = (tall * wide).min(RESIDENT_CUBES * multiprocessors(client));
     let plan = ScreenPlan {
         kind: matrix.dtype,
         redrawn_signs: [along, across].map(|transform| transform.redrawn.is_some()),
@@ -401,11 +469,10 @@ pub(super) fn screen(
     unsafe {
         ms_eden_screen_kernel::launch_unchecked(
             client,
-            count,
+            CubeCount::Static(cubes as u32, 1, 1),
             CubeDim::new_1d(UNITS as u32),
             address_type(matrix.len()),
-            buffer(&matrix.handle, matrix.len() / 8),
-            buffer(&matrix.handle, matrix.len() / 2),
+            buffer(&matrix.handle, matrix.len() / PART),
             ShapeLaunch::new(rows, cols, 1, wide),
             along.arg(&of_along.largest),
             across.arg(&of_across.largest),

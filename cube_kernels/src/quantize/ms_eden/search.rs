@@ -1,0 +1,149 @@
+//! The exact amax values of a screened matrix, along its rows and across them, from one launch. A
+//! plane looks at what the screening found of 32 tiles at once; of the few that may hold the
+//! largest magnitude it takes one turn, as three more planes of its cube take the others.
+
+use cubecl::{prelude::*, server::Handle};
+
+use super::{
+    arguments::{EdenSigns, EdenStored, EdenStoredArgs, atomic_amax},
+    launch::Geometry,
+    plane_tile::{Reading, plane_amax},
+    position::{EdenPolicy, EdenTiles, TURNS, tile_position},
+    screen::{EdenScreen, Screen},
+    transform::EdenTransform,
+};
+use crate::{
+    cube::{eden::LINES, ptx},
+    launch::{buffer, multiprocessors, units},
+    memory::address_type,
+    reference::EDEN_GROUP,
+    tensor::{FloatKind, Matrix},
+    zeroed::zeros_of_step,
+};
+
+/// Tiles whose screening a plane looks at together: one a unit.
+const SEEN: usize = 32;
+
+/// Cubes of either search that an SM holds at once, at 64 registers a unit.
+const CUBES_OF_SM: usize = 2;
+
+/// The search along the rows of a matrix, or across them.
+#[derive(CubeType, CubeLaunch)]
+pub struct EdenSearch {
+    /// The tiles.
+    pub tiles: EdenTiles,
+    /// What was found of them.
+    pub screen: EdenScreen,
+    /// The amax: one word, zero before.
+    pub amax: Box<[Atomic<u32>]>,
+    /// The signs of the transform.
+    pub signs: EdenSigns,
+}
+
+#[cube]
+impl EdenSearch {
+    /// Raises the amax to the largest magnitude of `source`. Every other cube is here.
+    fn run<N: Size>(
+        &mut self,
+        source: &EdenStored<u32, N>,
+        #[comptime] policy: EdenPolicy,
+        #[comptime] kind: FloatKind,
+    ) {
+        let count = self.tiles.row_tiles * self.tiles.shape.tile_cols;
+        let planes = CUBE_DIM as usize / 32usize;
+        // Of all tiles that are seen together the turns, one after another.
+        let end = count.div_ceil(SEEN) * TURNS;
+        let mut index = CUBE_POS / 2usize * planes + UNIT_POS as usize / 32usize;
+        let step = CUBE_COUNT / 2usize * planes;
+        let mut bits = 0u32;
+        let mut is_raised = false.runtime();
+        while index < end {
+            let first = index / TURNS * SEEN;
+            let seen = first + UNIT_POS_PLANE as usize;
+            let may = self.screen.may_hold_largest(min(seen, count - 1usize));
+            let mut wanted = ptx::vote_sync_ballot(u32::cast_from(may && seen < count));
+            if wanted != 0u32 {
+                let signs = self.signs.resolve(policy.redrawn_signs);
+                let reading = Reading::new(1.0f32, self.tiles.shape.cols, &signs, policy);
+                while wanted != 0u32 {
+                    let tile = first + usize::cast_from(u32::trailing_zeros(wanted));
+                    let at = tile_position(tile, &self.tiles, policy);
+                    let turn = index % TURNS;
+                    let found = plane_amax::<u32, N>(source, turn, &at, reading, policy, kind);
+                    bits = max(bits, found);
+                    wanted &= wanted - 1u32;
+                }
+                is_raised = true;
+            }
+            index += step;
+        }
+        if is_raised {
+            atomic_amax(&mut self.amax, 0usize, bits, policy);
+        }
+    }
+}
+
+/// The largest magnitudes of a matrix of 16-bit elements after both transforms, one for each search.
+/// `vectors` and `pairs` are the same memory, whose rows have a multiple of eight elements. Cubes
+/// are an even number: those of even numbers search along the rows, the others across them.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn ms_eden_amax_pair_kernel(
+    vectors: EdenStored<u32, Const<4>>,
+    pairs: EdenStored<u32, Const<1>>,
+    mut along: EdenSearch,
+    mut across: EdenSearch,
+    #[comptime] policies: [EdenPolicy; 2],
+    #[comptime] kind: FloatKind,
+) {
+    if CUBE_POS % 2usize == 1usize {
+        across.run::<Const<1>>(&pairs, comptime!(policies[1]), kind);
+    } else {
+        along.run::<Const<4>>(&vectors, comptime!(policies[0]), kind);
+    }
+}
+
+/// The amax values of a matrix of which `screens` were taken, along its rows and across them.
+/// `geometries` are those of its launches by themselves.
+pub(super) fn search_pair(
+    client: &Client,
+    matrix: &Matrix,
+    geometries: [&Geometry<'_>; 2],
+    transforms: [&EdenTransform; 2],
+    screens: &[Screen; 2],
+) -> [Handle; 2] {
+    let found = [zeros_of_step(client, 1), zeros_of_step(client, 1)];
+    let search = |i: usize| {
+        let (out, geometry) = (&found[i], geometries[i]);
+        // SAFETY: a word was allocated.
+        let amax = unsafe { buffer(out, 1) };
+        let tiles = geometry.tiles(geometry.map(client, out), 0);
+        EdenSearchLaunch::new(tiles, screens[i].arg(), amax, transforms[i].arg(out))
+    };
+    let policies = geometries.map(|geometry| EdenPolicy {
+        planes_of_tile: TURNS,
+        ..geometry.policy
+    });
+    let tiles = geometries.map(|geometry| geometry.tile_count);
+    let most = tiles[0].max(tiles[1]);
+    let planes = units(client) / 32;
+    let cubes = (most.div_ceil(SEEN) * TURNS)
+        .div_ceil(planes)
+        .clamp(1, CUBES_OF_SM * multiprocessors(client));
+    // SAFETY: the matrix was checked against its memory, the rest was allocated, and the kernel
+    // masks every access by the shape.
+    unsafe {
+        ms_eden_amax_pair_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(2 * cubes as u32, 1, 1),
+            CubeDim::new_1d(32 * planes as u32),
+            address_type(most * LINES * EDEN_GROUP),
+            EdenStoredArgs::Matrix(buffer(&matrix.handle, matrix.len() / 8)),
+            EdenStoredArgs::Matrix(buffer(&matrix.handle, matrix.len() / 2)),
+            search(0),
+            search(1),
+            policies,
+            matrix.dtype,
+        );
+    }
+    found
+}
