@@ -16,7 +16,7 @@ use super::{
     plane_tile::OWN,
     position::{EdenPolicy, EdenTilesLaunch, TURNS},
     screen::{can_screen, screen},
-    search::search_pair,
+    search::{Search, search_pair},
     transform::EdenTransform,
 };
 use crate::{
@@ -250,10 +250,17 @@ pub fn ms_eden_amax_pair(
     }
     let transforms = [&along, &across];
     let screens = screen(client, matrix, transforms);
-    let geometries = [&rows, &cols];
-    Ok(search_pair(
-        client, matrix, geometries, transforms, &screens,
-    ))
+    let found = [zeros_of_step(client, 1), zeros_of_step(client, 1)];
+    let search = |i: usize, geometry: &Geometry| Search {
+        policy: geometry.policy,
+        tiles: geometry.tiles(geometry.map(client, &found[i]), 0),
+        tile_count: geometry.tile_count,
+        screen: &screens[i],
+        transform: transforms[i],
+        amax: &found[i],
+    };
+    search_pair(client, matrix, [search(0, &rows), search(1, &cols)]);
+    Ok(found)
 }
 
 /// [`ms_eden_amax`] of a source whose launch is known.
@@ -486,9 +493,9 @@ fn planes_of_tile(client: &Client, policy: EdenPolicy, tiles: usize) -> usize {
 }
 
 /// The launch of either kernel.
-pub(super) struct Geometry<'a> {
+struct Geometry<'a> {
     source: Stored<'a>,
-    pub policy: EdenPolicy,
+    policy: EdenPolicy,
     /// Where the rotation groups of the result stand, counted in these.
     position: BlockPosition,
     /// The units of earlier groups of rows, a word.
@@ -497,7 +504,7 @@ pub(super) struct Geometry<'a> {
     map_rows: usize,
     tile_rows: usize,
     tile_cols: usize,
-    pub tile_count: usize,
+    tile_count: usize,
     count: CubeCount,
     dim: CubeDim,
 }
@@ -616,11 +623,11 @@ impl<'a> Geometry<'a> {
     }
 
     /// `row_groups` are the rotation groups of a line of the result.
-    pub fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
+    fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
         EdenTilesLaunch::new(map, self.shape(), self.tile_rows, row_groups)
     }
 
-    pub fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
+    fn map(&self, client: &Client, unread: &Handle) -> BufferArg {
         let (shape, groups) = (self.source.shape(), self.source.groups());
         map_tiles(client, shape, groups, self.map_rows, EDEN_GROUP, unread)
     }

@@ -6,9 +6,8 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     arguments::{EdenSigns, EdenStored, EdenStoredArgs, atomic_amax},
-    launch::Geometry,
     plane_tile::{Reading, plane_amax},
-    position::{EdenPolicy, EdenTiles, TURNS, tile_position},
+    position::{EdenPolicy, EdenTiles, EdenTilesLaunch, TURNS, tile_position},
     screen::{EdenScreen, Screen},
     transform::EdenTransform,
 };
@@ -18,7 +17,6 @@ use crate::{
     memory::address_type,
     reference::EDEN_GROUP,
     tensor::{FloatKind, Matrix},
-    zeroed::zeros_of_step,
 };
 
 /// Tiles whose screening a plane looks at together: one a unit.
@@ -102,29 +100,39 @@ pub fn ms_eden_amax_pair_kernel(
     }
 }
 
-/// The amax values of a matrix of which `screens` were taken, along its rows and across them.
-/// `geometries` are those of its launches by themselves.
-pub(super) fn search_pair(
-    client: &Client,
-    matrix: &Matrix,
-    geometries: [&Geometry<'_>; 2],
-    transforms: [&EdenTransform; 2],
-    screens: &[Screen; 2],
-) -> [Handle; 2] {
-    let found = [zeros_of_step(client, 1), zeros_of_step(client, 1)];
-    let search = |i: usize| {
-        let (out, geometry) = (&found[i], geometries[i]);
-        // SAFETY: a word was allocated.
-        let amax = unsafe { buffer(out, 1) };
-        let tiles = geometry.tiles(geometry.map(client, out), 0);
-        EdenSearchLaunch::new(tiles, screens[i].arg(), amax, transforms[i].arg(out))
-    };
-    let policies = geometries.map(|geometry| EdenPolicy {
+/// A search as it is launched.
+pub(super) struct Search<'a> {
+    /// The choices of the kernel that looks at all tiles.
+    pub policy: EdenPolicy,
+    /// The tiles.
+    pub tiles: EdenTilesLaunch,
+    /// How many there are.
+    pub tile_count: usize,
+    /// What was found of them.
+    pub screen: &'a Screen,
+    /// The transform.
+    pub transform: &'a EdenTransform,
+    /// The amax: one word, zero before.
+    pub amax: &'a Handle,
+}
+
+impl Search<'_> {
+    fn arg(self) -> EdenSearchLaunch {
+        // SAFETY: as much was allocated.
+        let amax = unsafe { buffer(self.amax, 1) };
+        let signs = self.transform.arg(self.amax);
+        EdenSearchLaunch::new(self.tiles, self.screen.arg(), amax, signs)
+    }
+}
+
+/// Searches a screened matrix along its rows and across them.
+pub(super) fn search_pair(client: &Client, matrix: &Matrix, searches: [Search<'_>; 2]) {
+    let policies = searches.each_ref().map(|search| EdenPolicy {
         planes_of_tile: TURNS,
-        ..geometry.policy
+        ..search.policy
     });
-    let tiles = geometries.map(|geometry| geometry.tile_count);
-    let most = tiles[0].max(tiles[1]);
+    let [along, across] = searches;
+    let most = along.tile_count.max(across.tile_count);
     let planes = units(client) / 32;
     let cubes = (most.div_ceil(SEEN) * TURNS)
         .div_ceil(planes)
@@ -139,11 +147,10 @@ pub(super) fn search_pair(
             address_type(most * LINES * EDEN_GROUP),
             EdenStoredArgs::Matrix(buffer(&matrix.handle, matrix.len() / 8)),
             EdenStoredArgs::Matrix(buffer(&matrix.handle, matrix.len() / 2)),
-            search(0),
-            search(1),
+            along.arg(),
+            across.arg(),
             policies,
             matrix.dtype,
         );
     }
-    found
 }
