@@ -138,16 +138,28 @@ pub fn adamw_kernel<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     }
 }
 
-/// Raises an entry to `bits`, unless they are those of zero.
+/// Raises an entry to `bits`, unless it is as large: atomics on one word run one after another, and
+/// after the first of them few values are larger.
 #[cube]
 fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: bool) {
     if comptime!(planes) {
         let plane = plane_max(bits);
-        if UNIT_POS_PLANE == 0u32 && plane != 0u32 {
-            amax[entry].fetch_max(plane);
+        if UNIT_POS_PLANE == 0u32 {
+            raise_alone(amax, entry, plane);
         }
-    } else if bits != 0u32 {
-        amax[entry].fetch_max(bits);
+    } else {
+        raise_alone(amax, entry, bits);
+    }
+}
+
+#[cube]
+fn raise_alone(amax: &mut [Atomic<u32>], entry: usize, bits: u32) {
+    // Those of parameters that a unit has nothing of are zero: nothing is to be looked up.
+    // `&&` would not spare the load.
+    if bits != 0u32 {
+        if bits > amax[entry].load() {
+            amax[entry].fetch_max(bits);
+        }
     }
 }
 
