@@ -155,11 +155,12 @@ fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: 
 #[cube]
 fn raise_alone(amax: &mut [Atomic<u32>], entry: usize, bits: u32) {
     // Those of parameters that a unit has nothing of are zero: nothing is to be looked up.
-    // `&&` would not spare the load.
+    let mut held = bits;
     if bits != 0u32 {
-        if bits > amax[entry].load() {
-            amax[entry].fetch_max(bits);
-        }
+        held = amax[entry].load();
+    }
+    if bits > held {
+        amax[entry].fetch_max(bits);
     }
 }
 
