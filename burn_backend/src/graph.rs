@@ -50,6 +50,9 @@ pub enum TakenBy {
 /// Everything that the step reads and writes has to stay alive, and where it is, as long as this:
 /// parameters and their optimizer's state are updated in place, and the batch is in tensors of
 /// [`copy_into`].
+///
+/// No other thread should use the device while the step is captured: CubeCL captures in CUDA's
+/// global mode, in which neither the capture nor an allocation by another thread succeeds then.
 pub struct GraphSteps {
     _busy: Busy,
     /// Without autodiff.
