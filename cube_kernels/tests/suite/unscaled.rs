@@ -1,6 +1,6 @@
-//! Copies that are written as values instead of codes, or beside them: they are what codes and scales stand for,
-//! and products with them have the bits of products with the codes, on CubeCL's CPU runtime or on a
-//! GPU.
+//! Copies that are written as values instead of codes, or beside them: they are what codes and
+//! scales stand for, and products with them have the bits of products with the codes, on CubeCL's
+//! CPU runtime or on a GPU.
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, upload,
