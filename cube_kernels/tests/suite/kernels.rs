@@ -426,11 +426,7 @@ fn repeated_launches_are_identical() {
 /// One pass over more than 2^31 elements: indices beyond 32 bits.
 #[test]
 fn beyond_two_to_the_31_elements() {
-    let client = client!("beyond_two_to_the_31_elements");
-    if Capabilities::of(&client).runtime != "cuda" {
-        println!("SKIPPED: beyond_two_to_the_31_elements: needs 12 GB of GPU memory");
-        return;
-    }
+    let client = on_gpu!("beyond_two_to_the_31_elements", "needs 12 GB of GPU memory");
     let (rows, cols) = ((1 << 17) + 24, 16384);
     // A period that divides neither dimension makes every row different.
     let period = values(Kind::Normal, 1_000_003, 1);

@@ -492,11 +492,7 @@ fn rows_by_number() {
 /// More than 2^31 bytes, on a GPU: there and back, and the last tile by the formula.
 #[test]
 fn more_bytes_than_32_bits_index() {
-    let client = client!("more_bytes_than_32_bits_index");
-    if client.name() == "cpu" {
-        println!("SKIPPED: more_bytes_than_32_bits_index: a GPU's memory is needed");
-        return;
-    }
+    let client = on_gpu!("more_bytes_than_32_bits_index", "a GPU's memory is needed");
     let (rows, blocks) = (65_536 + 128, 32_768);
     let bytes: Vec<u8> = (0..rows * blocks).map(|i| (i % 251) as u8 + 1).collect();
     let handle = upload_bytes(&client, &bytes);

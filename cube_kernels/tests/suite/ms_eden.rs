@@ -354,11 +354,7 @@ fn repeated_launches_agree() {
 /// other shapes four do.
 #[test]
 fn many_tiles() {
-    let client = client!("many_tiles");
-    if client.name() == "cpu" {
-        println!("SKIPPED: many_tiles: a CPU takes all tiles alike");
-        return;
-    }
+    let client = on_gpu!("many_tiles", "a CPU takes all tiles alike");
     let sms = client.properties().hardware.num_streaming_multiprocessors;
     let sms = sms.unwrap_or(128) as usize;
     // Of 32 columns by 128 rows; along rows there are three quarters as many.
@@ -372,11 +368,10 @@ fn many_tiles() {
 /// magnitude: both amax values found together are those of either kernel by itself.
 #[test]
 fn amax_pair_of_many_tiles() {
-    let client = client!("amax_pair_of_many_tiles");
-    if client.name() == "cpu" {
-        println!("SKIPPED: amax_pair_of_many_tiles: a CPU does not look at many together");
-        return;
-    }
+    let client = on_gpu!(
+        "amax_pair_of_many_tiles",
+        "a CPU does not look at many together"
+    );
     let (rows, cols) = (6000, 8192);
     let tile = convert::<bf16>(&values(Kind::Normal, 32 * 32, 6));
     let at = |i: usize| tile[i / cols % 32 * 32 + i % 32];
@@ -402,11 +397,10 @@ fn amax_pair_of_many_tiles() {
 /// the oracle.)
 #[test]
 fn more_elements_than_32_bits_index() {
-    let client = client!("more_elements_than_32_bits_index");
-    if client.name() == "cpu" {
-        println!("SKIPPED: more_elements_than_32_bits_index: a GPU's memory is needed");
-        return;
-    }
+    let client = on_gpu!(
+        "more_elements_than_32_bits_index",
+        "a GPU's memory is needed"
+    );
     let (rows, cols) = (65_536 + 128, 32_768);
     let tail = convert::<bf16>(&values(Kind::Normal, 128 * cols, 1));
     let mut x = vec![bf16::ZERO; rows * cols];

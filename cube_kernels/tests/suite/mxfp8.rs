@@ -237,11 +237,10 @@ fn repeated_launches_agree() {
 /// More than 2^31 elements, on a GPU: the last rows are those of the same rows alone.
 #[test]
 fn more_elements_than_32_bits_index() {
-    let client = client!("more_elements_than_32_bits_index");
-    if client.name() == "cpu" {
-        println!("SKIPPED: more_elements_than_32_bits_index: a GPU's memory is needed");
-        return;
-    }
+    let client = on_gpu!(
+        "more_elements_than_32_bits_index",
+        "a GPU's memory is needed"
+    );
     let (rows, cols) = (65_536 + 128, 32_768);
     // Zeros, but for the last 128 rows.
     let tail = convert::<bf16>(&values(Kind::Normal, 128 * cols, 1));

@@ -193,11 +193,7 @@ fn many_rows() {
 /// On a GPU, the sizes of models: all paths of the kernels with several rows for each cube.
 #[test]
 fn large_matrices() {
-    let client = client!("large_matrices");
-    if nvfp4_kernels::capabilities::Capabilities::of(&client).runtime == "cpu" {
-        println!("SKIPPED: norm::large_matrices: it needs a GPU");
-        return;
-    }
+    let client = on_gpu!("norm::large_matrices", "it needs a GPU");
     for (rows, cols) in [
         (16_384, 768),
         (8200, 4096),

@@ -29,18 +29,6 @@ const LARGE: [(usize, usize); 5] = [
 ];
 const HUGE: (usize, usize) = ((1 << 17) + 24, 16384);
 
-/// The client, or an early return where large matrices take too long.
-macro_rules! gpu {
-    ($test:expr) => {{
-        let client = client!($test);
-        if client.name() != "cuda" {
-            println!("SKIPPED: {}: large matrices are for a GPU", $test);
-            return;
-        }
-        client
-    }};
-}
-
 /// A test of each of the `check`s at each of `shapes`.
 macro_rules! shape_tests {
     ($($test:ident, $large:ident: $check:ident;)*) => {$(
@@ -54,7 +42,7 @@ macro_rules! shape_tests {
 
         #[test]
         fn $large() {
-            let client = gpu!(stringify!($large));
+            let client = on_gpu!(stringify!($large), "large matrices are for a GPU");
             for shape in LARGE {
                 samples::$check(&client, &Sample::new(&client, shape));
             }
@@ -74,7 +62,7 @@ shape_tests! {
 /// The maxima of a large matrix, of each row and column and of all.
 #[test]
 fn maxima_of_a_large_matrix() {
-    let client = gpu!("maxima_of_a_large_matrix");
+    let client = on_gpu!("maxima_of_a_large_matrix", "large matrices are for a GPU");
     let sample = Sample::new(&client, (8192, 8192));
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::default();
@@ -94,7 +82,10 @@ fn maxima_of_a_large_matrix() {
 /// One pass of every kind over more than 2^31 elements: indices beyond 32 bits.
 #[test]
 fn beyond_two_to_the_31_elements() {
-    let client = gpu!("beyond_two_to_the_31_elements");
+    let client = on_gpu!(
+        "beyond_two_to_the_31_elements",
+        "large matrices are for a GPU"
+    );
     let sample = Sample::new(&client, HUGE);
     for check in samples::CHECKS {
         check(&client, &sample);

@@ -52,13 +52,7 @@ pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTen
         params,
         StoredForm::ROWS,
     );
-    let source = GroupedSource {
-        x: Source::new(x),
-        count: GroupCount::Whole,
-        groups: Groups::One,
-        earlier: None,
-        found: None,
-    };
+    let source = GroupedSource::whole(Source::new(x), None);
     let like = &source.x.tensor;
     let found = match params.rounding {
         QuantRounding::MsEden(_) => {
@@ -84,13 +78,7 @@ pub(super) fn amax_pair(
     col: &QuantParams,
 ) -> AmaxPair<CubeBackend> {
     let x = Source::new(x);
-    let source = GroupedSource {
-        x,
-        count: GroupCount::Whole,
-        groups: Groups::One,
-        earlier: None,
-        found: None,
-    };
+    let source = GroupedSource::whole(x, None);
     let (rows, cols) = source.pair_amax(row, col);
     pair_of(&source.x.tensor, rows, cols)
 }
@@ -197,17 +185,14 @@ fn quantize_from(
     [row, col]: [Option<Handle>; 2],
     usages: QuantUsages,
 ) -> QuantizedPair<CubeBackend> {
-    let source = GroupedSource {
-        x: Source::new(x),
-        count: GroupCount::Whole,
-        groups: Groups::One,
-        earlier: None,
-        found: Some(Amaxes {
+    let source = GroupedSource::whole(
+        Source::new(x),
+        Some(Amaxes {
             // One amax of an untransformed matrix serves both usages.
             rows: row.clone().or_else(|| col.clone()),
             cols: col.or(row),
         }),
-    };
+    );
     source.quantize(usages)
 }
 
@@ -290,13 +275,7 @@ pub(super) fn quantize_in_both_storages(
             activated((x, None), kind, &Groups::One, request)
         }
     };
-    let source = GroupedSource {
-        x: Source::new(values),
-        count: GroupCount::Whole,
-        groups: Groups::One,
-        earlier: None,
-        found,
-    };
+    let source = GroupedSource::whole(Source::new(values), found);
     source.trace("quantize", usage_name(usage));
     let amax = source.amax(params, usage);
     let request = source.request((params, form), &amax);
@@ -310,6 +289,17 @@ pub(super) fn quantize_in_both_storages(
 }
 
 impl GroupedSource {
+    /// A matrix without groups.
+    fn whole(x: Source, found: Option<Amaxes>) -> Self {
+        Self {
+            x,
+            count: GroupCount::Whole,
+            groups: Groups::One,
+            earlier: None,
+            found,
+        }
+    }
+
     /// The quantized tensors with these usages.
     fn quantize(&self, usages: QuantUsages) -> QuantizedPair<CubeBackend> {
         let QuantUsages {

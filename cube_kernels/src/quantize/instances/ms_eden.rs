@@ -70,15 +70,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         1 => String::new(),
         planes => format!("-{planes}-planes"),
     };
-    let units_of = |planes: usize| if planes == 1 { 256 } else { 128 };
     let of_packed = |all: &mut Vec<Instance>, address, planes, across, (name, source)| {
         let (form, others) = forms(source);
         let tag = format!("packed-{address:?}-{across}{name}{}", tag_of(planes));
-        let units = units_of(planes);
         let policy = |form| EdenPolicy {
             planes_of_tile: planes,
             ..policy(across, true, false, source, form)
         };
+        let units = 32 * policy(form).planes_of_cube() as u32;
         all.push(instance!(
             device,
             units units,

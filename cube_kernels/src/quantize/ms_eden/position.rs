@@ -55,7 +55,7 @@ impl EdenPolicy {
     }
 
     /// The most planes of a cube; 1 where a cube works on a tile as a whole.
-    pub(super) fn planes_of_cube(self) -> usize {
+    pub(in crate::quantize) fn planes_of_cube(self) -> usize {
         match (self.planes(), self.planes_of_tile) {
             (false, _) => 1,
             (true, 1) => MOST_PLANES,

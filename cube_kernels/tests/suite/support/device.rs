@@ -60,6 +60,18 @@ macro_rules! client {
     };
 }
 
+/// The client of a GPU, or an early return that says why it takes one.
+macro_rules! on_gpu {
+    ($test:expr, $why:literal) => {{
+        let client = client!($test);
+        if client.name() == "cpu" {
+            println!("SKIPPED: {}: {}", $test, $why);
+            return;
+        }
+        client
+    }};
+}
+
 /// The client of a Hopper GPU, or an early return.
 macro_rules! hopper {
     ($test:expr) => {{
