@@ -21,6 +21,16 @@ pub enum CacheKind {
     E4m3,
 }
 
+impl CacheKind {
+    /// Bytes of an element, where those of the activations are of type `dtype`.
+    pub(super) const fn element(self, dtype: FloatKind) -> usize {
+        match self {
+            Self::Float => dtype.size(),
+            Self::E4m3 => 1,
+        }
+    }
+}
+
 /// The comptime choices of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DecodePlan {
@@ -38,6 +48,10 @@ pub struct DecodePlan {
     pub unroll: bool,
     /// Whether each key of a tile has a unit, in planes of 32.
     pub planes: bool,
+    /// Teams of units of a cube, each of which has its share of the queries: 1 without planes.
+    pub teams: usize,
+    /// Whether keys and values of a tile are brought to shared memory, while units do other things.
+    pub staged: bool,
     /// Whether cubes run at the same time, and not one after another.
     pub concurrent: bool,
     /// Whether the kernels can begin before the one in front of them has ended.
@@ -66,10 +80,14 @@ impl DecodePlan {
         if self.planes { DECODE_TILE / 32 } else { 8 }
     }
 
-    /// Whether a unit loads its first key of a tile before the queries, and its first values before
-    /// the scores: where registers allow.
-    pub(super) const fn loads_ahead(self) -> bool {
-        self.columns() <= 16 && self.head * self.rows <= 512
+    /// Queries of a team.
+    pub(super) const fn own_rows(self) -> usize {
+        self.rows / self.teams
+    }
+
+    /// Bytes of a vector of the cache.
+    pub(super) const fn vector_bytes(self) -> usize {
+        self.width * self.cache.element(self.kind)
     }
 
     /// Floats from one element of a vector to the next in the sums of the slices: some more than
@@ -78,9 +96,9 @@ impl DecodePlan {
         (self.slices() + 1) * self.columns()
     }
 
-    /// Pairs of floats of a row's part: its sums, and the largest score with the sum of weights.
+    /// Floats of a row's part: its sums, the largest score and the sum of weights.
     pub const fn part(self) -> usize {
-        self.head / 2 + 1
+        self.head + 2
     }
 }
 
@@ -270,7 +288,14 @@ pub(super) struct NewVector {
     pub place: u32,
 }
 
-/// Writes a vector of a new key, and the one of its value.
+/// A vector of a key, and the one of its value.
+#[derive(CubeType)]
+pub(super) struct Written<C: Numeric, N: Size> {
+    pub key: Vector<C, N>,
+    pub value: Vector<C, N>,
+}
+
+/// Writes a vector of a new key, and the one of its value, to the cache.
 #[cube]
 pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     new: &NewTokens<F>,
@@ -279,7 +304,7 @@ pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     shape: &CacheShape,
     vector: NewVector,
     #[comptime] plan: DecodePlan,
-) {
+) -> Written<C, N> {
     let columns = comptime!(plan.columns() as u32);
     let index = vector.place / columns;
     let column = vector.place % columns;
@@ -306,6 +331,7 @@ pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
         + column as usize;
     k_cache[at] = key;
     v_cache[at] = value;
+    Written::<C, N> { key, value }
 }
 
 /// One unit writes every `units`-th vector of the new keys and values, and as much of the turned

@@ -6,7 +6,7 @@ use cubecl::{
 };
 
 use super::{
-    CacheKind, UNITS,
+    CacheKind, MOST_STAGED, MOST_TEAMS, UNITS,
     kernels::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
         decode_run_kernel,
@@ -14,6 +14,7 @@ use super::{
 };
 use crate::{
     attention::kernels::HeadsViewLaunch,
+    reference::attention::DECODE_TILE,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -41,6 +42,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     cases
         .into_iter()
         .flat_map(|(head, rows, kind, cache, address)| {
+            let bytes = cache.element(kind);
             let plan = DecodePlan {
                 head,
                 rows,
@@ -49,6 +51,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 softcap: rows == 8,
                 unroll: true,
                 planes: true,
+                teams: rows.min(MOST_TEAMS),
+                staged: 2 * DECODE_TILE * head * bytes <= MOST_STAGED,
                 concurrent: true,
                 overlaps: device.overlaps,
                 kind,
@@ -116,7 +120,7 @@ fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<
         ),
         instance!(
             device,
-            units UNITS as u32,
+            units(plan.teams * UNITS) as u32,
             decode_run_kernel,
             &tag,
             Expected::NONE,

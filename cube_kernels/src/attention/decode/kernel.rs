@@ -8,6 +8,7 @@ use super::append::{
     uncached, write_new,
 };
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
+use super::tile::{Staged, Tile};
 use crate::{
     attention::scalar::math::{exp_or_nan, product, tanh},
     cube::{
@@ -16,6 +17,7 @@ use crate::{
         exact::fma,
         overlap::{let_next_begin, wait_for_previous, written_before},
         plane::plane_largest,
+        ptx::{cp_async_commit_group, cp_async_wait_group},
     },
     reference::attention::DECODE_TILE,
 };
@@ -23,7 +25,39 @@ use crate::{
 /// Values that a unit loads before the first is added.
 const AT_ONCE: usize = 8;
 
-/// The keys that each query of a cube sees: from `first` to before `end`.
+/// A unit's place in its team.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Member {
+    /// Its number among the units of the team.
+    unit: u32,
+    /// Those units.
+    units: u32,
+    /// The first row of the team.
+    first_row: usize,
+}
+
+#[cube]
+impl Member {
+    fn new(#[comptime] plan: DecodePlan) -> Member {
+        if comptime!(plan.teams > 1) {
+            let units = comptime!(DECODE_TILE as u32);
+            Member {
+                unit: UNIT_POS % units,
+                units: units.runtime(),
+                first_row: (UNIT_POS / units) as usize * comptime!(plan.own_rows()),
+            }
+        } else {
+            Member {
+                unit: UNIT_POS,
+                units: CUBE_DIM,
+                first_row: 0usize.runtime(),
+            }
+        }
+    }
+}
+
+/// The keys that each query of a team sees: from `first` to before `end`.
 #[derive(CubeType)]
 struct Sight {
     first: Array<u32>,
@@ -32,14 +66,14 @@ struct Sight {
 
 #[cube]
 impl Sight {
-    /// Of the queries from row `first_row` of a head of keys on.
+    /// Of the queries of a team, the first of which is row `first_row` of a head of keys.
     fn new(
         own: &Extent,
         shape: &CacheShape,
         first_row: u32,
         #[comptime] plan: DecodePlan,
     ) -> Sight {
-        let rows = comptime!(plan.rows);
+        let rows = comptime!(plan.own_rows());
         let mut sight = Sight {
             first: Array::new(rows),
             end: Array::new(rows),
@@ -54,7 +88,7 @@ impl Sight {
         sight
     }
 
-    /// Whether query `r` sees key `key`.
+    /// Whether query `r` of the team sees key `key`.
     fn sees(&self, r: usize, key: u32) -> bool {
         key >= self.first[r] && key < self.end[r]
     }
@@ -80,88 +114,6 @@ struct Stage {
     state: Shared<[f32]>,
 }
 
-/// What a unit loads of a tile before it needs it, where registers allow: its first key, and its
-/// first values.
-#[derive(CubeType)]
-struct Ahead<C: Numeric, N: Size> {
-    key: Array<Vector<C, N>>,
-    values: Array<Vector<C, N>>,
-}
-
-/// Where a tile is in the caches.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Tile {
-    /// The first vector of its first key.
-    base: usize,
-    /// Vectors from one key to the next.
-    stride: usize,
-    /// Its keys.
-    count: u32,
-}
-
-/// A tile, and the number of its first key.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Now {
-    tile: Tile,
-    at: u32,
-}
-
-#[cube]
-impl<C: Numeric, N: Size> Ahead<C, N> {
-    fn new(#[comptime] plan: DecodePlan) -> Ahead<C, N> {
-        Ahead::<C, N> {
-            key: Array::new(comptime!(plan.columns())),
-            values: Array::new(AT_ONCE),
-        }
-    }
-
-    /// Loads what this unit needs first of the keys `from..to` of a tile.
-    fn load(
-        &mut self,
-        k_cache: &mut [Vector<C, N>],
-        v_cache: &mut [Vector<C, N>],
-        tile: &Tile,
-        from: u32,
-        to: u32,
-        #[comptime] plan: DecodePlan,
-    ) {
-        if comptime!(plan.loads_ahead()) {
-            let key = UNIT_POS;
-            if key >= from && key < to {
-                load_key::<C, N>(k_cache, tile, key, &mut self.key, plan);
-            }
-            let slices = comptime!(plan.slices() as u32);
-            let columns = comptime!(plan.columns() as u32);
-            let (slice, column) = (UNIT_POS / columns, UNIT_POS % columns);
-            #[unroll(plan.unroll)]
-            for i in 0..AT_ONCE {
-                let key = slice + i as u32 * slices;
-                if key >= from && key < to {
-                    let at = tile.base + key as usize * tile.stride + column as usize;
-                    self.values[i] = v_cache[at];
-                }
-            }
-        }
-    }
-}
-
-#[cube]
-fn load_key<C: Numeric, N: Size>(
-    k_cache: &mut [Vector<C, N>],
-    tile: &Tile,
-    key: u32,
-    loaded: &mut Array<Vector<C, N>>,
-    #[comptime] plan: DecodePlan,
-) {
-    let at = tile.base + key as usize * tile.stride;
-    #[unroll(plan.unroll)]
-    for c in 0..comptime!(plan.columns()) {
-        loaded[c] = k_cache[at + c];
-    }
-}
-
 /// A part of the attention of all queries that read one head of keys, over one run of the keys; the
 /// new keys and values of the run are written first. The cube that finishes the last run of a block
 /// of rows adds its parts. Cubes are `[run, block of rows of a head of keys, sequence]`.
@@ -176,7 +128,6 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     #[define(F)] _storage: ElemType,
     #[define(C)] _cached: ElemType,
 ) {
-    let rows = comptime!(plan.rows);
     let tile = comptime!(DECODE_TILE as u32);
     let mut stage = Stage {
         queries: Shared::new_aligned_slice(comptime!(plan.rows * plan.head), 16usize),
@@ -187,6 +138,8 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
         out: Shared::new_slice(comptime!(plan.rows * plan.head)),
         state: Shared::new_slice(comptime!(3 * plan.rows)),
     };
+    let mut keys = Staged::<C, N>::new(plan);
+    let mut values = Staged::<C, N>::new(plan);
     let mut verdict = Shared::<[u32]>::new_slice(1usize);
     let_next_begin(plan.overlaps);
     written_before(&new.q.data, plan.overlaps);
@@ -217,70 +170,73 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             base,
             stride,
             count: min(tile, last - first),
+            first,
         };
-        let sight = Sight::new(&own, &shape, first_row, plan);
-        let mut ahead = Ahead::<C, N>::new(plan);
+        let member = Member::new(plan);
+        let sight = Sight::new(&own, &shape, first_row + member.first_row as u32, plan);
         // What was there before is on its way while the new tokens are read and turned.
         let from = max(first, own.start);
         let old = min(from, first + tile_at.count) - first;
-        ahead.load(k_cache, v_cache, &tile_at, 0u32, old, plan);
+        keys.copy(k_cache, &tile_at, 0u32, old, plan);
+        close_group(plan);
+        values.copy(v_cache, &tile_at, 0u32, old, plan);
+        close_group(plan);
         wait_for_previous(plan.overlaps);
         // This run's new keys and values.
         let mut item = UNIT_POS;
         while from < last && item < (last - from) * columns {
             let key = from + item / columns;
-            let place = kv_head * columns + item % columns;
+            let column = item % columns;
             let vector = NewVector {
                 sequence,
                 t: key - own.start,
                 position: key,
-                place,
+                place: kv_head * columns + column,
             };
-            write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
+            let written = write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
+            if key < first + tile_at.count {
+                keys.take(written.key, key - first, column, plan);
+                values.take(written.value, key - first, column, plan);
+            }
             item += CUBE_DIM;
         }
         begin::<F>(
             &new, &shape, &own, &mut stage, sequence, kv_head, first_row, plan,
         );
-        sync_cube();
-        ahead.load(k_cache, v_cache, &tile_at, old, tile_at.count, plan);
         let mut odd = 0u32;
-        let mut at = first;
-        while at < last {
-            let count = tile_at.count;
-            if at > first {
-                ahead.load(k_cache, v_cache, &tile_at, 0u32, count, plan);
-            }
-            let now = Now { tile: tile_at, at };
-            score_tile::<C, N>(k_cache, &shape, &mut stage, &now, &sight, &mut ahead, plan);
+        while tile_at.first < last {
+            let next = Tile {
+                base: tile_at.base + tile as usize * stride,
+                stride,
+                count: min(tile, last - min(tile_at.first + tile, last)),
+                first: tile_at.first + tile,
+            };
+            wait_for_group(plan);
             sync_cube();
+            score_tile::<C, N>(
+                &keys, k_cache, &shape, &mut stage, &tile_at, &sight, member, plan,
+            );
+            sync_cube();
+            keys.copy(k_cache, &next, 0u32, next.count, plan);
+            close_group(plan);
             if comptime!(!plan.planes) {
-                highest_of_segments(&mut stage, &now, &sight, plan);
+                highest_of_segments(&mut stage, &tile_at, &sight, plan);
                 sync_cube();
             }
-            let mut key = UNIT_POS;
-            while key < count {
-                #[unroll(plan.unroll)]
-                for r in 0..rows {
-                    let highest = highest_of_tile(&stage.segments, r, plan);
-                    let place = r * comptime!(DECODE_TILE) + key as usize;
-                    let difference = stage.weights[place] - highest;
-                    let weight = exp_or_nan(difference, plan.conversion);
-                    let seen = sight.sees(r, at + key);
-                    stage.weights[place] = select(seen, weight, 0.0f32);
-                }
-                key += CUBE_DIM;
-            }
+            weigh(&mut stage, &tile_at, &sight, member, plan);
+            wait_for_group(plan);
             sync_cube();
-            add_values::<C, N>(v_cache, &shape, &mut stage, &tile_at, &mut ahead, plan);
+            add_values::<C, N>(&values, v_cache, &shape, &mut stage, &tile_at, member, plan);
             sync_cube();
+            values.copy(v_cache, &next, 0u32, next.count, plan);
+            close_group(plan);
             merge_tile(&mut stage, odd, plan);
             odd = 1u32 - odd;
-            at += tile;
-            tile_at.base += tile as usize * stride;
-            tile_at.count = min(tile, last - min(at, last));
-            sync_cube();
+            tile_at.base = next.base;
+            tile_at.count = next.count;
+            tile_at.first = next.first;
         }
+        sync_cube();
         write_part::<F>(output, &stage, block.part(&shape, run, plan), odd, plan);
         is_last = is_last_cube(
             &mut output.finished,
@@ -289,8 +245,8 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             &mut verdict,
             plan.concurrent,
         );
-    } else {
-        // Else the kernel could end before those in front of it.
+    } else if run == 0u32 {
+        // Else the kernel could end before those in front of it. Other runs may.
         wait_for_previous(plan.overlaps);
     }
     if is_last {
@@ -306,6 +262,22 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     }
 }
 
+/// Closes a group of copies to shared memory, which may be none.
+#[cube]
+fn close_group(#[comptime] plan: DecodePlan) {
+    if comptime!(plan.staged) {
+        cp_async_commit_group();
+    }
+}
+
+/// Waits for all groups of copies but the last one: keys and values take turns.
+#[cube]
+fn wait_for_group(#[comptime] plan: DecodePlan) {
+    if comptime!(plan.staged) {
+        cp_async_wait_group(1u32);
+    }
+}
+
 /// Writes the run of this cube, which is over, to the parts from `first` on.
 #[cube]
 fn write_part<F: Numeric>(
@@ -317,23 +289,18 @@ fn write_part<F: Numeric>(
 ) {
     let rows = comptime!(plan.rows as u32);
     let columns = comptime!(plan.columns() as u32);
-    let pairs = comptime!(plan.part() as u32);
+    let length = comptime!(plan.part() as u32);
     let width = comptime!(plan.width as u32);
     let mut item = UNIT_POS;
     while item < comptime!((plan.rows * plan.part()) as u32) {
-        let row = item / pairs;
-        let pair = item % pairs;
-        let mut value = Vector::<f32, Const<2>>::empty();
-        if pair < comptime!((plan.head / 2) as u32) {
-            // Elements of a pair are of one vector: their columns are those of the cache.
-            let d = pair * 2u32;
+        let row = item / length;
+        let d = item % length;
+        let mut value = stage.state[(2u32 * rows + row) as usize];
+        if d < comptime!(plan.head as u32) {
             let of_row = row * comptime!(plan.head as u32);
-            let place = (of_row + d % width * columns + d / width) as usize;
-            value.insert(0usize, stage.out[place]);
-            value.insert(1usize, stage.out[place + comptime!(plan.columns())]);
-        } else {
-            value.insert(0usize, stage.state[(odd * rows + row) as usize]);
-            value.insert(1usize, stage.state[(2u32 * rows + row) as usize]);
+            value = stage.out[(of_row + d % width * columns + d / width) as usize];
+        } else if d == comptime!(plan.head as u32) {
+            value = stage.state[(odd * rows + row) as usize];
         }
         output.parts[first + item as usize] = value;
         item += CUBE_DIM;
@@ -381,44 +348,43 @@ fn begin<F: Numeric>(
     }
 }
 
-/// The scores of a tile: a unit has one key at a time, the first of which was loaded. Where there
-/// are planes, also the largest score that each of them has seen.
+/// The scores of a tile: a unit has one key at a time. Where there are planes, also the largest
+/// score that each of them has seen.
 #[cube]
 fn score_tile<C: Numeric, N: Size>(
+    keys: &Staged<C, N>,
     k_cache: &mut [Vector<C, N>],
     shape: &CacheShape,
     stage: &mut Stage,
-    now: &Now,
+    tile: &Tile,
     sight: &Sight,
-    ahead: &mut Ahead<C, N>,
+    member: Member,
     #[comptime] plan: DecodePlan,
 ) {
-    let rows = comptime!(plan.rows);
+    let rows = comptime!(plan.own_rows());
     let columns = comptime!(plan.columns());
     let mut highest = Array::<f32>::new(rows);
     #[unroll(plan.unroll)]
     for r in 0..rows {
         highest[r] = f32::new(comptime!(f32::MIN));
     }
-    let mut key = UNIT_POS;
-    while key < now.tile.count {
-        if comptime!(!plan.loads_ahead()) || key >= CUBE_DIM {
-            load_key::<C, N>(k_cache, &now.tile, key, &mut ahead.key, plan);
-        }
-        let mut sums = Array::<f32>::new(comptime!(4 * plan.rows));
+    let mut key = member.unit;
+    while key < tile.count {
+        let mut sums = Array::<f32>::new(comptime!(4 * plan.own_rows()));
         #[unroll(plan.unroll)]
-        for i in 0..comptime!(4 * plan.rows) {
+        for i in 0..comptime!(4 * plan.own_rows()) {
             sums[i] = 0.0f32;
         }
         #[unroll(plan.unroll)]
         for c in 0..columns {
-            let vector = ahead.key[c];
+            let vector = keys.vector(k_cache, tile, key, c as u32, plan);
             #[unroll]
             for e in 0..N::value() {
                 let k = uncached::<C>(vector.extract(e), shape.k_scale, plan);
                 #[unroll(plan.unroll)]
                 for r in 0..rows {
-                    let q = stage.queries[r * comptime!(plan.head) + c * comptime!(plan.width) + e];
+                    let of_row = (member.first_row + r) * comptime!(plan.head);
+                    let q = stage.queries[of_row + c * comptime!(plan.width) + e];
                     let to = r * 4usize + comptime!(e % 4);
                     sums[to] = fma(q, k, sums[to], plan.conversion);
                 }
@@ -434,27 +400,58 @@ fn score_tile<C: Numeric, N: Size>(
                 let t = tanh(scaled * shape.inverse_cap, plan.conversion);
                 score = product(shape.softcap, t, plan.conversion);
             }
-            stage.weights[r * comptime!(DECODE_TILE) + key as usize] = score;
+            let of_row = (member.first_row + r) * comptime!(DECODE_TILE);
+            stage.weights[of_row + key as usize] = score;
             let above = larger(highest[r], score);
-            highest[r] = select(sight.sees(r, now.at + key), above, highest[r]);
+            highest[r] = select(sight.sees(r, tile.first + key), above, highest[r]);
         }
-        key += CUBE_DIM;
+        key += member.units;
     }
     if comptime!(plan.planes) {
         #[unroll]
         for r in 0..rows {
             let of_plane = plane_largest(highest[r], plan.conversion);
             if UNIT_POS & 31u32 == 0u32 {
-                stage.segments[r * comptime!(plan.segments()) + UNIT_POS as usize / 32usize] =
-                    of_plane;
+                let of_row = (member.first_row + r) * comptime!(plan.segments());
+                stage.segments[of_row + member.unit as usize / 32usize] = of_plane;
             }
+        }
+    }
+}
+
+/// Makes the scores of a tile weights, relative to the largest score of the tile.
+#[cube]
+fn weigh(
+    stage: &mut Stage,
+    tile: &Tile,
+    sight: &Sight,
+    member: Member,
+    #[comptime] plan: DecodePlan,
+) {
+    #[unroll(plan.unroll)]
+    for r in 0..comptime!(plan.own_rows()) {
+        let row = member.first_row + r;
+        let highest = highest_of_tile(&stage.segments, row, plan);
+        let mut key = member.unit;
+        while key < tile.count {
+            let place = row * comptime!(DECODE_TILE) + key as usize;
+            let difference = stage.weights[place] - highest;
+            let weight = exp_or_nan(difference, plan.conversion);
+            let seen = sight.sees(r, tile.first + key);
+            stage.weights[place] = select(seen, weight, 0.0f32);
+            key += member.units;
         }
     }
 }
 
 /// The largest scores of the segments of a tile that are seen.
 #[cube]
-fn highest_of_segments(stage: &mut Stage, now: &Now, sight: &Sight, #[comptime] plan: DecodePlan) {
+fn highest_of_segments(
+    stage: &mut Stage,
+    tile: &Tile,
+    sight: &Sight,
+    #[comptime] plan: DecodePlan,
+) {
     let segments = comptime!(plan.segments() as u32);
     let mut item = UNIT_POS;
     while item < comptime!((plan.rows * plan.segments()) as u32) {
@@ -463,7 +460,7 @@ fn highest_of_segments(stage: &mut Stage, now: &Now, sight: &Sight, #[comptime] 
         let mut highest = f32::new(comptime!(f32::MIN));
         for i in 0..comptime!((DECODE_TILE / plan.segments()) as u32) {
             let key = i * segments + segment;
-            if key < now.tile.count && sight.sees(row, now.at + key) {
+            if key < tile.count && sight.sees(row, tile.first + key) {
                 let score = stage.weights[row * comptime!(DECODE_TILE) + key as usize];
                 highest = larger(highest, score);
             }
@@ -485,26 +482,26 @@ fn highest_of_tile(segments: &Shared<[f32]>, row: usize, #[comptime] plan: Decod
     highest
 }
 
-/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time. Its
-/// first ones were loaded.
+/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time.
 #[cube]
 fn add_values<C: Numeric, N: Size>(
+    staged: &Staged<C, N>,
     v_cache: &mut [Vector<C, N>],
     shape: &CacheShape,
     stage: &mut Stage,
     tile: &Tile,
-    ahead: &mut Ahead<C, N>,
+    member: Member,
     #[comptime] plan: DecodePlan,
 ) {
-    let rows = comptime!(plan.rows);
+    let rows = comptime!(plan.own_rows());
     let width = comptime!(plan.width);
     let columns = comptime!(plan.columns() as u32);
     let slices = comptime!(plan.slices() as u32);
-    let mut item = UNIT_POS;
+    let mut item = member.unit;
     while item < slices * columns {
         let slice = item / columns;
         let column = item % columns;
-        let mut values = Array::<f32>::new(comptime!(plan.rows * plan.width));
+        let mut values = Array::<f32>::new(comptime!(plan.own_rows() * plan.width));
         let mut sums = Array::<f32>::new(rows);
         #[unroll(plan.unroll)]
         for r in 0..rows {
@@ -516,23 +513,22 @@ fn add_values<C: Numeric, N: Size>(
         }
         let mut first = slice;
         while first < tile.count {
-            if comptime!(!plan.loads_ahead()) || item >= CUBE_DIM || first > slice {
-                // Several on the way at a time. Those behind the last read it, and are not added.
-                #[unroll(plan.unroll)]
-                for i in 0..AT_ONCE {
-                    let key = min(first + i as u32 * slices, tile.count - 1u32);
-                    let at = tile.base + key as usize * tile.stride + column as usize;
-                    ahead.values[i] = v_cache[at];
-                }
+            let mut loaded = Array::<Vector<C, N>>::new(AT_ONCE);
+            // Several on the way at a time. Those behind the last read it, and are not added.
+            #[unroll(plan.unroll)]
+            for i in 0..AT_ONCE {
+                let key = min(first + i as u32 * slices, tile.count - 1u32);
+                loaded[i] = staged.vector(v_cache, tile, key, column, plan);
             }
             #[unroll(plan.unroll)]
             for i in 0..AT_ONCE {
                 let key = first + i as u32 * slices;
                 if key < tile.count {
-                    let vector = ahead.values[i];
+                    let vector = loaded[i];
                     #[unroll(plan.unroll)]
                     for r in 0..rows {
-                        let weight = stage.weights[r * comptime!(DECODE_TILE) + key as usize];
+                        let of_row = (member.first_row + r) * comptime!(DECODE_TILE);
+                        let weight = stage.weights[of_row + key as usize];
                         sums[r] += weight;
                         if (u32::reinterpret(weight) & MAGNITUDE) != 0u32 {
                             #[unroll]
@@ -549,16 +545,17 @@ fn add_values<C: Numeric, N: Size>(
         }
         #[unroll(plan.unroll)]
         for r in 0..rows {
+            let row = member.first_row + r;
             #[unroll]
             for e in 0..width {
-                let place = (r * width + e) * comptime!(plan.pitch()) + item as usize;
+                let place = (row * width + e) * comptime!(plan.pitch()) + item as usize;
                 stage.values[place] = values[r * width + e];
             }
             if column == 0u32 {
-                stage.sums[r * comptime!(plan.slices()) + slice as usize] = sums[r];
+                stage.sums[row * comptime!(plan.slices()) + slice as usize] = sums[r];
             }
         }
-        item += CUBE_DIM;
+        item += member.units;
     }
 }
 

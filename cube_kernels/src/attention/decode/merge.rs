@@ -20,9 +20,9 @@ const MOST_RUNS: usize = 64;
 /// What becomes of the queries of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct DecodeOutput<F: Numeric> {
-    /// Parts of the runs, `[sequence, block of rows, run, row]`: pairs of weighted values, then the
-    /// largest score beside the sum of weights.
-    pub parts: Box<[Vector<f32, Const<2>>]>,
+    /// Parts of the runs, `[sequence, block of rows, run, row]`: weighted values, then the largest
+    /// score and the sum of weights.
+    pub parts: Box<[f32]>,
     /// Runs of each block of rows that are finished, `[sequence, block of rows]`: zero before the
     /// launch and behind it.
     pub finished: Box<[u32]>,
@@ -65,24 +65,25 @@ pub(super) fn merge_runs<F: Numeric>(
     #[comptime] plan: DecodePlan,
 ) {
     let rows = comptime!(plan.rows as u32);
-    let pairs = comptime!((plan.head / 2) as u32);
+    let head = comptime!(plan.head as u32);
     // In `memory`: the largest scores, the sums of weights and the factors, `[row, run]` each.
     let sums = comptime!(plan.rows * MOST_RUNS);
     let factors = comptime!(2 * plan.rows * MOST_RUNS);
     let first = block.part(shape, 0u32, plan);
-    let mut loaded = Array::<Vector<f32, Const<2>>>::new(RUNS_AT_ONCE);
+    let mut loaded = Array::<f32>::new(RUNS_AT_ONCE);
     // The first values of this unit are on their way meanwhile.
-    let item = min(UNIT_POS, comptime!((plan.rows * plan.head / 2 - 1) as u32));
+    let item = min(UNIT_POS, comptime!((plan.rows * plan.head - 1) as u32));
     let at = first + place_of(item, plan);
     load_runs(&output.parts, at, own.runs, &mut loaded, plan);
     let mut item = UNIT_POS;
     while item < rows * own.runs {
         let (row, run) = ((item % rows) as usize, (item / rows) as usize);
-        let at = block.part(shape, run as u32, plan) + (row + 1usize) * comptime!(plan.part());
-        let of_run = output.parts[at - 1usize];
+        let at = block.part(shape, run as u32, plan)
+            + row * comptime!(plan.part())
+            + comptime!(plan.head);
         let place = row * MOST_RUNS + run;
-        memory[place] = of_run.extract(0usize);
-        memory[sums + place] = of_run.extract(1usize);
+        memory[place] = output.parts[at];
+        memory[sums + place] = output.parts[at + 1usize];
         item += CUBE_DIM;
     }
     sync_cube();
@@ -100,11 +101,10 @@ pub(super) fn merge_runs<F: Numeric>(
     }
     sync_cube();
     let mut item = UNIT_POS;
-    while item < rows * pairs {
-        let row = item / pairs;
+    while item < rows * head {
+        let row = item / head;
         let mut sum = 0.0f32;
-        let mut low = 0.0f32;
-        let mut high = 0.0f32;
+        let mut value = 0.0f32;
         let mut begin = 0u32;
         while begin < own.runs {
             if begin > 0u32 || item >= CUBE_DIM {
@@ -118,8 +118,7 @@ pub(super) fn merge_runs<F: Numeric>(
                     let place = row as usize * MOST_RUNS + run as usize;
                     let factor = memory[factors + place];
                     sum = fma(memory[sums + place], factor, sum, plan.conversion);
-                    low = fma(loaded[i].extract(0usize), factor, low, plan.conversion);
-                    high = fma(loaded[i].extract(1usize), factor, high, plan.conversion);
+                    value = fma(loaded[i], factor, value, plan.conversion);
                 }
             }
             begin += comptime!(RUNS_AT_ONCE as u32);
@@ -129,34 +128,32 @@ pub(super) fn merge_runs<F: Numeric>(
         if t < time {
             let nothing = sum == 0.0f32 || own.start + t >= own.end;
             let inverse = reciprocal(select(nothing, 1.0f32, sum), plan.conversion);
-            let low = product(low, inverse, plan.conversion);
-            let high = product(high, inverse, plan.conversion);
+            let value = product(value, inverse, plan.conversion);
             let heads = shape.group * shape.kv_heads;
             let index = block.kv_head * shape.group + of_head % shape.group;
             let token = block.sequence * time + t;
-            let at = (token * heads + index) as usize * comptime!(plan.head)
-                + (item % pairs) as usize * 2usize;
-            output.out[at] = store::<F>(select(nothing, 0.0f32, low), plan.kind);
-            output.out[at + 1usize] = store::<F>(select(nothing, 0.0f32, high), plan.kind);
+            let at =
+                (token * heads + index) as usize * comptime!(plan.head) + (item % head) as usize;
+            output.out[at] = store::<F>(select(nothing, 0.0f32, value), plan.kind);
         }
         item += CUBE_DIM;
     }
 }
 
-/// The place of pair `item` of the values of a block among the parts of a run.
+/// The place of element `item` of the values of a block among the parts of a run.
 #[cube]
 fn place_of(item: u32, #[comptime] plan: DecodePlan) -> usize {
-    let pairs = comptime!((plan.head / 2) as u32);
-    (item / pairs) as usize * comptime!(plan.part()) + (item % pairs) as usize
+    let head = comptime!(plan.head as u32);
+    (item / head) as usize * comptime!(plan.part()) + (item % head) as usize
 }
 
-/// A pair of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
+/// An element of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
 #[cube]
 fn load_runs(
-    parts: &[Vector<f32, Const<2>>],
+    parts: &[f32],
     at: usize,
     count: u32,
-    loaded: &mut Array<Vector<f32, Const<2>>>,
+    loaded: &mut Array<f32>,
     #[comptime] plan: DecodePlan,
 ) {
     #[unroll(plan.unroll)]

@@ -12,6 +12,7 @@ mod append;
 pub(crate) mod instances;
 mod kernel;
 mod merge;
+mod tile;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
 
@@ -24,7 +25,7 @@ use crate::{
     capabilities::{conversion_of, is_cpu, overlaps_kernels},
     launch::{buffer, grid, units},
     memory::{address_type, allocate, check_memory, is_aligned},
-    reference::attention::decode_splits,
+    reference::attention::{DECODE_TILE, decode_splits},
     tensor::FloatKind,
     zeroed::counters,
 };
@@ -38,8 +39,15 @@ pub mod kernels {
     pub use super::merge::DecodeOutputLaunch;
 }
 
-/// Units of a cube on a GPU.
+/// Units of a team on a GPU.
 const UNITS: usize = 128;
+
+/// Teams of a cube at most: with four, whose units have half the registers of an SM, an SM holds
+/// two cubes.
+const MOST_TEAMS: usize = 4;
+
+/// Bytes of shared memory for the keys and values of a tile at most.
+const MOST_STAGED: usize = 64 << 10;
 
 /// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
 /// memory.
@@ -64,14 +72,6 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Bytes of an element, where those of the activations are of type `dtype`.
-    fn element(&self, dtype: FloatKind) -> usize {
-        match self.kind {
-            CacheKind::Float => dtype.size(),
-            CacheKind::E4m3 => 1,
-        }
-    }
-
     fn len(&self) -> usize {
         self.batch * self.capacity * self.kv_heads * self.head
     }
@@ -149,7 +149,7 @@ impl NewTokens<'_> {
                 ));
             }
         }
-        let bytes = cache.len() * cache.element(q.dtype);
+        let bytes = cache.len() * cache.kind.element(q.dtype);
         check_memory("cache.k", &cache.k, bytes)?;
         check_memory("cache.v", &cache.v, bytes)?;
         if !is_aligned(&cache.k) || !is_aligned(&cache.v) {
@@ -247,8 +247,8 @@ pub fn decode(
             "fewer: prompts have `append`",
         ));
     }
-    let pairs = cache.batch * blocks * splits * plan.rows * plan.part();
-    let parts = allocate(client, pairs * 8);
+    let floats = cache.batch * blocks * splits * plan.rows * plan.part();
+    let parts = allocate(client, floats * 4);
     let finished = counters(client, cache.batch * blocks);
     let elements = cache.len() / plan.width;
     // SAFETY: as in `append`; parts that are not written are not read, and there is a counter for
@@ -257,15 +257,15 @@ pub fn decode(
         decode_run_kernel::launch_unchecked(
             client,
             CubeCount::Static(splits as u32, blocks as u32, cache.batch as u32),
-            CubeDim::new_1d(units(client).min(UNITS) as u32),
-            indices(new, cache).max(address_type(2 * pairs)),
+            CubeDim::new_1d((plan.teams * units(client).min(UNITS)) as u32),
+            indices(new, cache).max(address_type(floats)),
             plan.width,
             tokens(new, cache),
             buffer(&cache.k, elements),
             buffer(&cache.v, elements),
             shape(new, cache, Some(params)),
             DecodeOutputLaunch::new(
-                buffer(&parts, pairs),
+                buffer(&parts, floats),
                 buffer(&finished, cache.batch * blocks),
                 buffer(&out.handle, out.span()),
             ),
@@ -287,9 +287,12 @@ fn plan(
     // Sums of the slices have to fit into shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
     let halves = (cache.head / 2).is_multiple_of(8);
-    append::DecodePlan {
+    let rows = rows.next_power_of_two().min(most);
+    let planes = !is_cpu(client) && units(client).min(UNITS) == DECODE_TILE;
+    let conversion = conversion_of(client);
+    let plan = append::DecodePlan {
         head: cache.head,
-        rows: rows.next_power_of_two().min(most),
+        rows,
         width: if halves && new.q.dtype != FloatKind::F32 {
             8
         } else {
@@ -298,13 +301,19 @@ fn plan(
         rotary: new.rope.is_some(),
         softcap: params.is_some_and(|params| params.softcap.is_some()),
         unroll: !is_cpu(client),
-        planes: !is_cpu(client)
-            && units(client).min(UNITS) == crate::reference::attention::DECODE_TILE,
+        planes,
+        teams: if planes { rows.min(MOST_TEAMS) } else { 1 },
+        staged: false,
         concurrent: !is_cpu(client),
         overlaps: overlaps_kernels(client),
         kind: new.q.dtype,
         cache: cache.kind,
-        conversion: conversion_of(client),
+        conversion,
+    };
+    let of_tile = 2 * DECODE_TILE * plan.columns() * plan.vector_bytes();
+    append::DecodePlan {
+        staged: planes && conversion.has_ptx() && of_tile <= MOST_STAGED,
+        ..plan
     }
 }
 

@@ -1,0 +1,113 @@
+//! Tiles of the cache, and where they wait in shared memory until they are used.
+
+use cubecl::prelude::*;
+
+use super::append::DecodePlan;
+use crate::{
+    cube::ptx::{cp_async, cvta_to_global, cvta_to_shared},
+    reference::attention::DECODE_TILE,
+};
+
+/// Where a tile is in the caches.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Tile {
+    /// The first vector of its first key.
+    pub base: usize,
+    /// Vectors from one key to the next.
+    pub stride: usize,
+    /// Its keys.
+    pub count: u32,
+    /// The number of the first among those of its sequence.
+    pub first: u32,
+}
+
+/// The keys of a tile, or its values. Where they are not staged, they stay in the cache.
+#[derive(CubeType)]
+pub(super) struct Staged<C: Numeric, N: Size> {
+    /// `[key, column]`, the columns of a key in an order of its own.
+    vectors: Shared<[Vector<C, N>]>,
+}
+
+/// Where column `column` of key `key` is in shared memory. Eight neighbouring keys have it in
+/// different banks, and so have neighbouring columns of a key.
+#[cube]
+fn place(key: u32, column: u32, #[comptime] plan: DecodePlan) -> usize {
+    let columns = comptime!(plan.columns() as u32);
+    let own = if comptime!(plan.columns().is_multiple_of(8)) {
+        column ^ (key & 7u32)
+    } else {
+        column
+    };
+    (key * columns + own) as usize
+}
+
+#[cube]
+impl<C: Numeric, N: Size> Staged<C, N> {
+    pub fn new(#[comptime] plan: DecodePlan) -> Staged<C, N> {
+        let vectors = comptime!(match plan.staged {
+            true => DECODE_TILE * plan.columns(),
+            false => 1,
+        });
+        Staged::<C, N> {
+            vectors: Shared::new_aligned_slice(vectors, 16usize),
+        }
+    }
+
+    /// Starts copies of the keys `from..to` of a tile of `cache`: those of this unit.
+    pub fn copy(
+        &self,
+        cache: &mut [Vector<C, N>],
+        tile: &Tile,
+        from: u32,
+        to: u32,
+        #[comptime] plan: DecodePlan,
+    ) {
+        if comptime!(plan.staged) {
+            let columns = comptime!(plan.columns() as u32);
+            let bytes = comptime!(plan.vector_bytes() as u32);
+            let target = cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr());
+            let source = cvta_to_global::<Vector<C, N>>(cache.as_ptr());
+            let mut item = from * columns + UNIT_POS;
+            while item < to * columns {
+                let (key, column) = (item / columns, item % columns);
+                let at = tile.base + key as usize * tile.stride + column as usize;
+                cp_async(
+                    target + place(key, column, plan) as u32 * bytes,
+                    source + u64::cast_from(at) * comptime!(plan.vector_bytes() as u64),
+                    comptime!(plan.vector_bytes() as u32),
+                );
+                item += CUBE_DIM;
+            }
+        }
+    }
+
+    /// Takes a vector of a key that was not in the cache.
+    pub fn take(
+        &mut self,
+        vector: Vector<C, N>,
+        key: u32,
+        column: u32,
+        #[comptime] plan: DecodePlan,
+    ) {
+        if comptime!(plan.staged) {
+            self.vectors[place(key, column, plan)] = vector;
+        }
+    }
+
+    /// A vector of a tile of `cache`, behind a barrier.
+    pub fn vector(
+        &self,
+        cache: &mut [Vector<C, N>],
+        tile: &Tile,
+        key: u32,
+        column: u32,
+        #[comptime] plan: DecodePlan,
+    ) -> Vector<C, N> {
+        if comptime!(plan.staged) {
+            self.vectors[place(key, column, plan)]
+        } else {
+            cache[tile.base + key as usize * tile.stride + column as usize]
+        }
+    }
+}
