@@ -437,7 +437,7 @@ impl NextTokens {
         })
     }
 
-    /// Takes the most probable tokens of `logits`, `f32[batch, vocab]`: of equal ones the first.
+    /// Takes the most probable tokens of `logits`, `[batch, vocab]` of floats: of equal ones the first.
     /// They come next, and those before are in their sequences.
     ///
     /// # Errors
@@ -445,7 +445,10 @@ impl NextTokens {
     pub fn choose_greedy(self, logits: Tensor<2>) -> Result<Self, Nvfp4Error> {
         let [batch] = self.tokens.dims();
         let [_, vocab] = logits.dims();
-        validate::buffer("logits", &logits, [batch, vocab.max(1)], DType::F32)?;
+        validate::float("logits", logits.dtype())?;
+        validate::shape("logits", logits.dims(), [batch, vocab.max(1)], || {
+            "a row for each sequence".into()
+        })?;
         validate::same_device(
             ("tokens", &self.tokens.device()),
             ("logits", &logits.device()),

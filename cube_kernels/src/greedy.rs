@@ -5,11 +5,17 @@ use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    cube::codec::{INFINITY, MAGNITUDE},
+    capabilities::{is_cpu, overlaps_kernels},
+    cube::{
+        arrival::is_last_cube,
+        codec::{INFINITY, MAGNITUDE, load},
+        overlap::{let_next_begin, wait_for_previous, written_before},
+    },
     launch::{buffer, units},
     memory::{address_type, allocate, check_memory},
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::{FloatKind, Matrix},
+    zeroed::counters,
 };
 
 /// Logits that a cube looks at.
@@ -39,16 +45,10 @@ pub struct Greedy {
 /// with NaN, or with nothing above `-inf`, gives -1.
 ///
 /// # Errors
-/// When the logits are not `f32`, there are none, or memory is too small.
+/// When there are no logits, or memory is too small.
 pub fn choose(client: &Client, logits: &Matrix, greedy: &Greedy) -> Result<(), Nvfp4Error> {
     let (batch, vocab) = (logits.rows, logits.cols);
-    if logits.dtype != FloatKind::F32 {
-        return Err(Nvfp4Error::DType {
-            argument: "logits",
-            found: format!("{:?}", logits.dtype),
-            expected: "F32".into(),
-        });
-    }
+    logits.check("logits")?;
     if batch == 0 || batch > u16::MAX as usize || vocab == 0 || vocab > i32::MAX as usize {
         return Err(Nvfp4Error::shape(
             "logits",
@@ -70,26 +70,28 @@ pub fn choose(client: &Client, logits: &Matrix, greedy: &Greedy) -> Result<(), N
     check_memory("ring", &greedy.ring, batch * greedy.ring_len * 4)?;
     let chunks = vocab.div_ceil(CHUNK);
     let parts = allocate(client, batch * chunks * 8);
+    let finished = counters(client, batch);
     let dim = CubeDim::new_1d(units(client).min(UNITS) as u32);
     let width = if vocab.is_multiple_of(4) { 4 } else { 1 };
-    // SAFETY: memory was checked; the kernels stay below rows and columns.
+    let plan = GreedyPlan {
+        kind: logits.dtype,
+        concurrent: !is_cpu(client),
+        overlaps: overlaps_kernels(client),
+    };
+    // SAFETY: memory was checked; the kernel stays below rows and columns.
     unsafe {
-        largest_of_chunks_kernel::launch_unchecked(
+        greedy_kernel::launch_unchecked(
             client,
             CubeCount::Static(chunks as u32, batch as u32, 1),
             dim,
             address_type(batch * vocab),
             width,
             buffer(&logits.handle, batch * vocab / width),
-            buffer(&parts, batch * chunks * 2),
-            vocab as u32,
-        );
-        next_token_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(batch as u32, 1, 1),
-            dim,
-            buffer(&parts, batch * chunks * 2),
-            chunks as u32,
+            ChunksLaunch::new(
+                buffer(&parts, batch * chunks * 2),
+                buffer(&finished, batch),
+                vocab as u32,
+            ),
             StepLaunch::new(
                 buffer(&greedy.tokens, batch),
                 buffer(&greedy.starts, batch),
@@ -98,9 +100,33 @@ pub fn choose(client: &Client, logits: &Matrix, greedy: &Greedy) -> Result<(), N
                 greedy.ring_len as u32,
                 buffer(&greedy.step, batch),
             ),
+            plan,
+            logits.dtype.storage_type(),
         );
     }
     Ok(())
+}
+
+/// The comptime choices of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GreedyPlan {
+    /// Type of the logits.
+    pub kind: FloatKind,
+    /// Whether cubes run at the same time, and not one after another.
+    pub concurrent: bool,
+    /// Whether the kernel can begin before the one in front of it has ended.
+    pub overlaps: bool,
+}
+
+/// The chunks that the rows of the logits are cut into.
+#[derive(CubeType, CubeLaunch)]
+pub struct Chunks {
+    /// The largest of each, and where it is, `[row, chunk]`.
+    pub parts: Box<[u32]>,
+    /// Chunks of each row that are finished: zero before the launch and behind it.
+    pub finished: Box<[u32]>,
+    /// Logits of a row.
+    pub vocab: u32,
 }
 
 /// [`Greedy`] in a kernel.
@@ -151,24 +177,36 @@ fn largest_of_cube(keys: &mut Shared<[u32]>, places: &mut Shared<[u32]>) {
     }
 }
 
-/// The largest of each chunk of a row, and where it is. Cubes are `[chunk, row]`.
+/// The largest logit of each row, as its next token: the cube that finishes the last chunk of a row
+/// looks at those of all. Cubes are `[chunk, row]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn largest_of_chunks_kernel<N: Size>(logits: &[Vector<f32, N>], parts: &mut [u32], vocab: u32) {
+pub fn greedy_kernel<F: Numeric, N: Size>(
+    logits: &[Vector<F, N>],
+    mut chunks: Chunks,
+    mut step: Step,
+    #[comptime] plan: GreedyPlan,
+    #[define(F)] _storage: ElemType,
+) {
     let elements = N::value();
     let width = comptime!(elements as u32);
     let mut keys = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
     let mut places = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
+    let mut verdict = Shared::<[u32]>::new_slice(1usize);
+    written_before(logits, plan.overlaps);
+    wait_for_previous(plan.overlaps);
+    let_next_begin(plan.overlaps);
     let first = CUBE_POS_X * comptime!(CHUNK as u32);
-    let last = min(first + comptime!(CHUNK as u32), vocab);
-    let row = CUBE_POS_Y as usize * (vocab / width) as usize;
+    let last = min(first + comptime!(CHUNK as u32), chunks.vocab);
+    let row = CUBE_POS_Y as usize;
+    let row_at = row * (chunks.vocab / width) as usize;
     let mut key = 0u32;
     let mut place = first;
     let mut at = first + UNIT_POS * width;
     while at < last {
-        let vector = logits[row + (at / width) as usize];
+        let vector = logits[row_at + (at / width) as usize];
         #[unroll]
         for e in 0..N::value() {
-            let this = ordered(vector.extract(e));
+            let this = ordered(load::<F>(vector.extract(e), plan.kind));
             // Ascending: of equal ones the first stays.
             if this > key {
                 key = this;
@@ -180,39 +218,47 @@ pub fn largest_of_chunks_kernel<N: Size>(logits: &[Vector<f32, N>], parts: &mut 
     keys[UNIT_POS as usize] = key;
     places[UNIT_POS as usize] = place;
     largest_of_cube(&mut keys, &mut places);
+    let of_row = row * CUBE_COUNT_X as usize;
     if UNIT_POS == 0u32 {
-        let part = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize * 2usize;
-        parts[part] = keys[0];
-        parts[part + 1usize] = places[0];
+        let part = (of_row + CUBE_POS_X as usize) * 2usize;
+        chunks.parts[part] = keys[0];
+        chunks.parts[part + 1usize] = places[0];
+    }
+    let count = CUBE_COUNT_X;
+    if is_last_cube(
+        &mut chunks.finished,
+        row,
+        count,
+        &mut verdict,
+        plan.concurrent,
+    ) {
+        let mut key = 0u32;
+        let mut place = 0u32;
+        let mut chunk = UNIT_POS;
+        while chunk < count {
+            let part = (of_row + chunk as usize) * 2usize;
+            let this = chunks.parts[part];
+            if this > key {
+                key = this;
+                place = chunks.parts[part + 1usize];
+            }
+            chunk += CUBE_DIM;
+        }
+        keys[UNIT_POS as usize] = key;
+        places[UNIT_POS as usize] = place;
+        largest_of_cube(&mut keys, &mut places);
+        take_step(&keys, &places, &mut step, row);
     }
 }
 
-/// The largest of the chunks of a row, as its next token. A cube has one row.
-#[cube(launch_unchecked, create_dummy_kernel)]
-pub fn next_token_kernel(parts: &[u32], chunks: u32, mut step: Step) {
-    let mut keys = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
-    let mut places = Shared::<[u32]>::new_slice(comptime!(UNITS * 2));
-    let row = CUBE_POS_X as usize;
-    let mut key = 0u32;
-    let mut place = 0u32;
-    let mut chunk = UNIT_POS;
-    while chunk < chunks {
-        let part = (row * chunks as usize + chunk as usize) * 2usize;
-        let this = parts[part];
-        if this > key {
-            key = this;
-            place = parts[part + 1usize];
-        }
-        chunk += CUBE_DIM;
-    }
-    keys[UNIT_POS as usize] = key;
-    places[UNIT_POS as usize] = place;
-    largest_of_cube(&mut keys, &mut places);
+/// Makes the largest of a row its next token.
+#[cube]
+fn take_step(keys: &Shared<[u32]>, places: &Shared<[u32]>, step: &mut Step, row: usize) {
     if UNIT_POS == 0u32 {
         // -inf, and NaN.
         let nothing = keys[0] <= comptime!(!0xFF80_0000u32) || keys[0] == 0xFFFF_FFFFu32;
         let token = select(nothing, i32::new(-1), i32::cast_from(places[0]));
-        let sequences = CUBE_COUNT_X as usize;
+        let sequences = CUBE_COUNT_Y as usize;
         let at = step.step[row] % step.ring_len;
         step.ring[at as usize * sequences + row] = token;
         step.tokens[row] = token;
@@ -226,29 +272,27 @@ pub fn next_token_kernel(parts: &[u32], chunks: u32, mut step: Step) {
 /// For the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = || device.buffer(1 << 12);
-    let mut all = vec![instance!(
-        device,
-        units UNITS as u32,
-        next_token_kernel,
-        "",
-        Expected::NONE,
-        b(),
-        2,
-        StepLaunch::new(b(), b(), b(), b(), 4, b())
-    )];
-    for address in [AddressType::U32, AddressType::U64] {
-        for width in [1, 4] {
+    let mut all = Vec::new();
+    for kind in [FloatKind::F32, FloatKind::Bf16] {
+        for (address, width) in [(AddressType::U32, 4), (AddressType::U64, 1)] {
+            let plan = GreedyPlan {
+                kind,
+                concurrent: true,
+                overlaps: device.overlaps,
+            };
             all.push(instance!(
                 device,
                 units UNITS as u32,
-                largest_of_chunks_kernel,
-                format!("{address:?}-{width}"),
+                greedy_kernel,
+                format!("{kind:?}-{address:?}-{width}"),
                 Expected::NONE,
                 address,
                 width,
                 b(),
-                b(),
-                2048
+                ChunksLaunch::new(b(), b(), 2048),
+                StepLaunch::new(b(), b(), b(), b(), 4, b()),
+                plan,
+                kind.storage_type(),
             ));
         }
     }

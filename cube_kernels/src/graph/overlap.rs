@@ -24,8 +24,9 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-const WAITING: [&str; 5] = [
+const WAITING: [&str; 6] = [
     "decode_run_kernel",
+    "greedy_kernel",
     "norm_kernel",
     "prologue_kernel",
     "small_m_kernel",

@@ -214,6 +214,7 @@ fn overlapping_kernels_wait_before_they_read() {
         "norm_kernel",
         "prologue_kernel",
         "decode_run_kernel",
+        "greedy_kernel",
         "small_m_kernel",
         "small_m_norm_kernel",
     ] {

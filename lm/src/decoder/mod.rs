@@ -291,6 +291,11 @@ impl Decoder {
 
     /// The logits of features: f32 `[..., vocab]`.
     pub fn logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
+        cast(self.rounded_logits(features), FloatDType::F32)
+    }
+
+    /// The logits in the type in which the head gives them.
+    fn rounded_logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
         let mut dims = features.dims();
         let rows = dims[..D - 1].iter().product();
         let x: Tensor<2> = features.reshape([rows, dims[D - 1]]);
@@ -303,7 +308,7 @@ impl Decoder {
             }
         };
         dims[D - 1] = logits.dims()[1];
-        cast(logits.reshape(dims), FloatDType::F32)
+        logits.reshape(dims)
     }
 
     fn run(&self, tokens: Tensor<2, Int>, mut call: Call<'_>) -> Result<Tensor<3>> {

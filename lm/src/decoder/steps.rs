@@ -14,6 +14,7 @@ use super::call::Call;
 use super::feed_forward::FeedForward;
 use super::{Decoder, KvCache};
 use crate::capture::GraphSteps;
+use crate::model::cast;
 
 /// Steps whose tokens are on the device at most before the host reads them.
 pub const RING: usize = 16;
@@ -245,10 +246,11 @@ impl Decoder {
         read(self.next_logits(Tensor::cat(last.collect(), 0))?)
     }
 
-    /// The logits of `features` (`[rows, d_model]`), `f32[rows, vocab]`, as a constant to autodiff.
+    /// The logits of `features` (`[rows, d_model]`), `[rows, vocab]`, as a constant to autodiff: those
+    /// of a packed head in the type of the activations, others in f32.
     pub(super) fn next_logits(&self, features: Tensor<2>) -> Result<Tensor<2>> {
         if self.packed_head.is_some() {
-            return Ok(self.logits(features));
+            return Ok(self.rounded_logits(features));
         }
         let weight = self.head_weight();
         let both = [features.dtype(), weight.dtype()].map(FloatDType::from);
@@ -261,6 +263,8 @@ impl Decoder {
 
 /// The values of logits.
 pub(super) fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
-    let logits = logits.into_data().try_to_vec::<f32>();
+    let logits = cast(logits, FloatDType::F32)
+        .into_data()
+        .try_to_vec::<f32>();
     logits.map_err(|error| anyhow::anyhow!("the logits cannot be read: {error:?}"))
 }

@@ -1,7 +1,8 @@
 //! Flex: the oracle's arithmetic, in the cache's memory where nobody else holds it.
 
+use burn_core::backend::ops::FloatTensorOps;
 use burn_core::backend::{Flex, TensorMetadata};
-use burn_core::tensor::{DType, Element as BurnElement, TensorData};
+use burn_core::tensor::{DType, Element as BurnElement, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::Element;
@@ -47,7 +48,7 @@ impl DecodeOps for Flex {
     }
 
     fn nvfp4_choose_greedy(logits: FlexTensor, state: TokenState<Self>) -> TokenState<Self> {
-        let logits = logits.to_contiguous();
+        let logits = Flex::float_cast(logits, FloatDType::F32).to_contiguous();
         let batch = logits.shape()[0];
         let rows = logits.storage::<f32>();
         let vocab = rows.len() / batch;

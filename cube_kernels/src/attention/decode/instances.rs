@@ -6,7 +6,7 @@ use cubecl::{
 };
 
 use super::{
-    CacheKind, MOST_STAGED, MOST_TEAMS, UNITS,
+    CacheKind, MOST_STAGED, ROWS_OF_TEAM, UNITS,
     kernels::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
         decode_run_kernel,
@@ -51,7 +51,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 softcap: rows == 8,
                 unroll: true,
                 planes: true,
-                teams: rows.min(MOST_TEAMS),
+                teams: rows.div_ceil(ROWS_OF_TEAM),
                 staged: 2 * DECODE_TILE * head * bytes <= MOST_STAGED,
                 concurrent: true,
                 overlaps: device.overlaps,

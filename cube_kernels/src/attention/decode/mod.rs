@@ -42,9 +42,9 @@ pub mod kernels {
 /// Units of a team on a GPU.
 const UNITS: usize = 128;
 
-/// Teams of a cube at most: with four, whose units have half the registers of an SM, an SM holds
-/// two cubes.
-const MOST_TEAMS: usize = 4;
+/// Queries of a team at least, if a cube has as many. With one, cubes of four would have so many
+/// units that an SM had registers for one of them alone, and not for two.
+const ROWS_OF_TEAM: usize = 2;
 
 /// Bytes of shared memory for the keys and values of a tile at most.
 const MOST_STAGED: usize = 64 << 10;
@@ -302,7 +302,11 @@ fn plan(
         softcap: params.is_some_and(|params| params.softcap.is_some()),
         unroll: !is_cpu(client),
         planes,
-        teams: if planes { rows.min(MOST_TEAMS) } else { 1 },
+        teams: if planes {
+            rows.div_ceil(ROWS_OF_TEAM)
+        } else {
+            1
+        },
         staged: false,
         concurrent: !is_cpu(client),
         overlaps: overlaps_kernels(client),
