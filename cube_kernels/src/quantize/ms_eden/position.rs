@@ -30,6 +30,9 @@ pub struct EdenPolicy {
     pub redrawn_signs: bool,
     /// The result is codes times scales in bf16.
     pub unscaled: bool,
+    /// That result is in the order of the W4A16 kernel,
+    /// [`w4a16_order`](crate::cube::w4a16_order).
+    pub arranged: bool,
     /// The planes that share a tile, each of which takes some of its turns: 1, 2 or 4. More than
     /// one where tiles of a packed source without groups are few.
     pub planes_of_tile: usize,
