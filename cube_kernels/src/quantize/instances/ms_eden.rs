@@ -152,7 +152,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             elem
         ));
         for &(suffix, form) in [("", form)].iter().chain(others) {
-            let words = words && (across || !matches!(form, EdenForm::Packed(_)));
+            let words = words && (across || form == EdenForm::Bf16Unscaled);
             let (width, elem) = load(words);
             all.push(instance!(
                 device,

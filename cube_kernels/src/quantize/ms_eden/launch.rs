@@ -579,7 +579,7 @@ impl<'a> Geometry<'a> {
         let conversion = Capabilities::of(client).conversion;
         // Planes alone know words.
         let words = conversion.has_ptx()
-            && (across || quantize.is_none() || unscaled)
+            && (across || quantize.is_none() || (unscaled && !arranged))
             && match &source {
                 Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
                 Stored::Packed(_) => false,

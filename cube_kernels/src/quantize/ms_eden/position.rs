@@ -15,8 +15,8 @@ pub struct EdenPolicy {
     pub across: bool,
     /// The source is an NVFP4 tensor.
     pub packed: bool,
-    /// Elements of 16 bits of a matrix are loaded in words of two. Along rows to a packed result they
-    /// are not: ptxas would spill registers for it.
+    /// Elements of 16 bits of a matrix are loaded in words of two. Along rows they are
+    /// not, to a packed or an arranged result: ptxas would spill registers for it.
     pub words: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
