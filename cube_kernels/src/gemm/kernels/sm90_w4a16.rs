@@ -34,7 +34,7 @@ use crate::{
             sm90_mainloop::PipelineState,
             sm90_mainloop_w4a16::{
                 PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
-                w4a16_mainloop_n128, w4a16_mainloop_n192, w4a16_mainloop_n256,
+                w4a16_mainloop_n112, w4a16_mainloop_n128, w4a16_mainloop_n192, w4a16_mainloop_n256,
             },
             st_shared_v2, wgmma_descriptor,
         },
@@ -418,7 +418,7 @@ fn consume(
         for i in 0..comptime!(shape.widths().len()) {
             let here = comptime!(shape.widths()[i]);
             if width == comptime!(here as u32) {
-                // There are no vectors of 48 and 96 values.
+                // There are no vectors of 48, 56 and 96 values.
                 let size!(S) = comptime!((here / 2).next_power_of_two());
                 let mut sums = Vector::<f32, S>::new(0.0f32);
                 if own_steps > 0u32 {
@@ -432,6 +432,10 @@ fn consume(
                         ));
                     } else if comptime!(here == 128) {
                         sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else if comptime!(here == 112) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n112(
                             pipeline, ring, a_tile, packed, own_steps,
                         ));
                     } else if comptime!(here == 96) {
