@@ -74,7 +74,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         planes => format!("-{planes}-planes"),
     };
     let of_packed = |all: &mut Vec<Instance>, address, planes, across, (name, source)| {
-        let (form, others) = forms(source);
+        let (form, others) = forms(device, source);
         let tag = format!("packed-{address:?}-{across}{name}{}", tag_of(planes));
         let policy = |form| EdenPolicy {
             planes_of_tile: planes,
@@ -119,7 +119,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     };
     let of_matrix = |all: &mut Vec<Instance>, (dtype, address), across, (name, source)| {
         let (dtype, source): (FloatKind, SourcePlan) = (dtype, source);
-        let (form, others) = forms(source);
+        let (form, others) = forms(device, source);
         // A matrix has neither amax values nor scales.
         let source = SourcePlan {
             grouping: source.grouping,
@@ -239,13 +239,19 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
 }
 
 /// How the result of a source is stored, and the other forms that it has, with their names.
-fn forms(source: SourcePlan) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
+fn forms(
+    device: &DummyDevice,
+    source: SourcePlan,
+) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
+    const VALUES: [(&str, EdenForm); 2] = [
+        ("-unscaled", EdenForm::Bf16Unscaled),
+        ("-arranged", EdenForm::Bf16Arranged),
+    ];
     let others: &[_] = match source.swizzled || source.grouping != Grouping::One {
         true => &[],
-        false => &[
-            ("-unscaled", EdenForm::Bf16Unscaled),
-            ("-arranged", EdenForm::Bf16Arranged),
-        ],
+        // The order is that of a kernel of Hopper.
+        false if device.has_nearest() => &VALUES[..1],
+        false => &VALUES,
     };
     let scales = match source.swizzled {
         true => ScaleLayout::Swizzled128x4,
