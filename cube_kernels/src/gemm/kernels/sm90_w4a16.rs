@@ -136,10 +136,10 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` a map of words of eight codes, and
-/// `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements
-/// are 2^-8 times what they stand for, those of `b` alone or of both operands: the epilogue's
-/// `sum_scale`. `out` is in units of 16 bytes.
+/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` a map of words of eight
+/// codes, and `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile.
+/// Dequantized elements are 2^-8 times what they stand for, those of `b` alone or of both operands:
+/// the epilogue's `sum_scale`. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,

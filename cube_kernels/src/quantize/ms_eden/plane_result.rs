@@ -169,8 +169,8 @@ impl PlaneBlocks {
         scaled
     }
 
-    /// The same in the order of the W4A16 kernel, of words whose pairs are in it. Neighbouring units
-    /// read neighbouring pairs.
+    /// The same in the order of the W4A16 kernel, of words whose pairs are in it. Neighbouring
+    /// units read neighbouring pairs.
     fn arranged_vector(&self, slot: usize, vector: usize) -> Vector<u32, Const<4>> {
         let pairs = self.values.as_slice().with_vector_size::<Const<1>>();
         let mut scaled = Vector::<u32, Const<4>>::empty();

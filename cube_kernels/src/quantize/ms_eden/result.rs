@@ -144,7 +144,8 @@ impl Blocks {
 
 #[cube]
 impl Blocks {
-    /// What the codes of word `word` of a line stand for, from the code at bit `shift` on, in order.
+    /// What the codes of word `word` of a line stand for, from the code at bit `shift` on, in
+    /// order.
     fn values_of_word(
         &self,
         line: usize,
