@@ -516,7 +516,7 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let packed = |i: usize| noise.packed(client, rows, k, seed + 2 * i);
             [packed(0), packed(1)]
         });
-        let fused = W4a16Tile::ALL.into_iter().filter(|tile| tile.rows_a >= 128);
+        let fused = W4a16Tile::ALL.into_iter().filter(|tile| tile.rows_a >= 112);
         let fused = fused.map(|tile| {
             let form = format!("{} x {}", tile.rows_b(), tile.rows_a);
             (

@@ -380,7 +380,9 @@ mod tests {
         let mut tensors = vec![Tensor::<1>::from_dispatch(amax).into_data()];
         match data {
             QuantizedData::Packed { codes, scales } => tensors.extend([int(codes), int(scales)]),
-            QuantizedData::Bf16Unscaled(values) => tensors.push(float(values)),
+            QuantizedData::Bf16Unscaled(values) | QuantizedData::Bf16Arranged(values) => {
+                tensors.push(float(values));
+            }
         }
         let bytes = tensors.into_iter().map(|data| data.as_bytes().to_vec());
         (layout, bytes.collect())

@@ -25,6 +25,9 @@ pub enum StoredForm {
     WholeTiles,
     /// Code times block scale in bf16; of one matrix.
     Bf16Unscaled,
+    /// The same by MS-EDEN, in the order in which the W4A16 GEMM of Hopper reads its left operand.
+    /// The Flex backend stores the order of the matrix.
+    Bf16Arranged,
 }
 
 impl StoredForm {
@@ -39,6 +42,7 @@ impl StoredForm {
         match self {
             Self::Packed(_) | Self::WholeTiles => Storage::Packed,
             Self::Bf16Unscaled => Storage::Bf16Unscaled,
+            Self::Bf16Arranged => Storage::Bf16Arranged,
         }
     }
 
@@ -47,7 +51,7 @@ impl StoredForm {
         match self {
             Self::Packed(layout) => layout,
             Self::WholeTiles => ScaleLayout::Swizzled128x4,
-            Self::Bf16Unscaled => ScaleLayout::Compact,
+            Self::Bf16Unscaled | Self::Bf16Arranged => ScaleLayout::Compact,
         }
     }
 
@@ -70,7 +74,7 @@ impl StoredForm {
     pub(super) fn unit(self, unit: usize) -> usize {
         match self {
             Self::WholeTiles => unit.max(TILE_INNER),
-            Self::Packed(_) | Self::Bf16Unscaled => unit,
+            Self::Packed(_) | Self::Bf16Unscaled | Self::Bf16Arranged => unit,
         }
     }
 }

@@ -3,7 +3,7 @@
 use cubecl::server::Handle;
 use nvfp4_kernels::{
     Format, Hadamard, HadamardSize, RandomStream, Usage, gemm,
-    quantize::{self, EdenSource},
+    quantize::{self, EdenForm, EdenSource},
     reference::EdenTarget,
     tensor::{FloatKind, Groups},
 };
@@ -64,6 +64,24 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
                 (&packed[i]).into()
             });
         }
+    }
+    // As the backward makes the left operand of a weight gradient, for either GEMM of bf16.
+    let (from, packed) = &quantized[0];
+    let forms = [
+        ("unscaled bf16", EdenForm::Bf16Unscaled),
+        ("arranged bf16", EdenForm::Bf16Arranged),
+    ];
+    for (form_name, form) in forms {
+        let name = format!("MS-EDEN, NVFP4 {from} to col, {form_name}");
+        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+        section.time(&name, n * (PACKED + 2.0), |i| {
+            let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
+            let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
+            quantize::ms_eden_as(
+                &client, source, usage, amax, &hadamard, target, random, form,
+            )
+            .unwrap();
+        });
     }
     let [(_, a), (_, b)] = &quantized;
     if n < 1e8 {

@@ -21,4 +21,5 @@ pub mod ptx;
 pub mod row_blocks;
 pub mod scale;
 pub mod unscaled;
+pub mod w4a16_order;
 pub mod words;

@@ -70,7 +70,7 @@ pub(crate) const W4A16_STRIP: usize = 64;
 /// The shape of a tile and of the ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Tile {
-    /// Rows of `a`: 32, 64, 128, 192 or 256.
+    /// Rows of `a`: 32, 64, 112, 128, 192 or 256.
     pub rows_a: usize,
     /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
     /// 2 or 4; or 1, and two warpgroups have 64 rows each.
@@ -78,8 +78,9 @@ pub struct W4a16Tile {
 }
 
 impl W4a16Tile {
-    /// The tiles that there are kernels for.
-    pub const ALL: [Self; 6] = {
+    /// The tiles that there are kernels for. Of 112 rows, 768 x 2304 are 126, a wave of an H100
+    /// with 132 SMs; of 128 rows they are 108.
+    pub const ALL: [Self; 7] = {
         const fn tile(rows_a: usize, ways: usize) -> W4a16Tile {
             W4a16Tile { rows_a, ways }
         }
@@ -87,6 +88,7 @@ impl W4a16Tile {
             tile(256, 1),
             tile(192, 1),
             tile(128, 1),
+            tile(112, 1),
             tile(128, 2),
             tile(64, 2),
             tile(32, 4),
@@ -119,6 +121,7 @@ impl W4a16Tile {
             (256, _) => &[128, 256],
             (192, _) => &[96, 192],
             (128, 1) => &[32, 64, 96, 128],
+            (112, _) => &[112],
             (128, _) => &[96, 128],
             (64, _) => &[64],
             _ => &[32],
@@ -130,6 +133,7 @@ impl W4a16Tile {
         match self.rows_a {
             256 => 128,
             192 => 96,
+            112 => 112,
             64 => 64,
             _ => 32,
         }
@@ -140,7 +144,7 @@ impl W4a16Tile {
         match self.rows_a {
             256 => 2,
             192 => 3,
-            128 => 5,
+            112 | 128 => 5,
             64 => 8,
             _ => 12,
         }

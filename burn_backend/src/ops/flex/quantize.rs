@@ -158,13 +158,16 @@ fn trace(groups: &GroupedRows, usages: &QuantUsages) {
 fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
     match storage {
         Storage::Packed => packed,
-        Storage::Bf16Unscaled => {
+        Storage::Bf16Unscaled | Storage::Bf16Arranged => {
             let (amax, layout) = (packed.amax.clone(), packed.layout);
             let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
             QuantizedMatrix {
                 data: QuantizedData::Bf16Unscaled(narrow(values, FloatDType::BF16)),
                 amax,
-                layout: Layout { storage, ..layout },
+                layout: Layout {
+                    storage: Storage::Bf16Unscaled,
+                    ..layout
+                },
             }
         }
     }

@@ -120,7 +120,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             }
         });
         let w = self.x.zip(col).map(|(x, dy)| {
-            let asked = (&spec.wgrad_x, wgrad_forms.once);
+            let asked = (&spec.wgrad_x, wgrad_forms.left_once);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
             B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype)
         });
@@ -153,7 +153,9 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             Some(SavedOperand::Forward(_)) => wgrad.once,
             _ => match wgrad.once {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
-                StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
+                StoredForm::Packed(_) | StoredForm::WholeTiles | StoredForm::Bf16Arranged => {
+                    StoredForm::ROWS
+                }
             },
         };
         if let Some(sharding) = &self.context.sharding {
@@ -271,7 +273,7 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
         context,
         shape: (rows, d_in, d_out),
     };
-    let Forms { once, kept } = gemms.fprop(&x.device());
+    let Forms { once, kept, .. } = gemms.fprop(&x.device());
     let weight = QuantSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
         let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, once)), None, dtype);

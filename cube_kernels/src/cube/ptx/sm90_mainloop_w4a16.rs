@@ -201,6 +201,17 @@ w4a16_mainloop!(
     64,
     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
 );
+// There is no vector of 56 values: the last 8 of 64 stay unwritten (and take no registers).
+w4a16_mainloop!(
+    w4a16_mainloop_n112,
+    64,
+    "// {d}
+    wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16",
+    "{{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, \
+     %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, \
+     %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, \
+     %53, %54, %55}}"
+);
 // There is no vector of 48 values: the last 16 of 64 stay unwritten (and take no registers).
 w4a16_mainloop!(
     w4a16_mainloop_n96,

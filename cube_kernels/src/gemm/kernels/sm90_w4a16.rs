@@ -5,7 +5,8 @@
 //! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns
 //! along the contraction) and multiplies them with the rows of `a` that lie in shared memory as
 //! bf16. The columns of `a` have been brought into the order in which lanes hold the codes of `b`
-//! (`w4a16_arrange::arrange`), in which a lane needs one scale for sixteen codes.
+//! ([`w4a16_order`](crate::cube::w4a16_order)): by a pass before (`w4a16_arrange::arrange`), or by
+//! what quantized `a`, which then is [arranged](OperandLayout::Arranged).
 //!
 //! The first warp issues the TMA copies of codes and `a`; the three next ones copy block scales, as
 //! they are: the consumers decode them. Tiles have the same height, but the instructions of a tile
@@ -23,23 +24,27 @@ use super::{
     w4a16_arrange,
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
-    cube::ptx::{
-        Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
-        mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
-        setmaxnreg_inc,
-        sm90_mainloop::PipelineState,
-        sm90_mainloop_w4a16::{
-            PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
-            w4a16_mainloop_n128, w4a16_mainloop_n192, w4a16_mainloop_n256,
+    cube::{
+        ptx::{
+            Major, cp_async, cp_async_mbarrier_arrive_noinc, cvta_to_global, cvta_to_shared,
+            mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
+            setmaxnreg_inc,
+            sm90_mainloop::PipelineState,
+            sm90_mainloop_w4a16::{
+                PackedStage, Ring, w4a16_mainloop_n32, w4a16_mainloop_n64, w4a16_mainloop_n96,
+                w4a16_mainloop_n112, w4a16_mainloop_n128, w4a16_mainloop_n192, w4a16_mainloop_n256,
+            },
+            st_shared_v2, wgmma_descriptor,
         },
-        st_shared_v2, wgmma_descriptor,
+        w4a16_order::SPAN,
     },
     gemm::{
         arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
         epilogue::Epilogue,
         heuristics,
+        materialize::Reads,
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
@@ -55,9 +60,9 @@ const HALF: usize = 64;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
 /// Words of codes of a row in a stage.
-const ROW_WORDS: usize = w4a16_arrange::SPAN / 8;
+const ROW_WORDS: usize = SPAN / 8;
 /// Bytes of scales of a row in a stage.
-const ROW_SCALES: usize = w4a16_arrange::SPAN / 16;
+const ROW_SCALES: usize = SPAN / 16;
 
 impl W4a16Tile {
     /// Vectors of 16 bytes of `a` in half a stage.
@@ -131,10 +136,10 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of `w4a16_arrange::arrange`, `b` a map of words of eight codes, and
-/// `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile. Dequantized elements
-/// are 2^-8 times what they stand for, those of `b` alone or of both operands: the epilogue's
-/// `sum_scale`. `out` is in units of 16 bytes.
+/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` a map of words of eight
+/// codes, and `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile.
+/// Dequantized elements are 2^-8 times what they stand for, those of `b` alone or of both operands:
+/// the epilogue's `sum_scale`. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -242,10 +247,7 @@ fn produce(
     let a_half = comptime!(plan.tile.a_half());
     let codes_stage = comptime!(plan.tile.codes_stage());
     let tiles = tiles_of(problem, plan);
-    let steps = problem
-        .shape
-        .k
-        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let steps = problem.shape.k.div_ceil(comptime!(SPAN as u32));
     let mut tile = CUBE_POS as u32;
     // Stages used so far: all units count alike, so the ring needs no other state.
     let mut used = 0u32;
@@ -286,8 +288,7 @@ fn produce(
                             a,
                             &mut a_tiles[first..first + comptime!(rows * 8)],
                             (at.row + ahead) as i32,
-                            (step * comptime!(w4a16_arrange::SPAN as u32)
-                                + comptime!((half * HALF) as u32))
+                            (step * comptime!(SPAN as u32) + comptime!((half * HALF) as u32))
                                 as i32,
                         );
                     }
@@ -311,10 +312,10 @@ fn copy_scales(
     let rows_b = comptime!(plan.tile.rows_b() as u32);
     let k = problem.shape.k;
     let tiles = tiles_of(problem, plan);
-    let steps = k.div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let steps = k.div_ceil(comptime!(SPAN as u32));
     let carrier = thread_in_cta() - 32u32;
     // Then the scales of a row in a stage are aligned.
-    let is_whole = k & comptime!(w4a16_arrange::SPAN as u32 - 1) == 0u32;
+    let is_whole = k & comptime!(SPAN as u32 - 1) == 0u32;
     let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
     let mut tile = CUBE_POS as u32;
     let mut used = 0u32;
@@ -367,10 +368,7 @@ fn consume(
     let shape = comptime!(plan.tile);
     let stages = comptime!(plan.tile.stages());
     let tiles = tiles_of(problem, plan);
-    let steps = problem
-        .shape
-        .k
-        .div_ceil(comptime!(w4a16_arrange::SPAN as u32));
+    let steps = problem.shape.k.div_ceil(comptime!(SPAN as u32));
     let consumer = thread_in_cta() / 128u32 - 1u32;
     let lane = UNIT_POS % 32u32;
     let warp = (UNIT_POS % 128u32) / 32u32;
@@ -420,7 +418,7 @@ fn consume(
         for i in 0..comptime!(shape.widths().len()) {
             let here = comptime!(shape.widths()[i]);
             if width == comptime!(here as u32) {
-                // There are no vectors of 48 and 96 values.
+                // There are no vectors of 48, 56 and 96 values.
                 let size!(S) = comptime!((here / 2).next_power_of_two());
                 let mut sums = Vector::<f32, S>::new(0.0f32);
                 if own_steps > 0u32 {
@@ -434,6 +432,10 @@ fn consume(
                         ));
                     } else if comptime!(here == 128) {
                         sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n128(
+                            pipeline, ring, a_tile, packed, own_steps,
+                        ));
+                    } else if comptime!(here == 112) {
+                        sums = Vector::<f32, S>::reinterpret(w4a16_mainloop_n112(
                             pipeline, ring, a_tile, packed, own_steps,
                         ));
                     } else if comptime!(here == 96) {
@@ -530,6 +532,9 @@ impl Kernel for Sm90W4a16 {
             }
             _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
             _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
+            _ if problem.a == OperandLayout::Arranged && problem.grouped != GroupedDim::None => {
+                Err(Refusal::Operands("`a` is arranged and has groups"))
+            }
             // TMA reads rows of whole 16 bytes of codes.
             _ if k == 0 || !k.is_multiple_of(32) => {
                 Err(Refusal::Operands("k is no multiple of 32"))
@@ -550,6 +555,17 @@ impl Kernel for Sm90W4a16 {
         }
     }
 
+    fn reads(&self, _plan: Plan) -> Reads {
+        Reads {
+            packed: PackedReads::LeftArranged,
+            ..Reads::COMPACT
+        }
+    }
+
+    fn takes_arranged(&self) -> bool {
+        true
+    }
+
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
             Plan::W4a16(tile, band)
@@ -564,7 +580,7 @@ impl Kernel for Sm90W4a16 {
 }
 
 /// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as
-/// bf16.
+/// bf16, unless it has that.
 fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let Launch {
         client,
@@ -588,11 +604,15 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let cubes = tiles.min(sms(client));
     // One more, with their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
+    let (arranged, schedule) = match a.layout {
+        // A dense GEMM, which reads no schedule.
+        OperandLayout::Arranged => (a.dense.clone(), a.dense.clone()),
+        _ => w4a16_arrange::arrange(client, a, k, groups, entries, schedule),
+    };
     let out = &output.matrix().handle;
     let sum_scale = if a.is_packed() { 65536.0 } else { 256.0 };
-    let width = k.next_multiple_of(w4a16_arrange::SPAN);
-    // SAFETY: the memory was allocated for `m` x `width` elements.
+    let width = k.next_multiple_of(SPAN);
+    // SAFETY: the memory has `m` x `width` elements: it was allocated for them, or checked.
     let a_tensor =
         unsafe { TensorArg::from_raw_parts(arranged, [width, 1].into(), [m, width].into()) };
     let a_map = TensorMapArg::new(

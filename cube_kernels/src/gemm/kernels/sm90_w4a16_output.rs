@@ -19,7 +19,11 @@ const STAGING_ROW: usize = W4A16_STRIP + 4;
 impl W4a16Tile {
     /// Rows of the output that are staged at a time.
     const fn chunk(self) -> usize {
-        32
+        if self.rows_a.is_multiple_of(32) {
+            32
+        } else {
+            16
+        }
     }
 
     /// Floats that one warpgroup stages.

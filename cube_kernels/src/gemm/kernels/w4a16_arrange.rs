@@ -4,7 +4,10 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
-    cube::codec::{decode_e2m1_pair, decode_e4m3x2},
+    cube::{
+        codec::{decode_e2m1_pair, decode_e4m3x2},
+        w4a16_order::{SPAN, word_of},
+    },
     gemm::{
         arguments::{MixedMatrix, MixedMatrixLaunch},
         materialize::Materialized,
@@ -15,8 +18,6 @@ use crate::{
 
 /// Units of a cube.
 const UNITS: usize = 256;
-/// Columns that the order changes together.
-pub const SPAN: usize = 128;
 
 /// Vectors of eight elements that a unit of `arrange_kernel` writes.
 const VECTORS: usize = 2;
@@ -34,9 +35,8 @@ pub struct ArrangeSize {
 
 /// `a` as the kernel reads it ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)):
 /// rows of whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8.
-/// In a span vector `8 h + 4 w + j` holds, for `q` from 0 to 3, columns `c + j` and `c + j + 4`
-/// with `c = 32 q + 16 h + 8 w`. The first cube also writes the schedule of a grouped GEMM
-/// (`scheduler::schedule_groups`).
+/// The order is that of [`w4a16_order`](crate::cube::w4a16_order). The first cube also writes the
+/// schedule of a grouped GEMM (`scheduler::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     a: MixedMatrix<u32, u16>,
@@ -72,10 +72,7 @@ pub fn arrange_kernel(
         #[unroll]
         for q in 0..4usize {
             let slot = comptime!(4 * i + q);
-            let word = (within & !15u32)
-                + comptime!(4 * q as u32)
-                + ((within / 8u32) & 1u32) * 2u32
-                + ((within / 4u32) & 1u32);
+            let word = word_of(within, comptime!(q as u32));
             let inside = vector < vectors && word < words;
             let at = row as usize * words as usize + word as usize;
             pairs[slot] = 0u32;
@@ -156,4 +153,61 @@ pub(crate) fn arrange(
         );
     }
     (out, schedule)
+}
+
+#[cfg(all(test, feature = "cpu"))]
+mod tests {
+    use super::*;
+    use crate::{
+        Hadamard, HadamardSize, RandomStream, Usage,
+        gemm::{operand::OperandLayout, scheduler::GroupedDim},
+        quantize::{self, EdenForm},
+        reference::EdenTarget,
+        tensor::{FloatKind, Matrix},
+    };
+
+    /// MS-EDEN writes what this kernel makes of the values that it writes in order: in tiles that
+    /// are whole, and where lines and positions end within one.
+    #[test]
+    fn ms_eden_writes_this_order() {
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        for (tokens, width) in [(256, 64), (130, 40), (1, 33), (1000, 16)] {
+            let x = (0..tokens * width).map(|i| ((i * 37 + i / 11) % 251) as f32 - 125.0);
+            let x: Vec<f32> = x.collect();
+            let handle = client.create_from_slice(bytemuck::cast_slice(&x));
+            let matrix = Matrix::new(handle, tokens, width, FloatKind::F32).unwrap();
+            let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
+            let usage = Usage::Columnwise;
+            let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
+            let made = |form| {
+                let (random, target) = (RandomStream::new(1, 2, 3), EdenTarget::Backward);
+                let made = quantize::ms_eden_as(
+                    &client, &matrix, usage, &amax, &hadamard, target, random, form,
+                );
+                made.unwrap()
+            };
+            let [unscaled, arranged] = [EdenForm::Bf16Unscaled, EdenForm::Bf16Arranged].map(made);
+            let values = unscaled.codes.clone();
+            let operand = Materialized {
+                layout: OperandLayout::KMajor,
+                rows: width,
+                stack: 1,
+                codes: values.clone(),
+                scales: values.clone(),
+                dense: values.clone(),
+            };
+            let groups = GroupArgs {
+                grouping: GroupedDim::None,
+                offsets: values,
+                groups: 1,
+            };
+            let k = tokens.next_multiple_of(SPAN);
+            let (expected, _) = arrange(&client, &operand, k, &groups, 1, None);
+            let len = width * k * 2;
+            let [found, expected] =
+                [arranged.codes, expected].map(|memory| client.read_one(memory).unwrap());
+            assert!(found[..len] == expected[..len], "{tokens} x {width}");
+            assert!(found[..len].iter().any(|byte| *byte != 0));
+        }
+    }
 }

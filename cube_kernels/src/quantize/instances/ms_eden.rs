@@ -37,7 +37,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         let values = match form {
             EdenForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
             EdenForm::Packed(_) => packed(EdenScalesArgs::Swizzled(b(BLOCKS))),
-            EdenForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
+            EdenForm::Bf16Unscaled | EdenForm::Bf16Arranged => {
+                EdenValuesArgs::Bf16Unscaled(b(BLOCKS))
+            }
         };
         EdenOutLaunch::new(values, b(8))
     };
@@ -53,7 +55,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             false => Numbering::Own,
         },
         redrawn_signs: across,
-        unscaled: form == EdenForm::Bf16Unscaled,
+        unscaled: matches!(form, EdenForm::Bf16Unscaled | EdenForm::Bf16Arranged),
+        arranged: form == EdenForm::Bf16Arranged,
         planes_of_tile: 1,
         conversion: device.conversion,
     };
@@ -71,7 +74,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         planes => format!("-{planes}-planes"),
     };
     let of_packed = |all: &mut Vec<Instance>, address, planes, across, (name, source)| {
-        let (form, others) = forms(source);
+        let (form, others) = forms(device, source);
         let tag = format!("packed-{address:?}-{across}{name}{}", tag_of(planes));
         let policy = |form| EdenPolicy {
             planes_of_tile: planes,
@@ -94,7 +97,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             FloatKind::F32,
             FloatKind::F32.storage_type()
         ));
-        for (suffix, form) in [("", form)].into_iter().chain(others) {
+        for &(suffix, form) in [("", form)].iter().chain(others) {
             all.push(instance!(
                 device,
                 units units,
@@ -116,7 +119,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     };
     let of_matrix = |all: &mut Vec<Instance>, (dtype, address), across, (name, source)| {
         let (dtype, source): (FloatKind, SourcePlan) = (dtype, source);
-        let (form, others) = forms(source);
+        let (form, others) = forms(device, source);
         // A matrix has neither amax values nor scales.
         let source = SourcePlan {
             grouping: source.grouping,
@@ -148,7 +151,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype,
             elem
         ));
-        for (suffix, form) in [("", form)].into_iter().chain(others) {
+        for &(suffix, form) in [("", form)].iter().chain(others) {
             let words = words && (across || form == EdenForm::Bf16Unscaled);
             let (width, elem) = load(words);
             all.push(instance!(
@@ -236,13 +239,23 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
 }
 
 /// How the result of a source is stored, and the other forms that it has, with their names.
-fn forms(source: SourcePlan) -> (EdenForm, Option<(&'static str, EdenForm)>) {
-    let unscaled = ("-unscaled", EdenForm::Bf16Unscaled);
-    match source.swizzled {
-        true => (EdenForm::Packed(ScaleLayout::Swizzled128x4), None),
-        false => (
-            EdenForm::Packed(ScaleLayout::Compact),
-            (source.grouping == Grouping::One).then_some(unscaled),
-        ),
-    }
+fn forms(
+    device: &DummyDevice,
+    source: SourcePlan,
+) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
+    const VALUES: [(&str, EdenForm); 2] = [
+        ("-unscaled", EdenForm::Bf16Unscaled),
+        ("-arranged", EdenForm::Bf16Arranged),
+    ];
+    let others: &[_] = match source.swizzled || source.grouping != Grouping::One {
+        true => &[],
+        // The order is that of a kernel of Hopper.
+        false if device.has_nearest() => &VALUES[..1],
+        false => &VALUES,
+    };
+    let scales = match source.swizzled {
+        true => ScaleLayout::Swizzled128x4,
+        false => ScaleLayout::Compact,
+    };
+    (EdenForm::Packed(scales), others)
 }

@@ -70,7 +70,7 @@ pub enum EdenScales {
 pub enum EdenValues {
     /// Codes, and scale bytes.
     Packed(EdenPacked),
-    /// Codes times block scales in bf16, eight to an item.
+    /// Codes times block scales in bf16, eight to an item, in the order that the policy says.
     Bf16Unscaled(Box<[Vector<u32, Const<4>>]>),
 }
 
