@@ -2,6 +2,7 @@
 
 mod grad_reduce;
 mod sharded;
+mod traffic;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
