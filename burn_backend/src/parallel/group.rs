@@ -79,8 +79,8 @@ impl ProcessGroup {
     /// It holds wherever gradients of parameters are reduced: in
     /// [`average_gradients`](super::average_gradients), [`fully_shard`](super::fully_shard),
     /// [`ZeroAdamW`](crate::optim::ZeroAdamW), their forms for experts, and in layers of a tensor
-    /// group for what all of its ranks have. Modules keep the type that the group had when they were
-    /// made.
+    /// group for what all of its ranks have. Modules keep the type that the group had when they
+    /// were made.
     ///
     /// The reduction of [`ReduceDtype::Bf16`] is that of `bf16` tensors: through the memory of the
     /// host the sum in the order of ranks in `f32`, for a mean divided by their number, rounded to

@@ -42,7 +42,7 @@ impl Reparameterization for Averaged {
     }
 }
 
-/// The type in which ranks exchange the gradient of `param`, if they do it from within the backward.
+/// The type in which ranks exchange the gradient of `param`, if they do so within the backward.
 pub(crate) fn reduce_dtype_of<const D: usize>(param: &Param<Tensor<D>>) -> ReduceDtype {
     let averaged = param.reparameterization::<Averaged>();
     let averaged = averaged.map(|averaged| averaged.group.reduce_dtype());

@@ -146,8 +146,8 @@ mod meta {
     }
 }
 
-/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the gradient
-/// of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
+/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
+/// gradient of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
 #[derive(Debug)]
 struct ExchangeStep;
 

@@ -16,9 +16,9 @@ pub struct Waiting {
 }
 
 /// By the parameter's id, the type of the gradient and a `FloatTensor` of the backend of the
-/// backward for each of its uses: the result of the collective, which is written until it is joined,
-/// in the type in which it travelled. What the collective reads is kept
-/// where it is queued, and no longer than it takes: a rank has few whole gradients at a time.
+/// backward for each of its uses: the result of the collective, in the type in which it travelled,
+/// which is written until it is joined. What the collective reads is kept where it is queued, and no
+/// longer than it takes: a rank has few whole gradients at a time.
 type Entries = BTreeMap<u64, Vec<(DType, Box<dyn Any + Send>)>>;
 
 impl fmt::Debug for Waiting {

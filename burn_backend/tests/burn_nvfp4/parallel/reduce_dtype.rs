@@ -1,6 +1,6 @@
 //! Gradients that ranks exchange in `bf16`, against the stated arithmetic: each rounded to nearest
-//! even once, the sum in the order of ranks in `f32`, for a mean divided by their number, rounded to
-//! `bf16` once.
+//! even once, the sum in the order of ranks in `f32`, for a mean divided by their number, rounded
+//! to `bf16` once.
 
 use burn_core as burn;
 

@@ -81,15 +81,16 @@ fn traffic(config: &RunConfig, corpus: &Corpus, ranks: usize) -> Traffic {
     })
 }
 
-/// With experts on two ranks tokens, and gradients of tokens, travel in the type of the activations,
-/// by an all-gather and a reduce-scatter forward and backward, whatever the recipe: what is added to
-/// that are numbers of experts, weights and losses, and the gradients of what both ranks have.
+/// With experts on two ranks tokens, and gradients of tokens, travel in the type of the
+/// activations, by an all-gather and a reduce-scatter forward and backward, whatever the recipe:
+/// what is added to that are numbers of experts, weights and losses, and the gradients of what both
+/// ranks have.
 #[test]
 fn tokens_travel_in_the_type_of_the_activations() {
     let corpus = corpus();
     let [ranks, layers] = [2, 2];
-    // Without what the optimizer exchanges: sums of squares of the gradients of experts, for the norm
-    // of all, and the amax of weights that are quantized.
+    // Without what the optimizer exchanges: sums of squares of the gradients of experts, for the
+    // norm of all, and the amax of weights that are quantized.
     let of_step = |config: &RunConfig, expected: &Traffic| {
         let mut found = traffic(config, &corpus, ranks);
         let mut remove = |step: &str| {
