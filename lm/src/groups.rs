@@ -41,6 +41,7 @@ impl ParallelGroups {
     /// As [`RunConfig::check_ranks`].
     pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
         config.check_ranks(world.size())?;
+        let world = world.clone().with_reduce_dtype(config.grad_reduce.into());
         let layout = Layout::new(world.size(), config.tp, config.ep, 1)?;
         let along = |axes: &[Axis]| -> Result<ProcessGroup> {
             let members = layout.group(world.rank(), axes)?;
@@ -50,11 +51,11 @@ impl ParallelGroups {
             })
         };
         Ok(Self {
-            world: world.clone(),
             tensor: along(&[Axis::Tensor])?,
             expert: along(&[Axis::Expert])?,
             batch: along(&[Axis::Expert, Axis::Data])?,
             data: along(&[Axis::Data])?,
+            world,
         })
     }
 

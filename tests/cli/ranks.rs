@@ -221,6 +221,7 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
         (2, ""),
         (2, "--fsdp"),
         (2, "--zero1"),
+        (2, "--grad-reduce bf16"),
         (2, "--tp 2"),
         (2, "--ep 2 --experts 4"),
         (2, "--ep 2 --experts 4 --ep-dispatch all-to-all"),

@@ -14,7 +14,8 @@ use crate::experts::{
     grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
-use crate::parallel::{ProcessGroup, warn_of_distributed_weight, whole_dims};
+use crate::ops::LinearContext;
+use crate::parallel::{ProcessGroup, reduce_dtype_of, warn_of_distributed_weight, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -255,7 +256,12 @@ impl Nvfp4GroupedLinear {
             warn_of_distributed_weight(&weight);
         }
         let identity = identity_of([&self.weight], &[&weight]);
-        let spec = self.state.for_forward(&self.recipe, identity, draws)?;
+        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
+        let context = LinearContext {
+            reduce_dtype: reduce_dtype_of(&self.weight),
+            ..context
+        };
+        let spec = (spec, context);
         let bias = self.bias.as_ref().map(|bias| bias.val());
         Ok(LinearPart { weight, bias, spec })
     }

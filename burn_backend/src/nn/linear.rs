@@ -12,7 +12,9 @@ use super::parts::{LinearPart, identity_of};
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::sharding::GatheredWeight;
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
-use crate::parallel::{Sharded, warn_of_distributed_weight, whole_dims};
+use crate::parallel::{
+    ReduceDtype, Sharded, reduce_dtype_of, warn_of_distributed_weight, whole_dims,
+};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -193,6 +195,7 @@ impl Nvfp4Linear {
             spec,
             LinearContext {
                 gathered,
+                reduce_dtype: weight.reduce_dtype,
                 ..context
             },
         ))
@@ -216,6 +219,7 @@ impl Nvfp4Linear {
                 None => self.weight.val(),
             },
             gathered,
+            reduce_dtype: reduce_dtype_of(&self.weight),
         }
     }
 
@@ -367,6 +371,8 @@ struct OperandWeight {
     rows: Tensor<2>,
     /// How operands that are made of this rank's rows become those of all.
     gathered: Option<GatheredWeight>,
+    /// The type in which its gradient is exchanged, if it is one parameter.
+    reduce_dtype: ReduceDtype,
 }
 
 impl OperandWeight {
@@ -387,6 +393,7 @@ impl OperandWeight {
         Self {
             rows: Tensor::cat(rows, 1),
             gathered,
+            reduce_dtype: ReduceDtype::default(),
         }
     }
 }

@@ -9,6 +9,7 @@ use burn_core::backend::{self, Backend, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_kernels::PackedReads;
 
+use super::collective::ReduceDtype;
 use super::form::{Forms, LayerGemm};
 use super::probe::Probe;
 use super::sharding::{GatheredWeight, LinearSharding};
@@ -28,6 +29,9 @@ pub struct LinearContext {
     /// The ranks of which each has some rows of the weight, if the weight that the layer is given
     /// are those of this rank.
     pub(crate) gathered: Option<GatheredWeight>,
+    /// The type in which ranks exchange the gradient of the weight, if it is that of one parameter:
+    /// what takes it from the layer takes it in this type, too.
+    pub(crate) reduce_dtype: ReduceDtype,
 }
 
 impl LinearContext {

@@ -61,7 +61,7 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
 #[derive(Clone, Debug)]
 enum Hidden<B: Backend> {
     Kept(FloatTensor<B>),
-    Recomputed(Fprop<B>),
+    Recomputed(Box<Fprop<B>>),
 }
 
 /// What the backward needs.
@@ -182,7 +182,7 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
         spec.input,
     );
     let (fprop, saved_input) = first.quantize(recompute);
-    let kept = recompute.then(|| fprop.clone());
+    let kept = recompute.then(|| Box::new(fprop.clone()));
     let hidden = fprop.run();
     let source = QuantSource::Activation {
         activation: spec.activation,

@@ -10,6 +10,7 @@ use nvfp4_kernels::Nvfp4Error;
 use super::adamw::AdamW;
 use super::config::AdamWConfig;
 use crate::functions::or_panic;
+use crate::ops::collective::Step;
 use crate::parallel::{
     ExpertGroups, ProcessGroup, RankLoss, Shards, SplitParameters, average_expert_gradients,
     is_shardable, part,
@@ -156,7 +157,8 @@ impl ModuleVisitor for Scatter<'_> {
         }
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
             self.ids.insert(param.id.val());
-            let reduced = group.reduce_scatter(gradient, self.groups.reduction());
+            let step = Step::ReduceScatter(self.groups.reduction());
+            let reduced = group.reduce_gradient(gradient, step);
             // Of an expert it is of the tokens of all ranks that the experts are on already.
             let divisor = match self.groups.experts.contains(&param.id) {
                 true => self.groups.expert_divisor(),

@@ -32,6 +32,18 @@ pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     exchange(x, group, Step::Identity, sum)
 }
 
+/// [`copy`] of a parameter, whose gradients are added up in the [type for
+/// them](ProcessGroup::with_reduce_dtype).
+pub(crate) fn copy_parameter<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
+    if group.size() == 1 {
+        return x;
+    }
+    let sum = Step::AllReduce(Reduction::Sum);
+    let exchange = Exchange::new(group.link(), Step::Identity, sum);
+    let exchange = exchange.reducing_in(group.reduce_dtype());
+    Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
+}
+
 /// The sum of all ranks' `x`; the gradient of each is that of the sum.
 pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
@@ -169,7 +181,7 @@ fn exchange_beside<const D: usize>(
 ) -> Tensor<D> {
     let exchange = Exchange {
         beside: Some(id),
-        ..Exchange::new(group.link(), forward, backward)
+        ..Exchange::new(group.link(), forward, backward).reducing_in(group.reduce_dtype())
     };
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }

@@ -11,7 +11,7 @@ use nvfp4_parallel::Reduction;
 use super::ProcessGroup;
 use super::buckets::Buckets;
 use super::shards::{ExpertGroups, RankLoss, Shards};
-use crate::ops::collective::CollectiveOps;
+use crate::ops::collective::{CollectiveOps, Step};
 
 /// Elements of a bucket: one collective of so many is as fast as the connection.
 const BUCKET: usize = 1 << 23;
@@ -42,7 +42,8 @@ impl ModuleMapper for Broadcast<'_> {
 }
 
 /// Replaces the gradients of `model` by their means over the ranks, all of which call this with
-/// gradients of the same parameters. The sums are in the order of ranks, in `f32`. Of a model of
+/// gradients of the same parameters. The sums are in the order of ranks, in `f32`; see
+/// [`ProcessGroup::with_reduce_dtype`]. Of a model of
 /// [`average_in_backward`](super::average_in_backward) the backward has begun most of it.
 ///
 /// # Panics
@@ -149,7 +150,7 @@ pub fn reduce_expert_gradients<M: Module>(
     Buckets::new(BUCKET, is_whole_expert).exchange(model, gradients, |flat| {
         let sums = flat
             .into_iter()
-            .map(|flat| groups.data.all_reduce(flat, Reduction::Sum));
+            .map(|flat| (groups.data).reduce_gradient(flat, Step::AllReduce(Reduction::Sum)));
         match groups.loss {
             RankLoss::Mean => sums.map(|sum| sum.div_scalar(ranks)).collect(),
             RankLoss::Share => sums.collect(),
@@ -201,7 +202,7 @@ fn reduce<M: Module>(
     Buckets::new(BUCKET, takes).exchange(model, gradients, |flat| {
         let reduced = flat.into_iter();
         reduced
-            .map(|flat| group.all_reduce(flat, reduction))
+            .map(|flat| group.reduce_gradient(flat, Step::AllReduce(reduction)))
             .collect()
     });
 }

@@ -11,7 +11,7 @@ use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
 
 #[cfg(feature = "cuda")]
 use crate::ops::collective::DeviceLink;
-use crate::ops::collective::{CollectiveOps, Exchange, Link, Step};
+use crate::ops::collective::{CollectiveOps, Exchange, Link, ReduceDtype, Step};
 
 /// The ranks that work together on something, such as the parts of a batch or of a weight: this
 /// rank's end. Clones are the same end.
@@ -27,6 +27,7 @@ use crate::ops::collective::{CollectiveOps, Exchange, Link, Step};
 #[derive(Clone)]
 pub struct ProcessGroup {
     link: Link,
+    reduce_dtype: ReduceDtype,
 }
 
 impl fmt::Debug for ProcessGroup {
@@ -37,7 +38,10 @@ impl fmt::Debug for ProcessGroup {
 
 impl From<Arc<HostGroup>> for ProcessGroup {
     fn from(group: Arc<HostGroup>) -> Self {
-        Self { link: group.into() }
+        Self {
+            link: group.into(),
+            reduce_dtype: ReduceDtype::default(),
+        }
     }
 }
 
@@ -68,13 +72,40 @@ impl ProcessGroup {
         self.link.host.size()
     }
 
+    /// The same group, whose ranks exchange the gradients of parameters in the type `dtype` to
+    /// reduce them; all ranks choose the same. Gradients of activations, amax values, losses and
+    /// parameters travel as before.
+    ///
+    /// It holds wherever gradients of parameters are reduced: in
+    /// [`average_gradients`](super::average_gradients), [`fully_shard`](super::fully_shard),
+    /// [`ZeroAdamW`](crate::optim::ZeroAdamW), their forms for experts, and in layers of a tensor
+    /// group for what all of its ranks have. Modules keep the type that the group had when they
+    /// were made.
+    ///
+    /// The reduction of [`ReduceDtype::Bf16`] is that of `bf16` tensors: through the memory of the
+    /// host the sum in the order of ranks in `f32`, for a mean divided by their number, rounded to
+    /// `bf16` once; by NCCL each addition is rounded, in the order that NCCL chooses. Of two ranks
+    /// both have the same bits.
+    pub fn with_reduce_dtype(self, dtype: ReduceDtype) -> Self {
+        Self {
+            reduce_dtype: dtype,
+            ..self
+        }
+    }
+
+    /// The type in which gradients of parameters travel to be reduced.
+    pub fn reduce_dtype(&self) -> ReduceDtype {
+        self.reduce_dtype
+    }
+
     /// The group of `members`, ranks of this group in ascending order, this one among them. All of
     /// them call this at the same point of their program; nothing is exchanged.
     ///
     /// # Errors
     /// When `members` is not ascending, has a rank that there is not, or lacks this one.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self, ParallelError> {
-        Ok(Self::from(Arc::new(self.link.host.subgroup(members)?)))
+        let group = Self::from(Arc::new(self.link.host.subgroup(members)?));
+        Ok(group.with_reduce_dtype(self.reduce_dtype))
     }
 
     /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
@@ -107,7 +138,7 @@ impl ProcessGroup {
                 device,
                 ..self.link
             };
-            Ok(Self { link })
+            Ok(Self { link, ..self })
         }
         #[cfg(not(feature = "cuda"))]
         let _ = overlaps;
@@ -213,8 +244,22 @@ impl ProcessGroup {
         ))
     }
 
+    /// The step of a gradient of a parameter, a reduction in the [type for
+    /// them](Self::with_reduce_dtype).
+    pub(crate) fn reduce_gradient<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
+        self.exchange(x, self.gradient_exchange(step))
+    }
+
+    /// That step.
+    pub(crate) fn gradient_exchange(&self, step: Step) -> Exchange {
+        Exchange::constant(self.link(), step).reducing_in(self.reduce_dtype)
+    }
+
     fn constant<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
-        let exchange = Exchange::constant(self.link(), step);
+        self.exchange(x, Exchange::constant(self.link(), step))
+    }
+
+    fn exchange<const D: usize>(&self, x: Tensor<D>, exchange: Exchange) -> Tensor<D> {
         // Detaching alone keeps the requirement of a leaf.
         let x = x.detach().set_require_grad(false).into_dispatch();
         Tensor::from_dispatch(Dispatch::nvfp4_exchange(x, exchange))

@@ -25,6 +25,7 @@ mod quantized;
 mod sharded;
 mod shards;
 
+pub use crate::ops::collective::ReduceDtype;
 pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
     average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
@@ -32,6 +33,7 @@ pub use gradients::{
 };
 pub use group::ProcessGroup;
 pub use meter::{CommunicationMeter, ExposedCommunication};
+pub(crate) use overlapped::reduce_dtype_of;
 pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };

@@ -5,7 +5,9 @@ use burn_core::tensor::Tensor;
 use nvfp4_parallel::Reduction;
 
 use super::functions::copy_beside;
+use super::sharded::Sharded;
 use super::{ExpertGroups, ProcessGroup};
+use crate::ops::collective::ReduceDtype;
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Elements from which on a gradient travels by itself between GPUs of a machine: a collective of
@@ -38,6 +40,15 @@ impl Reparameterization for Averaged {
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         copy_beside(base, &self.group, (self.id, self.reduction))
     }
+}
+
+/// The type in which ranks exchange the gradient of `param`, if they do so within the backward.
+pub(crate) fn reduce_dtype_of<const D: usize>(param: &Param<Tensor<D>>) -> ReduceDtype {
+    let averaged = param.reparameterization::<Averaged>();
+    let averaged = averaged.map(|averaged| averaged.group.reduce_dtype());
+    let sharded = param.reparameterization::<Sharded>();
+    let sharded = sharded.map(|sharded| sharded.group().reduce_dtype());
+    averaged.or(sharded).unwrap_or_default()
 }
 
 /// `module`, which all ranks have, with gradients that are handed over as soon as the backward has

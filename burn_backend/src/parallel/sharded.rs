@@ -46,6 +46,11 @@ impl Reparameterization for Sharded {
 }
 
 impl Sharded {
+    /// The ranks.
+    pub(super) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
     /// How quantized operands of the parameter, a weight of which this rank has `rows` rows, are
     /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
     /// is this parameter and nothing else.

@@ -11,6 +11,7 @@ use burn_core::tensor::{Device, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::ops::{CachedWeight, LinearContext, LinearSpec, Probe, WeightCache, WeightIdentity};
+use crate::parallel::ReduceDtype;
 use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::rng::{RANK_SHIFT, RngState};
@@ -290,6 +291,7 @@ impl LayerState {
             reads: None,
             sharding: None,
             gathered: None,
+            reduce_dtype: ReduceDtype::default(),
         };
         let spec = mode.of(recipe.spec(&rng_state));
         #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use burn_nvfp4::nn::ExpertDispatch;
+use burn_nvfp4::parallel::ReduceDtype;
 use burn_nvfp4::recipe::Healing;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -171,6 +172,26 @@ impl From<ExpertDispatchName> for ExpertDispatch {
         match name {
             ExpertDispatchName::AllToAll => Self::AllToAll,
             ExpertDispatchName::AllGather => Self::AllGather,
+        }
+    }
+}
+
+/// The type in which ranks exchange gradients of parameters; see [`ReduceDtype`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GradReduce {
+    /// 32 bit, as the gradients are.
+    #[default]
+    F32,
+    /// bfloat16, rounded once before they travel.
+    Bf16,
+}
+
+impl From<GradReduce> for ReduceDtype {
+    fn from(name: GradReduce) -> Self {
+        match name {
+            GradReduce::F32 => Self::Own,
+            GradReduce::Bf16 => Self::Bf16,
         }
     }
 }

@@ -13,8 +13,8 @@ mod schedule;
 mod tests;
 
 pub use choices::{
-    Activation, Decoration, ExpertDispatchName, HealingOption, ModelKind, OptimizerName, Preset,
-    RecipeName,
+    Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, ModelKind,
+    OptimizerName, Preset, RecipeName,
 };
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};

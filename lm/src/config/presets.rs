@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::choices::{Activation, ModelKind, OptimizerName, Preset, RecipeName};
+use super::choices::{Activation, GradReduce, ModelKind, OptimizerName, Preset, RecipeName};
 use super::model::ModelConfig;
 use super::run::RunConfig;
 
@@ -64,6 +64,7 @@ impl RunConfig {
             ep_dispatch: None,
             fsdp: false,
             zero1: false,
+            grad_reduce: GradReduce::F32,
             rht: true,
             stochastic_rounding: true,
             weight_2d: true,

@@ -11,7 +11,8 @@ use clap::{ArgAction, Args};
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    Activation, Decoration, ExpertDispatchName, HealingOption, OptimizerName, Preset, RecipeName,
+    Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, OptimizerName, Preset,
+    RecipeName,
 };
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
@@ -164,6 +165,11 @@ pub struct RunConfig {
     #[arg(long, conflicts_with = "fsdp")]
     #[serde(default)]
     pub zero1: bool,
+    /// Exchange gradients between ranks in this type, f32 or bf16: half the bytes, each gradient
+    /// rounded once before it travels; sums, clipping and the optimizer are f32 [default: f32]
+    #[arg(long, value_name = "TYPE", hide_possible_values = true)]
+    #[serde(default)]
+    pub grad_reduce: GradReduce,
     /// Rotate the operands of weight gradients by a random Hadamard transform, with recipe nvfp4
     /// [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]

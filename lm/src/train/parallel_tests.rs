@@ -1,6 +1,8 @@
 //! Runs of several ranks, as threads over loopback, against a run of one rank.
 
+mod grad_reduce;
 mod sharded;
+mod traffic;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,7 +15,7 @@ use burn_pack::Reader;
 use nvfp4_parallel::loopback;
 
 use super::*;
-use crate::config::{Activation, ExpertDispatchName, Preset};
+use crate::config::{Activation, ExpertDispatchName, GradReduce, Preset};
 use crate::data::Batch;
 use crate::model::{ParallelTransformer, Transformer};
 
@@ -118,6 +120,28 @@ const DISPATCHES: [ExpertDispatchName; 2] =
 fn nvfp4(config: RunConfig) -> RunConfig {
     RunConfig {
         recipe: RecipeName::nvfp4(),
+        ..config
+    }
+}
+
+fn fsdp(config: RunConfig) -> RunConfig {
+    RunConfig {
+        fsdp: true,
+        ..config
+    }
+}
+
+fn zero1(config: RunConfig) -> RunConfig {
+    RunConfig {
+        zero1: true,
+        ..config
+    }
+}
+
+/// Whose gradients travel in `bf16`.
+fn in_bf16(config: RunConfig) -> RunConfig {
+    RunConfig {
+        grad_reduce: GradReduce::Bf16,
         ..config
     }
 }

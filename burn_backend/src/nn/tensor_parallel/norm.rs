@@ -67,7 +67,7 @@ impl SequenceParallelRmsNorm {
     fn gain(&self) -> Tensor<1> {
         let gain = self.norm.gain.val();
         match self.parallel.sequence_parallel {
-            true => functions::copy(gain, &self.parallel.group),
+            true => functions::copy_parameter(gain, &self.parallel.group),
             false => gain,
         }
     }

@@ -2,13 +2,44 @@
 
 use std::fmt;
 
-#[cfg(feature = "cuda")]
-use burn_core::tensor::DType;
+use burn_core::tensor::{DType, FloatDType, Shape};
 #[cfg(feature = "cuda")]
 use nvfp4_parallel as parallel;
 use nvfp4_parallel::{Collective, Reduction};
 
 use super::link::Link;
+
+/// The type in which ranks exchange the gradients of parameters to reduce them: Megatron's
+/// `grad_reduce_in_fp32`, and PyTorch FSDP's `reduce_dtype`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReduceDtype {
+    /// That of the gradient.
+    #[default]
+    Own,
+    /// `bf16`, half the bytes of `f32`: each gradient is rounded to nearest even once before it
+    /// travels, and the reduction comes back in the gradient's type.
+    Bf16,
+}
+
+impl ReduceDtype {
+    /// The type, if it is not that of the gradient.
+    fn float(self) -> Option<FloatDType> {
+        match self {
+            Self::Own => None,
+            Self::Bf16 => Some(FloatDType::BF16),
+        }
+    }
+
+    /// The type in which wgrad writes the gradient of a weight of type `own`: that in which it
+    /// travels, where activations have it too, so that the device has it. A pass over what wgrad
+    /// writes would round it to the same.
+    pub(crate) fn of_wgrad(self, activations: FloatDType, own: FloatDType) -> FloatDType {
+        match self.float() {
+            Some(dtype) if dtype == activations => dtype,
+            _ => own,
+        }
+    }
+}
 
 /// What the ranks of a group do with a tensor each. Parts are those of the first axis, in the order
 /// of ranks.
@@ -68,6 +99,9 @@ pub struct Exchange {
     /// Whether this step runs beside kernels; [`CollectiveOps::nvfp4_join`](super::CollectiveOps)
     /// comes before its result is read.
     pub forks: bool,
+    /// The type in which floats that are reduced travel, if it is not their own: each is rounded to
+    /// nearest even once, and the reduction comes back in the type of the tensor.
+    pub reduce_dtype: Option<FloatDType>,
 }
 
 impl fmt::Debug for Exchange {
@@ -85,6 +119,15 @@ impl Exchange {
             backward,
             beside: None,
             forks: false,
+            reduce_dtype: None,
+        }
+    }
+
+    /// The same, whose reductions, in the forward and in the backward, take the type `dtype`.
+    pub(crate) fn reducing_in(self, dtype: ReduceDtype) -> Self {
+        Self {
+            reduce_dtype: dtype.float(),
+            ..self
         }
     }
 
@@ -107,6 +150,40 @@ impl Exchange {
             backward: self.forward,
             beside: None,
             forks: false,
+            reduce_dtype: self.reduce_dtype,
+        }
+    }
+
+    /// Reports to `tracing`, at level trace, that a tensor of this shape is exchanged, in type
+    /// `dtype`, and the bytes of it that this rank has before.
+    pub(super) fn report(&self, dtype: DType, shape: &Shape) {
+        if self.is_local() {
+            return;
+        }
+        let step = match &self.forward {
+            Step::Identity => "identity",
+            Step::AllReduce(_) => "all_reduce",
+            Step::AllGather => "all_gather",
+            Step::ReduceScatter(_) => "reduce_scatter",
+            Step::Slice => "slice",
+            Step::AllToAll { .. } => "all_to_all",
+            Step::Broadcast { .. } => "broadcast",
+        };
+        let bytes = shape.num_elements() * dtype.size();
+        let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
+        tracing::trace!(
+            target: "burn_nvfp4::collective",
+            step, rank, ranks, ?dtype, bytes, forks = self.forks
+        );
+    }
+
+    /// The type in which floats of type `dtype` travel.
+    pub(super) fn travels_in(&self, dtype: DType) -> DType {
+        match self.forward {
+            Step::AllReduce(_) | Step::ReduceScatter(_) => {
+                self.reduce_dtype.map_or(dtype, DType::from)
+            }
+            _ => dtype,
         }
     }
 }
@@ -114,7 +191,7 @@ impl Exchange {
 /// On the device.
 #[cfg(feature = "cuda")]
 impl Exchange {
-    /// Whether a tensor of type `dtype` is exchanged on the device.
+    /// Whether a tensor that travels in type `dtype` is exchanged on the device.
     pub(super) fn is_queued(&self, dtype: DType) -> bool {
         self.group.device.is_some() && !self.is_local() && self.forward.is_queued(dtype)
     }
@@ -123,7 +200,7 @@ impl Exchange {
 #[cfg(not(feature = "cuda"))]
 impl Exchange {
     /// No group is connected.
-    pub(super) fn is_queued(&self, _dtype: burn_core::tensor::DType) -> bool {
+    pub(super) fn is_queued(&self, _dtype: DType) -> bool {
         false
     }
 }

@@ -42,8 +42,19 @@ fn exchanged(data: TensorData, exchange: &Exchange) -> TensorData {
     made.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Steps that reduce, in the type of the elements.
+/// Steps that reduce, in the type in which the elements travel.
 fn reduced(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
+    let dtype = data.dtype();
+    let travels_in = exchange.travels_in(dtype);
+    if travels_in != dtype {
+        let made = reduced_in_own(data.convert_dtype(travels_in), exchange)?;
+        return Ok(made.convert_dtype(dtype));
+    }
+    reduced_in_own(data, exchange)
+}
+
+/// Steps that reduce, in the type of the elements.
+fn reduced_in_own(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
     match data.dtype() {
         DType::F32 => reduced_as::<f32>(data, exchange),
         DType::BF16 => reduced_as::<bf16>(data, exchange),

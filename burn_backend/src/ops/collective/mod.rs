@@ -27,7 +27,10 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-pub use exchange::{Exchange, Step};
+use burn_core::tensor::DType;
+
+use super::dtype::{cast, float_dtype};
+pub use exchange::{Exchange, ReduceDtype, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
 pub use link::Link;
@@ -47,22 +50,37 @@ pub trait CollectiveOps: Backend {
     /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`).
     ///
     /// Through the memory of the host, sums are those of
-    /// [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in `f32`, rounded once.
+    /// [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in `f32`, rounded once to
+    /// the type in which the elements travel ([`Exchange::reduce_dtype`]).
     /// That runs in the thread that calls it, also where operations are queued for another one:
     /// ranks that share a device would wait for each other in its only thread. Where the group [is
     /// connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and the library
     /// chooses the order.
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        match exchange.is_queued(x.dtype()) {
-            true => handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange)),
-            false => host::exchange_floats::<Self>(x, &exchange),
+        let dtype = x.dtype();
+        let travels_in = exchange.travels_in(dtype);
+        exchange.report(travels_in, &x.shape());
+        if !exchange.is_queued(travels_in) {
+            return host::exchange_floats::<Self>(x, &exchange);
+        }
+        if travels_in == dtype {
+            return handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
+        }
+        let x = cast::<Self>(x, float_dtype(travels_in));
+        let forks = exchange.forks;
+        let reduced = handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
+        match forks {
+            // It is not there before it is joined.
+            true => reduced,
+            false => cast::<Self>(reduced, float_dtype(dtype)),
         }
     }
 
     /// [`Exchange::forward`] of integers of any type; only `u32` can be reduced.
     #[fusion(default)]
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
+        exchange.report(x.dtype(), &x.shape());
         match exchange.is_queued(x.dtype()) {
             true => handed_over::<Self, _>(Self::nvfp4_queue_exchange_int(x, exchange)),
             false => host::exchange_ints::<Self>(x, &exchange),
@@ -78,14 +96,17 @@ pub trait CollectiveOps: Backend {
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self>;
 
     /// The sum of the gradients of the parameter `id` that [wait](Waiting), of all its uses, on the
-    /// device and of the backend of `like`.
+    /// device and of the backend of `like`, in the type that they were handed over in.
     #[fusion(default)]
     fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
         drop(like);
         let waiting = group.waiting.clone();
-        waiting.join::<Self>(id, |mean| match group.is_connected() {
-            true => handed_over::<Self, _>(Self::nvfp4_join(mean, group.clone())),
-            false => mean,
+        waiting.join::<Self>(id, |mean, dtype| {
+            let mean = match group.is_connected() {
+                true => handed_over::<Self, _>(Self::nvfp4_join(mean, group.clone())),
+                false => mean,
+            };
+            cast::<Self>(mean, float_dtype(dtype))
         })
     }
 
@@ -125,12 +146,13 @@ mod meta {
     }
 }
 
-/// An exchange: parents `[x]`, state: that of the forward.
+/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
+/// gradient of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
 #[derive(Debug)]
 struct ExchangeStep;
 
 impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
-    type State = Exchange;
+    type State = (Exchange, DType);
 
     fn backward(
         self,
@@ -141,30 +163,42 @@ impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
         let grad = grads.consume::<B>(&ops.node);
         let [node] = ops.parents;
         let Some(node) = node else { return };
-        match ops.state.beside {
-            Some(id) => exchange_beside::<B>(id, grad, ops.state.reversed()),
-            None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, ops.state.reversed())),
+        let (exchange, dtype) = ops.state;
+        match exchange.beside {
+            Some(id) => {
+                let dtype = match exchange.reduce_dtype {
+                    Some(_) => dtype,
+                    None => grad.dtype(),
+                };
+                exchange_beside::<B>((id, dtype), grad, exchange.reversed());
+            }
+            None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, exchange.reversed())),
         }
     }
 }
 
 /// The exchange of `grad`, a gradient of the parameter `id`, beside the kernels that follow: its
-/// result [waits](Waiting).
-pub(super) fn exchange_beside<B: CollectiveOps>(id: u64, grad: FloatTensor<B>, exchange: Exchange) {
+/// result [waits](Waiting), to be joined in type `dtype`.
+pub(super) fn exchange_beside<B: CollectiveOps>(
+    (id, dtype): (u64, DType),
+    grad: FloatTensor<B>,
+    exchange: Exchange,
+) {
     let waiting = exchange.group.waiting.clone();
     let exchange = Exchange {
         forks: true,
         ..exchange
     };
-    waiting.push::<B>(id, B::nvfp4_exchange(grad, exchange));
+    waiting.push::<B>((id, dtype), B::nvfp4_exchange(grad, exchange));
 }
 
 impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         let (x, node) = x.into_parts();
+        let dtype = x.dtype();
         let out = B::nvfp4_exchange(x, exchange.clone());
         match ExchangeStep.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(exchange, out),
+            OpsKind::Tracked(prep) => prep.finish((exchange, dtype), out),
             OpsKind::UnTracked(prep) => prep.finish(out),
         }
     }

@@ -122,10 +122,11 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let w = self.x.zip(col).map(|(x, dy)| {
             let asked = (&spec.wgrad_x, wgrad_forms.left_once);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
-            B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, self.w_dtype)
+            let written = (self.context.reduce_dtype).of_wgrad(dtype, self.w_dtype);
+            B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written)
         });
         let w = match (&self.context.gathered, w) {
-            (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad),
+            (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad, self.w_dtype),
             (_, grad) => grad,
         };
         LinearGradients { x, w, bias }

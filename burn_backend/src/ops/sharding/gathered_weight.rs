@@ -7,7 +7,8 @@ use nvfp4_parallel::Reduction;
 
 use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
-use crate::ops::collective::{Exchange, Step, exchange_beside};
+use crate::ops::collective::{Step, exchange_beside};
+use crate::ops::dtype::cast;
 use crate::ops::form::WeightForms;
 use crate::ops::operands::requantize;
 use crate::ops::spec::{LinearSpec, OperandSpec};
@@ -108,21 +109,21 @@ impl GatheredWeight {
         rows.quantize_part(w, known, &part, specs, dtype)
     }
 
-    /// The gradient of this rank's rows, of `grad`, that of the whole weight: the mean over the
-    /// ranks, which have a part of the batch each, or their sum. None if it
+    /// The gradient of this rank's rows, of type `dtype`, of `grad`, that of the whole weight: the
+    /// mean over the ranks, which have a part of the batch each, or their sum. None if it
     /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
     pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
         &self,
         grad: FloatTensor<B>,
+        dtype: FloatDType,
     ) -> Option<FloatTensor<B>> {
-        let reduced = Step::ReduceScatter(self.reduction);
-        let exchange = Exchange::constant(self.group.link(), reduced);
+        let exchange = (self.group).gradient_exchange(Step::ReduceScatter(self.reduction));
         match self.parameter {
             Some(id) => {
-                exchange_beside::<B>(id, grad, exchange);
+                exchange_beside::<B>((id, dtype.into()), grad, exchange);
                 None
             }
-            None => Some(B::nvfp4_exchange(grad, exchange)),
+            None => Some(cast::<B>(B::nvfp4_exchange(grad, exchange), dtype)),
         }
     }
 }

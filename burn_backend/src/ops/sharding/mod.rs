@@ -603,7 +603,8 @@ impl LinearSharding {
         match (self.dim, self.sequence_parallel) {
             (ShardedDim::Input, true) if self.deterministic => sum(self.gathered_rows::<B>(dy)),
             (ShardedDim::Input, true) => {
-                self.exchange::<B>(sum(dy), Step::AllReduce(Reduction::Sum))
+                let step = Step::AllReduce(Reduction::Sum);
+                B::nvfp4_exchange(sum(dy), self.group.gradient_exchange(step))
             }
             _ => sum(dy),
         }

@@ -6,6 +6,7 @@ mod functions;
 mod gathered_weights;
 #[cfg(feature = "cuda")]
 mod nccl;
+mod reduce_dtype;
 mod tensor_parallel;
 
 use std::thread;

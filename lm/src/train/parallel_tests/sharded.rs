@@ -7,20 +7,6 @@ fn layouts(steps: u64) -> [RunConfig; 2] {
     [tensor_parallel(steps, 2), experts(steps, 2)]
 }
 
-fn fsdp(config: RunConfig) -> RunConfig {
-    RunConfig {
-        fsdp: true,
-        ..config
-    }
-}
-
-fn zero1(config: RunConfig) -> RunConfig {
-    RunConfig {
-        zero1: true,
-        ..config
-    }
-}
-
 /// The norm of all gradients adds up in another order where ranks have parts of them.
 fn without_clipping(config: RunConfig) -> RunConfig {
     RunConfig {

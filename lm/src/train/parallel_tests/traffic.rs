@@ -1,0 +1,179 @@
+//! What the ranks exchange in a step: how many bytes, of which type.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use tracing::field::{Field, Visit};
+use tracing::{Event, Metadata, span};
+
+use super::*;
+
+/// Bytes that a rank brings to collectives of one kind, in one type, and how many they are.
+type Traffic = BTreeMap<(String, String), (u64, usize)>;
+
+/// One collective.
+#[derive(Default)]
+struct Exchange {
+    step: String,
+    dtype: String,
+    bytes: u64,
+}
+
+impl Visit for Exchange {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        if field.name() == "dtype" {
+            self.dtype = format!("{value:?}");
+        }
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() == "step" {
+            self.step = value.into();
+        }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if field.name() == "bytes" {
+            self.bytes = value;
+        }
+    }
+}
+
+/// Adds up those of its thread.
+#[derive(Clone, Default)]
+struct Collector(Arc<Mutex<Traffic>>);
+
+impl tracing::Subscriber for Collector {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target() == "burn_nvfp4::collective"
+    }
+
+    fn new_span(&self, _span: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &span::Id, _values: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &span::Id, _follows: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut exchange = Exchange::default();
+        event.record(&mut exchange);
+        let mut all = self.0.lock().unwrap();
+        let own = all.entry((exchange.step, exchange.dtype)).or_default();
+        *own = (own.0 + exchange.bytes, own.1 + 1);
+    }
+
+    fn enter(&self, _span: &span::Id) {}
+
+    fn exit(&self, _span: &span::Id) {}
+}
+
+/// That of the second of four steps of a rank.
+fn traffic(config: &RunConfig, corpus: &Corpus, ranks: usize) -> Traffic {
+    on_ranks(config, corpus, &Folder::new(), ranks, |run| {
+        run.train_to(Some(1));
+        let collector = Collector::default();
+        let found = collector.0.clone();
+        tracing::subscriber::with_default(collector, || run.train_to(Some(2)));
+        let found = found.lock().unwrap();
+        found.clone()
+    })
+}
+
+/// With experts on two ranks tokens, and gradients of tokens, travel in the type of the
+/// activations, by an all-gather and a reduce-scatter forward and backward, whatever the recipe:
+/// what is added to that are numbers of experts, weights and losses, and the gradients of what both
+/// ranks have.
+#[test]
+fn tokens_travel_in_the_type_of_the_activations() {
+    let corpus = corpus();
+    let [ranks, layers] = [2, 2];
+    // Without what the optimizer exchanges: sums of squares of the gradients of experts, for the
+    // norm of all, and the amax of weights that are quantized.
+    let of_step = |config: &RunConfig, expected: &Traffic| {
+        let mut found = traffic(config, &corpus, ranks);
+        let mut remove = |step: &str| {
+            let kind = (step.into(), "F32".into());
+            let (bytes, calls) = found.get_mut(&kind).expect("there are more");
+            let more = *bytes - expected[&kind].0;
+            assert!(more > 0 && more < 128, "{step}: {more} bytes");
+            (*bytes, *calls) = (*bytes - more, *calls - 1);
+        };
+        remove("all_gather");
+        if !config.recipe.is_high_precision() {
+            remove("all_reduce");
+        }
+        found
+    };
+    for (activation, name, size) in [(Activation::Bf16, "BF16", 2), (Activation::F32, "F32", 4)] {
+        let high_precision = match activation {
+            Activation::Bf16 => RecipeName::bf16(),
+            Activation::F32 => RecipeName::f32(),
+        };
+        for recipe in [high_precision, RecipeName::nvfp4()] {
+            let config = RunConfig {
+                activation,
+                recipe: recipe.clone(),
+                ..experts_by(ExpertDispatchName::AllGather, 4, ranks)
+            };
+            let model = &config.model;
+            let (width, top_k) = (model.width, model.top_k);
+            let tokens = config.batch / ranks * model.context;
+            // Matrices of attention, embedding, head and router, and gains, which both ranks have.
+            let replicated = config.parameters() - config.model.expert_parameters();
+            let expected = |reduced: Option<&str>| {
+                let mut all = Traffic::new();
+                let mut add = |step: &str, dtype: &str, bytes: usize, calls: usize| {
+                    let own = all.entry((step.into(), dtype.into())).or_default();
+                    *own = (own.0 + (calls * bytes) as u64, own.1 + calls);
+                };
+                // Forward: tokens, and results back. Backward: gradients of both.
+                add("all_gather", name, size * tokens * width, 2 * layers);
+                add(
+                    "reduce_scatter",
+                    name,
+                    size * ranks * tokens * width,
+                    2 * layers,
+                );
+                add("all_gather", "I32", 4 * tokens * top_k, layers);
+                add("all_gather", "F32", 4 * tokens * top_k, layers);
+                add("reduce_scatter", "F32", 4 * ranks * tokens * top_k, layers);
+                add("all_reduce", "F32", 8, 2 * layers);
+                match reduced {
+                    Some(dtype) => add("all_reduce", dtype, 2 * replicated, 1),
+                    None => add("all_reduce", "F32", 4 * replicated, 1),
+                }
+                all
+            };
+            let of_f32 = expected(None);
+            let found = of_step(&config, &of_f32);
+            assert_eq!(found, of_f32, "{recipe}, {name}");
+            let of_bf16 = expected(Some("BF16"));
+            let found = of_step(&in_bf16(config.clone()), &of_bf16);
+            assert_eq!(found, of_bf16, "{recipe}, {name}, in bf16");
+        }
+    }
+}
+
+/// Gradients in `bf16` are half the bytes, in data parallelism and where states are sharded.
+#[test]
+fn gradients_in_bf16_are_half_the_bytes() {
+    let corpus = corpus();
+    let total = |traffic: &Traffic, steps: &[&str]| -> [u64; 2] {
+        ["F32", "BF16"].map(|dtype| {
+            let of = |step: &&str| traffic.get(&(step.to_string(), dtype.into()));
+            steps.iter().filter_map(of).map(|found| found.0).sum()
+        })
+    };
+    for config in [config(4), fsdp(config(4)), zero1(config(4))] {
+        let reductions = ["all_reduce", "reduce_scatter"];
+        let [wide, none] = total(&traffic(&config, &corpus, 2), &reductions);
+        assert_eq!(none, 0);
+        assert!(wide >= 4 * config.parameters() as u64);
+        let [rest, narrow] = total(&traffic(&in_bf16(config.clone()), &corpus, 2), &reductions);
+        assert_eq!(narrow, 2 * config.parameters() as u64);
+        // Norms and the like.
+        assert_eq!(rest + 2 * narrow, wide);
+    }
+}
