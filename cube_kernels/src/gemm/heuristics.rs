@@ -26,13 +26,15 @@ const BF16: [(Sm90Tile, f64); 4] = [
 /// Measured (H100, both operands packed, N = K = 8192, so many rows of `a` that each SM has one
 /// tile, all of the GEMM's own work included; the first with an earlier main loop). That of 192 rows
 /// was estimated from the first, 0.79 of it; a weight gradient of 768 x 4096 x 16384 then took 0.80,
-/// 157 and 195 microseconds. Tiles of 112 rows have not been measured: none is chosen. Groups, 8192
+/// 157 and 195 microseconds. That of 112 rows was interpolated; with it a step of `quartet2`, 12 of
+/// whose weight gradients are of 768 x 2304 x 16384, took 36.13 ms, and 36.46 without. Groups, 8192
 /// rows x 4096 x 7168, microseconds with tiles of 256 / 128 rows: 32 equal groups 711 / 794, 32 of
 /// unequal size 996 / 1008.
-const W4A16: [(usize, usize, f64); 6] = [
+const W4A16: [(usize, usize, f64); 7] = [
     (256, 1, 94.0),
     (192, 1, 74.0),
     (128, 1, 52.0),
+    (112, 1, 46.6),
     (128, 2, 39.0),
     (64, 2, 27.0),
     (32, 4, 26.0),
