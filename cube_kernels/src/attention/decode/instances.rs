@@ -6,7 +6,7 @@ use cubecl::{
 };
 
 use super::{
-    CacheKind, MOST_STAGED, ROWS_OF_TEAM, UNITS,
+    CacheKind, ROWS_OF_TEAM, UNITS,
     kernels::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
         decode_run_kernel,
@@ -14,13 +14,15 @@ use super::{
 };
 use crate::{
     attention::kernels::HeadsViewLaunch,
-    reference::attention::DECODE_TILE,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
 
 /// Nothing is launched: lengths of buffers do not matter.
 const LEN: usize = 1 << 14;
+
+/// Shared memory of a cube on Hopper.
+const SHARED: usize = 227 << 10;
 
 /// All instances that `device` uses: heads, rows, types and caches of common models, and the widest
 /// of each.
@@ -42,7 +44,6 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     cases
         .into_iter()
         .flat_map(|(head, rows, kind, cache, address)| {
-            let bytes = cache.element(kind);
             let plan = DecodePlan {
                 head,
                 rows,
@@ -52,14 +53,14 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 unroll: true,
                 planes: true,
                 teams: rows.div_ceil(ROWS_OF_TEAM),
-                staged: 2 * DECODE_TILE * head * bytes <= MOST_STAGED,
+                staged: 0,
                 concurrent: true,
                 overlaps: device.overlaps,
                 kind,
                 cache,
                 conversion: device.conversion,
             };
-            of_plan(device, plan, address)
+            of_plan(device, plan.staged_in(SHARED), address)
         })
         .collect()
 }

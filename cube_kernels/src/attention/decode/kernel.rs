@@ -265,7 +265,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
 /// Closes a group of copies to shared memory, which may be none.
 #[cube]
 fn close_group(#[comptime] plan: DecodePlan) {
-    if comptime!(plan.staged) {
+    if comptime!(plan.staged > 0) {
         cp_async_commit_group();
     }
 }
@@ -273,7 +273,7 @@ fn close_group(#[comptime] plan: DecodePlan) {
 /// Waits for all groups of copies but the last one: keys and values take turns.
 #[cube]
 fn wait_for_group(#[comptime] plan: DecodePlan) {
-    if comptime!(plan.staged) {
+    if comptime!(plan.staged > 0) {
         cp_async_wait_group(1u32);
     }
 }

@@ -46,9 +46,6 @@ const UNITS: usize = 128;
 /// units that an SM had registers for one of them alone, and not for two.
 const ROWS_OF_TEAM: usize = 2;
 
-/// Bytes of shared memory for the keys and values of a tile at most.
-const MOST_STAGED: usize = 64 << 10;
-
 /// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
 /// memory.
 #[derive(Debug, Clone)]
@@ -307,17 +304,16 @@ fn plan(
         } else {
             1
         },
-        staged: false,
+        staged: 0,
         concurrent: !is_cpu(client),
         overlaps: overlaps_kernels(client),
         kind: new.q.dtype,
         cache: cache.kind,
         conversion,
     };
-    let of_tile = 2 * DECODE_TILE * plan.columns() * plan.vector_bytes();
-    append::DecodePlan {
-        staged: planes && conversion.has_ptx() && of_tile <= MOST_STAGED,
-        ..plan
+    match planes && conversion.has_ptx() {
+        true => plan.staged_in(client.properties().hardware.max_shared_memory_size),
+        false => plan,
     }
 }
 

@@ -3,15 +3,7 @@
 use cubecl::prelude::*;
 
 use super::append::DecodePlan;
-use crate::{
-    cube::ptx::{cp_async, cvta_to_global, cvta_to_shared},
-    reference::attention::DECODE_TILE,
-};
-
-/// Bytes of shared memory for keys, and for values, at least: an SM has room for two cubes. They
-/// begin beside those of the kernel in front, and more of them would crowd on the SMs that these
-/// leave first (H100, a step of Llama 3.2 1B: 0.634 ms with three, 0.605 with two, 0.629 with one).
-const LEAST: usize = 39 << 10;
+use crate::cube::ptx::{cp_async, cvta_to_global, cvta_to_shared};
 
 /// Where a tile is in the caches.
 #[derive(CubeType, Clone, Copy)]
@@ -50,12 +42,8 @@ fn place(key: u32, column: u32, #[comptime] plan: DecodePlan) -> usize {
 #[cube]
 impl<C: Numeric, N: Size> Staged<C, N> {
     pub fn new(#[comptime] plan: DecodePlan) -> Staged<C, N> {
-        let vectors = comptime!(match plan.staged {
-            true => usize::max(DECODE_TILE * plan.columns(), LEAST / plan.vector_bytes()),
-            false => 1,
-        });
         Staged::<C, N> {
-            vectors: Shared::new_aligned_slice(vectors, 16usize),
+            vectors: Shared::new_aligned_slice(comptime!(plan.staged.max(1)), 16usize),
         }
     }
 
@@ -68,7 +56,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         to: u32,
         #[comptime] plan: DecodePlan,
     ) {
-        if comptime!(plan.staged) {
+        if comptime!(plan.staged > 0) {
             let columns = comptime!(plan.columns() as u32);
             let bytes = comptime!(plan.vector_bytes() as u32);
             let target = cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr());
@@ -95,7 +83,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         column: u32,
         #[comptime] plan: DecodePlan,
     ) {
-        if comptime!(plan.staged) {
+        if comptime!(plan.staged > 0) {
             self.vectors[place(key, column, plan)] = vector;
         }
     }
@@ -109,7 +97,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         column: u32,
         #[comptime] plan: DecodePlan,
     ) -> Vector<C, N> {
-        if comptime!(plan.staged) {
+        if comptime!(plan.staged > 0) {
             self.vectors[place(key, column, plan)]
         } else {
             cache[tile.base + key as usize * tile.stride + column as usize]
