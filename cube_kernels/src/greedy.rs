@@ -157,9 +157,11 @@ fn ordered(value: f32) -> u32 {
     select(magnitude > INFINITY, 0xFFFF_FFFFu32, key)
 }
 
-/// Makes the largest of all units' entries, and of equal ones the first, that of unit 0.
+/// Makes the largest of the keys of all units, and of equal ones the first place, entry 0.
 #[cube]
-fn largest_of_cube(keys: &mut Shared<[u32]>, places: &mut Shared<[u32]>) {
+fn largest_of_cube(key: u32, place: u32, keys: &mut Shared<[u32]>, places: &mut Shared<[u32]>) {
+    keys[UNIT_POS as usize] = key;
+    places[UNIT_POS as usize] = place;
     let mut len = CUBE_DIM;
     while len > 1u32 {
         let half = len.div_ceil(2u32);
@@ -215,9 +217,7 @@ pub fn greedy_kernel<F: Numeric, N: Size>(
         }
         at += CUBE_DIM * width;
     }
-    keys[UNIT_POS as usize] = key;
-    places[UNIT_POS as usize] = place;
-    largest_of_cube(&mut keys, &mut places);
+    largest_of_cube(key, place, &mut keys, &mut places);
     let of_row = row * CUBE_COUNT_X as usize;
     if UNIT_POS == 0u32 {
         let part = (of_row + CUBE_POS_X as usize) * 2usize;
@@ -244,9 +244,7 @@ pub fn greedy_kernel<F: Numeric, N: Size>(
             }
             chunk += CUBE_DIM;
         }
-        keys[UNIT_POS as usize] = key;
-        places[UNIT_POS as usize] = place;
-        largest_of_cube(&mut keys, &mut places);
+        largest_of_cube(key, place, &mut keys, &mut places);
         take_step(&keys, &places, &mut step, row);
     }
 }

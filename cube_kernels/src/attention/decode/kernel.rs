@@ -8,7 +8,7 @@ use super::append::{
     uncached, write_new,
 };
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
-use super::tile::{Staged, Tile};
+use super::tile::{Staged, Tile, wait_for_tile};
 use crate::{
     attention::scalar::math::{exp_or_nan, product, tanh},
     cube::{
@@ -17,7 +17,6 @@ use crate::{
         exact::fma,
         overlap::{let_next_begin, wait_for_previous, written_before},
         plane::plane_largest,
-        ptx::{cp_async_commit_group, cp_async_wait_group},
     },
     reference::attention::DECODE_TILE,
 };
@@ -177,10 +176,8 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
         // What was there before is on its way while the new tokens are read and turned.
         let from = max(first, own.start);
         let old = min(from, first + tile_at.count) - first;
-        keys.copy(k_cache, &tile_at, 0u32, old, plan);
-        close_group(plan);
-        values.copy(v_cache, &tile_at, 0u32, old, plan);
-        close_group(plan);
+        keys.copy(k_cache, &tile_at, old, plan);
+        values.copy(v_cache, &tile_at, old, plan);
         wait_for_previous(plan.overlaps);
         // This run's new keys and values.
         let mut item = UNIT_POS;
@@ -211,25 +208,23 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
                 count: min(tile, last - min(tile_at.first + tile, last)),
                 first: tile_at.first + tile,
             };
-            wait_for_group(plan);
+            wait_for_tile(plan);
             sync_cube();
             score_tile::<C, N>(
                 &keys, k_cache, &shape, &mut stage, &tile_at, &sight, member, plan,
             );
             sync_cube();
-            keys.copy(k_cache, &next, 0u32, next.count, plan);
-            close_group(plan);
+            keys.copy(k_cache, &next, next.count, plan);
             if comptime!(!plan.planes) {
                 highest_of_segments(&mut stage, &tile_at, &sight, plan);
                 sync_cube();
             }
             weigh(&mut stage, &tile_at, &sight, member, plan);
-            wait_for_group(plan);
+            wait_for_tile(plan);
             sync_cube();
             add_values::<C, N>(&values, v_cache, &shape, &mut stage, &tile_at, member, plan);
             sync_cube();
-            values.copy(v_cache, &next, 0u32, next.count, plan);
-            close_group(plan);
+            values.copy(v_cache, &next, next.count, plan);
             merge_tile(&mut stage, odd, plan);
             odd = 1u32 - odd;
             tile_at.base = next.base;
@@ -259,22 +254,6 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             new.time,
             plan,
         );
-    }
-}
-
-/// Closes a group of copies to shared memory, which may be none.
-#[cube]
-fn close_group(#[comptime] plan: DecodePlan) {
-    if comptime!(plan.staged > 0) {
-        cp_async_commit_group();
-    }
-}
-
-/// Waits for all groups of copies but the last one: keys and values take turns.
-#[cube]
-fn wait_for_group(#[comptime] plan: DecodePlan) {
-    if comptime!(plan.staged > 0) {
-        cp_async_wait_group(1u32);
     }
 }
 

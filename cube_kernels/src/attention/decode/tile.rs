@@ -3,7 +3,9 @@
 use cubecl::prelude::*;
 
 use super::append::DecodePlan;
-use crate::cube::ptx::{cp_async, cvta_to_global, cvta_to_shared};
+use crate::cube::ptx::{
+    cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global, cvta_to_shared,
+};
 
 /// Where a tile is in the caches.
 #[derive(CubeType, Clone, Copy)]
@@ -47,13 +49,13 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         }
     }
 
-    /// Starts copies of the keys `from..to` of a tile of `cache`: those of this unit.
+    /// Starts copies of the first `count` keys of a tile of `cache`, those of this unit, as a group,
+    /// which may be empty.
     pub fn copy(
         &self,
         cache: &mut [Vector<C, N>],
         tile: &Tile,
-        from: u32,
-        to: u32,
+        count: u32,
         #[comptime] plan: DecodePlan,
     ) {
         if comptime!(plan.staged > 0) {
@@ -61,17 +63,18 @@ impl<C: Numeric, N: Size> Staged<C, N> {
             let bytes = comptime!(plan.vector_bytes() as u32);
             let target = cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr());
             let source = cvta_to_global::<Vector<C, N>>(cache.as_ptr());
-            let mut item = from * columns + UNIT_POS;
-            while item < to * columns {
+            let mut item = UNIT_POS;
+            while item < count * columns {
                 let (key, column) = (item / columns, item % columns);
                 let at = tile.base + key as usize * tile.stride + column as usize;
                 cp_async(
                     target + place(key, column, plan) as u32 * bytes,
-                    source + u64::cast_from(at) * comptime!(plan.vector_bytes() as u64),
+                    source + u64::cast_from(at) * u64::cast_from(bytes),
                     comptime!(plan.vector_bytes() as u32),
                 );
                 item += CUBE_DIM;
             }
+            cp_async_commit_group();
         }
     }
 
@@ -102,5 +105,13 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         } else {
             cache[tile.base + key as usize * tile.stride + column as usize]
         }
+    }
+}
+
+/// Waits for all groups of copies of this unit but the last: keys and values take turns.
+#[cube]
+pub(super) fn wait_for_tile(#[comptime] plan: DecodePlan) {
+    if comptime!(plan.staged > 0) {
+        cp_async_wait_group(1u32);
     }
 }

@@ -43,7 +43,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         };
         EdenOutLaunch::new(values, b(8))
     };
-    let policy = |across, packed, words, source: SourcePlan, form| EdenPolicy {
+    let policy = |across, packed, words, source: SourcePlan, form: EdenForm| EdenPolicy {
         across,
         packed,
         words,
@@ -55,7 +55,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             false => Numbering::Own,
         },
         redrawn_signs: across,
-        unscaled: matches!(form, EdenForm::Bf16Unscaled | EdenForm::Bf16Arranged),
+        unscaled: form.is_bf16(),
         arranged: form == EdenForm::Bf16Arranged,
         planes_of_tile: 1,
         conversion: device.conversion,

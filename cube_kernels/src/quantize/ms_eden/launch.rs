@@ -353,7 +353,8 @@ impl EdenForm {
         self == Self::Packed(ScaleLayout::Swizzled128x4)
     }
 
-    fn is_bf16(self) -> bool {
+    /// Whether it is values.
+    pub(in crate::quantize) fn is_bf16(self) -> bool {
         matches!(self, Self::Bf16Unscaled | Self::Bf16Arranged)
     }
 }
