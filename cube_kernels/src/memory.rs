@@ -2,7 +2,7 @@
 
 use cubecl::{client::Client, ir::AddressType, server::Handle};
 
-use crate::Nvfp4Error;
+use crate::{Nvfp4Error, graph::hold_for_branch};
 
 /// Index width for kernels that address up to `elements` elements: 64 bits from 2^31 on.
 pub(crate) fn address_type(elements: usize) -> AddressType {
@@ -15,7 +15,9 @@ pub(crate) fn address_type(elements: usize) -> AddressType {
 
 /// Memory of `bytes`, or one byte: an empty tensor has a valid handle too.
 pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
-    client.empty(bytes.max(1))
+    let memory = client.empty(bytes.max(1));
+    hold_for_branch(&memory);
+    memory
 }
 
 /// A copy of `bytes` on the device.

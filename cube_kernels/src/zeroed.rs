@@ -108,6 +108,23 @@ pub fn end_step(client: &Client) {
     steps().retain(|step| !step.is_of(client));
 }
 
+/// Has as many words cleared as kernels of two or three layers ask for, if a step of the current
+/// stream of `client` is under way.
+pub(crate) fn make_ready(client: &Client) {
+    const READY: usize = CHUNK / 4;
+    let mine = |step: &&mut Step| step.is_of(client);
+    let left = |step: &mut Step| step.chunk.as_ref().map_or(0, |chunk| CHUNK - chunk.taken);
+    let is_ready = (steps().iter_mut().find(mine)).is_none_or(|step| left(step) >= READY);
+    if is_ready {
+        return;
+    }
+    // The lock is not held while a chunk is made: that launches.
+    let chunk = Chunk::new(client);
+    if let Some(step) = steps().iter_mut().find(mine) {
+        step.chunk = Some(chunk);
+    }
+}
+
 /// `count` words of zeros.
 pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);

@@ -11,6 +11,7 @@ use burn_core::backend::{
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
+use super::branch::{Branch, BranchPoint};
 use super::collective::CollectiveOps;
 use super::layers::{Activation, ActivationOps};
 #[cfg(feature = "cubecl-backend")]
@@ -35,6 +36,18 @@ use super::tensors::{
     Autodiff
 )]
 pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
+    /// `operand`, at a point of `branch`. What is queued between its end and its join must need
+    /// nothing of it, but backends may run all of it in its order.
+    #[fusion(meta = meta::branch)]
+    fn nvfp4_branch(
+        #[extension_type] operand: Operand<Self>,
+        branch: Branch,
+        point: BranchPoint,
+    ) -> Operand<Self> {
+        let _ = (branch, point);
+        operand
+    }
+
     /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
     /// one kernel makes both.
     ///
@@ -363,6 +376,14 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let (source, groups) = (inner(source), inner_groups(groups));
         Self::from_inner(B::nvfp4_dequantize(source, groups, dtype))
+    }
+
+    fn nvfp4_branch(operand: Operand<Self>, branch: Branch, point: BranchPoint) -> Operand<Self> {
+        match B::nvfp4_branch(inner_operand(operand), branch, point) {
+            Operand::Quantized(quantized) => Operand::Quantized(constant(quantized)),
+            Operand::QuantizedMnMajor(quantized) => Operand::QuantizedMnMajor(constant(quantized)),
+            Operand::Float(x, usage) => Operand::Float(Self::from_inner(x), usage),
+        }
     }
 
     fn nvfp4_gemm(

@@ -5,6 +5,7 @@ use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::{Layout, Storage, Usage};
 
+use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::stored::StoredForm;
@@ -144,6 +145,14 @@ pub(super) fn dequantize(
 ) -> TensorSpec {
     let Layout { rows, cols, .. } = source.layout;
     TensorSpec::new(Shape::new([rows, cols]), (*dtype).into())
+}
+
+pub(super) fn branch(
+    operand: &OperandMetadata,
+    _branch: &Branch,
+    _point: &BranchPoint,
+) -> OperandMetadata {
+    operand.clone()
 }
 
 pub(super) fn gemm(

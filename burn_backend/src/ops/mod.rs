@@ -28,6 +28,7 @@
 
 pub mod attention;
 mod autodiff;
+mod branch;
 pub mod collective;
 mod context;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -74,6 +75,7 @@ use burn_core::backend::{
 use burn_core::tensor::Shape;
 use nvfp4_kernels::Usage;
 
+pub use branch::{Branch, BranchPoint};
 pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
 pub(crate) use dtype::float_dtype;

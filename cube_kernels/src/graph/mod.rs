@@ -1,15 +1,19 @@
-//! Writes to memory that captured graphs read: what changes from replay to replay.
+//! Captured graphs: writes to memory that they read, kernels that overlap, and branches.
 //!
 //! A graph reads and writes the buffers that it was captured with, and has the scalar arguments of
 //! then. So inputs of a replay are copied into buffers that stay where they are, by kernels that
 //! are queued before it. See [`quantize::advance_offset`](crate::quantize::advance_offset) too.
 
+mod branch;
 mod copy;
+mod held;
 #[cfg(feature = "cuda")]
 mod overlap;
 mod words;
 
+pub use branch::Branch;
 pub use copy::copy_words;
+pub use held::hold_for_branch;
 #[cfg(feature = "cuda")]
 pub use overlap::overlap_kernels;
 pub use words::set_words;

@@ -35,11 +35,16 @@ static ALONE: Mutex<()> = Mutex::new(());
 /// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without
 /// one.
 fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
+    alone_in("graph", test)
+}
+
+/// The same, for a test of `module`.
+pub(crate) fn alone_in(module: &str, test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
         println!("SKIPPED: {test}: only CUDA captures graphs");
         return None;
     }
-    if ran_in_own_process("graph", test, &[]) {
+    if ran_in_own_process(module, test, &[]) {
         return None;
     }
     let guard = ALONE.lock().unwrap_or_else(|held| held.into_inner());

@@ -44,6 +44,8 @@ mod gemm_tcgen05;
 mod gemm_tcgen05_forms;
 #[cfg(feature = "cuda")]
 mod graph;
+#[cfg(feature = "cuda")]
+mod graph_branch;
 #[cfg(feature = "cube")]
 mod greedy;
 #[cfg(feature = "cube")]

@@ -1,5 +1,6 @@
 //! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
 
+mod branch;
 mod dequantize;
 mod form;
 pub(in crate::ops) mod found_amax;
@@ -16,6 +17,7 @@ use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
 use nvfp4_kernels::Usage;
 
+use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
 use super::spec::QuantParams;
@@ -124,6 +126,11 @@ impl Nvfp4KernelOps for CubeBackend {
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         dequantize::dequantize(source, &groups, dtype)
+    }
+
+    fn nvfp4_branch(operand: Operand<Self>, branch: Branch, point: BranchPoint) -> Operand<Self> {
+        branch::mark(&operand, &branch.kernels, point);
+        operand
     }
 
     fn nvfp4_gemm(

@@ -4,6 +4,7 @@ use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
+use nvfp4_kernels::graph::hold_for_branch;
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
@@ -21,6 +22,8 @@ pub(in crate::ops) struct Source {
 impl Source {
     pub fn new(x: CubeTensor) -> Self {
         let tensor = into_contiguous(x);
+        // It may be a copy, which Burn has allocated.
+        hold_for_branch(&tensor.handle);
         let matrix = matrix(&tensor);
         Self { tensor, matrix }
     }

@@ -4,6 +4,7 @@
 //! One implementation for a weight that multiplies all rows and for a stack of weights, one for
 //! each group of rows.
 
+mod branch;
 mod request;
 mod saved;
 mod weight;
@@ -20,9 +21,10 @@ use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::stored::StoredForm;
 use super::{
-    BackwardSource, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
+    BackwardSource, BranchPoint, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
 };
+use branch::MadeBeside;
 use request::LinearForms;
 pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
@@ -99,7 +101,17 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let device = dy.device();
         let dgrad_forms = gemms.dgrad(&device);
         let wgrad_forms = gemms.wgrad(&device);
+        let made = MadeBeside::new(
+            (self.w.as_ref(), self.x.as_ref()),
+            (&spec, &self.context, groups),
+            [dgrad_forms.once, wgrad_forms.left_once],
+            dtype,
+        );
         let (row, col) = self.quantize_dy(dy, dgrad_forms, wgrad_forms);
+        let (saved_w, saved_x) = match made {
+            Some(made) => made.join(self.w, self.x),
+            None => (self.w, self.x),
+        };
         if let Some((probe, dy)) = probed {
             let offsets = groups.offsets();
             if let Some(operand) = &row {
@@ -112,14 +124,14 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             }
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
-        let x = row.zip(self.w).map(|(dy, w)| {
+        let x = row.zip(saved_w).map(|(dy, w)| {
             let w = w.operand(groups, (&spec, dgrad_forms.once), dtype);
             match sharding {
                 Some(sharding) => sharding.dgrad(dy, w, dtype),
                 None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
             }
         });
-        let w = self.x.zip(col).map(|(x, dy)| {
+        let w = saved_x.zip(col).map(|(x, dy)| {
             let asked = (&spec.wgrad_x, wgrad_forms.left_once);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
             let written = (self.context.reduce_dtype).of_wgrad(dtype, self.w_dtype);
@@ -319,7 +331,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let x_dtype = self.x.dtype();
         let w_dtype = float_dtype(self.w.dtype());
         let forms = self.forms();
+        let branch = self.weight_branch();
         let (w, saved_w) = self.weight(x_dtype, &forms);
+        let w = branch::at(branch.as_ref(), BranchPoint::End, w);
         let Self {
             x,
             w: w_source,
@@ -394,7 +408,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         }
         let fprop = Fprop {
             x,
-            w,
+            w: branch::at(branch.as_ref(), BranchPoint::Join, w),
             bias,
             groups: groups.of_rows(),
             dtype: x_dtype,
