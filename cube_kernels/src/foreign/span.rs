@@ -109,14 +109,8 @@ pub fn mark(
     client: &Client,
     mark: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
 ) {
-    visit(client, |place| {
-        let marked = match place.is_captured {
-            true => Ok(()),
-            false => mark(place),
-        };
-        if let Err(error) = marked {
-            tracing::warn!("a point of a stream was not recorded: {error}");
-        }
-        Ok(())
+    visit(client, |place| match place.is_captured {
+        true => Ok(()),
+        false => mark(place),
     });
 }

@@ -19,17 +19,6 @@ use nvfp4_kernels::{
 
 const EPSILON: f32 = 1e-5;
 
-macro_rules! gpu {
-    ($test:literal) => {{
-        let client = client!($test);
-        if Capabilities::of(&client).gemm == GemmBackend::Scalar {
-            println!("SKIPPED: {}: needs a CUDA GPU", $test);
-            return;
-        }
-        client
-    }};
-}
-
 /// A layer with its operands on the device.
 struct Case {
     x: Matrix,

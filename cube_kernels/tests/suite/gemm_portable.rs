@@ -26,18 +26,6 @@ use nvfp4_kernels::{
 };
 use proptest::prelude::*;
 
-/// The client of a CUDA device, or an early return.
-macro_rules! gpu {
-    ($test:literal) => {{
-        let client = client!($test);
-        if !has_matrix_instructions(&client) {
-            println!("SKIPPED: {}: needs a CUDA GPU", $test);
-            return;
-        }
-        client
-    }};
-}
-
 fn has_matrix_instructions(client: &Client) -> bool {
     Capabilities::of(client).gemm != GemmBackend::Scalar
 }

@@ -8,7 +8,7 @@ use crate::support::packed::{Packed, assert_bound, unscaled};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
-    capabilities::{Capabilities, GemmBackend},
+    capabilities::GemmBackend,
     gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target},
     quantize,
     tensor::{FloatKind, Matrix},
@@ -30,17 +30,6 @@ const SHAPES: [(usize, usize, usize); 12] = [
     (1, 72, 2064),
     (4, 66, 512),
 ];
-
-macro_rules! gpu {
-    ($test:literal) => {{
-        let client = client!($test);
-        if Capabilities::of(&client).gemm == GemmBackend::Scalar {
-            println!("SKIPPED: {}: needs a CUDA GPU", $test);
-            return;
-        }
-        client
-    }};
-}
 
 /// `a` in bf16, without the factor of the tensor.
 fn as_bf16(client: &Client, a: &Packed, m: usize, k: usize) -> Matrix {

@@ -72,6 +72,19 @@ macro_rules! on_gpu {
     }};
 }
 
+/// The client of a GPU with matrix instructions, or an early return.
+macro_rules! gpu {
+    ($test:expr) => {{
+        let client = client!($test);
+        let gemm = nvfp4_kernels::capabilities::Capabilities::of(&client).gemm;
+        if gemm == nvfp4_kernels::capabilities::GemmBackend::Scalar {
+            println!("SKIPPED: {}: needs a CUDA GPU", $test);
+            return;
+        }
+        client
+    }};
+}
+
 /// The client of a Hopper GPU, or an early return.
 macro_rules! hopper {
     ($test:expr) => {{
