@@ -425,34 +425,30 @@ impl LinearSpec {
             || self.fprop_w == self.dgrad_w && self.fprop_w.params().is_some_and(is_2d)
     }
 
-    /// Whether a part of random offsets is in device memory: in the steps of a graph, before its
-    /// capture too.
-    pub(crate) fn has_offset_in_memory(&self) -> bool {
-        let operands = [
-            &self.fprop_x,
-            &self.fprop_w,
-            &self.dgrad_dy,
-            &self.dgrad_w,
-            &self.wgrad_x,
-            &self.wgrad_dy,
-        ];
-        let in_memory = |params: &QuantParams| params.offset_in_memory;
-        operands
-            .into_iter()
-            .any(|spec| spec.params().is_some_and(in_memory))
-    }
-
-    /// The same, with a part of all random offsets in device memory.
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
-    pub(crate) fn with_offset_in_memory(mut self) -> Self {
-        for operand in [
+    /// The operands of all GEMMs.
+    fn operands(&mut self) -> [&mut OperandSpec; 6] {
+        [
             &mut self.fprop_x,
             &mut self.fprop_w,
             &mut self.dgrad_dy,
             &mut self.dgrad_w,
             &mut self.wgrad_x,
             &mut self.wgrad_dy,
-        ] {
+        ]
+    }
+
+    /// Whether a part of random offsets is in device memory: in the steps of a graph, before its
+    /// capture too.
+    pub(crate) fn has_offset_in_memory(mut self) -> bool {
+        let in_memory = |params: &QuantParams| params.offset_in_memory;
+        let mut operands = self.operands().into_iter();
+        operands.any(|spec| spec.params().is_some_and(in_memory))
+    }
+
+    /// The same, with a part of all random offsets in device memory.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub(crate) fn with_offset_in_memory(mut self) -> Self {
+        for operand in self.operands() {
             if let OperandSpec::Quantized(params) = operand {
                 params.offset_in_memory = params.stream().is_some();
             }

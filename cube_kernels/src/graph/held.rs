@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cubecl::server::Handle;
 use cubecl_environment::stream::StreamId;
 
-/// The memory that a branch uses: what runs beside it is given none of it. Clones are the same list.
+/// The memory that a branch uses: what runs beside it is given none of it. Clones are one list.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Held(Arc<Mutex<Vec<Handle>>>);
 

@@ -4,6 +4,8 @@
 //! amax. In a step that is captured these run beside the kernels that quantize activations, or
 //! gradients, which need nothing of them.
 
+use std::iter;
+
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
@@ -33,11 +35,8 @@ fn has_branches<B: Backend>(
 /// A branch that begins here, and reads these operands.
 fn begin<B: Nvfp4KernelOps>(reads: &[&Operand<B>]) -> Branch {
     let branch = Branch::default();
-    for (i, &operand) in reads.iter().enumerate() {
-        let point = match i {
-            0 => BranchPoint::Begin,
-            _ => BranchPoint::Reads,
-        };
+    let points = iter::once(BranchPoint::Begin).chain(iter::repeat(BranchPoint::Reads));
+    for (&operand, point) in reads.iter().zip(points) {
         let _ = B::nvfp4_branch(operand.clone(), branch.clone(), point);
     }
     branch
