@@ -218,7 +218,16 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (Some(row_plans[0]), None, true),
             (None, Some(row_plans[0]), true),
         ];
-        let of_values = [
+        let per_row = |plan| QuantPlan {
+            per_row: true,
+            ..plan
+        };
+        let others = [
+            (
+                Some(per_row(row_plans[0])),
+                Some(per_row(copy(true, false, standard, h16))),
+                false,
+            ),
             (
                 Some(row_plans[4]),
                 Some(copy(false, false, standard, h16)),
@@ -230,7 +239,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 false,
             ),
         ];
-        let plain = (tile_plans.into_iter().chain(of_values))
+        let plain = (tile_plans.into_iter().chain(others))
             .enumerate()
             .map(|(i, plan)| (i, plan, "Plain"));
         let both = tile_plans[6];
