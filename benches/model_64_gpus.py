@@ -176,8 +176,7 @@ def main():
             f"{COMPUTE / 1e12:.0f} TFLOP/s, measured (1 B on one GPU, two-gpus-parts.json).",
             "GB are those of the whole tensors that a group of ranks gathers or reduces; of the "
             "all-to-all, what a GPU sends. State is 16 bytes a parameter.",
-            "All 256 experts of DeepSeek-V3 "
-            "would take 168 GB of state a GPU.",
+            "All 256 experts of DeepSeek-V3 would take 168 GB of state a GPU.",
         ],
         "row": "layout, collective",
         "units": [

@@ -26,10 +26,6 @@ use nvfp4_kernels::{
 };
 use proptest::prelude::*;
 
-fn has_matrix_instructions(client: &Client) -> bool {
-    Capabilities::of(client).gemm != GemmBackend::Scalar
-}
-
 /// The block-scaled kernel in software, with tiles of `64 * strips` rows.
 fn software(strips: usize) -> Plan {
     software_of(BlockScaled::Nvfp4, strips)
@@ -756,11 +752,7 @@ proptest! {
     /// Any shape, on every kernel.
     #[test]
     fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
-        let Some(client) = device::client("random_shapes") else { return Ok(()) };
-        if !has_matrix_instructions(&client) {
-            println!("SKIPPED: random_shapes: no matrix instructions");
-            return Ok(());
-        }
+        let Some(client) = device::client_of_gpu("random_shapes") else { return Ok(()) };
         let n = 8 * n;
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let what = format!("{m} x {n}, {blocks} blocks");
@@ -774,11 +766,7 @@ proptest! {
     /// Any contraction, up to 65536, with few rows and columns.
     #[test]
     fn random_contractions(m in 1usize..40, n in 1usize..6, blocks in 1usize..4097, seed: u32) {
-        let Some(client) = device::client("random_contractions") else { return Ok(()) };
-        if !has_matrix_instructions(&client) {
-            println!("SKIPPED: random_contractions: no matrix instructions");
-            return Ok(());
-        }
+        let Some(client) = device::client_of_gpu("random_contractions") else { return Ok(()) };
         let n = 8 * n;
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let what = format!("{m} x {n}, {blocks} blocks");

@@ -222,7 +222,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             per_row: true,
             ..plan
         };
-        let others = [
+        let further_plans = [
             (
                 Some(per_row(row_plans[0])),
                 Some(per_row(copy(true, false, standard, h16))),
@@ -239,7 +239,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 false,
             ),
         ];
-        let plain = (tile_plans.into_iter().chain(others))
+        let plain = (tile_plans.into_iter().chain(further_plans))
             .enumerate()
             .map(|(i, plan)| (i, plan, "Plain"));
         let both = tile_plans[6];

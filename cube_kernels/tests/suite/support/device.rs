@@ -5,6 +5,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     QuantizedTensor,
+    capabilities::{Capabilities, GemmBackend},
     cube::codec::emulate_e2m1_instructions,
     quantize::kernels::set_units,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
@@ -50,6 +51,16 @@ pub fn client_of_full_run(test: &str) -> Option<Client> {
     Some(client)
 }
 
+/// The device under test, or `None` (after saying so) where it has no matrix instructions.
+pub fn client_of_gpu(test: &str) -> Option<Client> {
+    let client = client(test)?;
+    if Capabilities::of(&client).gemm == GemmBackend::Scalar {
+        println!("SKIPPED: {test}: needs a CUDA GPU");
+        return None;
+    }
+    Some(client)
+}
+
 /// The client, or an early return.
 macro_rules! client {
     ($test:expr) => {
@@ -74,15 +85,12 @@ macro_rules! on_gpu {
 
 /// The client of a GPU with matrix instructions, or an early return.
 macro_rules! gpu {
-    ($test:expr) => {{
-        let client = client!($test);
-        let gemm = nvfp4_kernels::capabilities::Capabilities::of(&client).gemm;
-        if gemm == nvfp4_kernels::capabilities::GemmBackend::Scalar {
-            println!("SKIPPED: {}: needs a CUDA GPU", $test);
-            return;
+    ($test:expr) => {
+        match $crate::support::device::client_of_gpu($test) {
+            Some(client) => client,
+            None => return,
         }
-        client
-    }};
+    };
 }
 
 /// The client of a Hopper GPU, or an early return.
