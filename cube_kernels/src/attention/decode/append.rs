@@ -2,8 +2,15 @@
 
 use cubecl::prelude::*;
 
+use super::{
+    merge::MOST_RUNS,
+    mma::{WARP_KEYS, WARPS},
+};
 use crate::{
-    attention::scalar::{kernels::HeadsView, math::product},
+    attention::{
+        mma::{problem::MmaPlan, tile::Tile as HeadTile},
+        scalar::{kernels::HeadsView, math::product},
+    },
     cube::{
         codec::{Conversion, decode_e4m3_element, encode_e4m3_element, load, store},
         exact::fma,
@@ -67,6 +74,8 @@ pub struct DecodePlan {
     pub kind: FloatKind,
     /// What is in the cache.
     pub cache: CacheKind,
+    /// Whether matrix instructions multiply, which take elements of 16 bits.
+    pub mma: bool,
     /// Who converts.
     pub conversion: Conversion,
 }
@@ -119,6 +128,60 @@ impl DecodePlan {
             false => room.min(tile.max(LEAST_STAGED / self.vector_bytes())),
         };
         Self { staged, ..self }
+    }
+
+    /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's `shared` bytes have room for it.
+    pub(super) fn by_mma_in(self, rows: usize, shared: usize) -> Option<Self> {
+        let tile = DECODE_TILE * self.mma_tile().pitch();
+        let least_staged = std::env::var("NVFP4_X_PAD").map_or(LEAST_STAGED, |v| v.parse::<usize>().unwrap() << 10);
+        let plan = Self {
+            mma: true,
+            rows,
+            width: 8,
+            teams: 1,
+            staged: tile.max(least_staged) / 16,
+            ..self
+        };
+        let queries = 16 * self.mma_tile().pitch();
+        let bytes = 2 * tile + queries + 4 * plan.scratch() + 256;
+        let room = shared.checked_sub(bytes)? / 2;
+        let staged = tile + room.min(least_staged.saturating_sub(tile)) / 16 * 16;
+        Some(Self {
+            staged: staged / 16,
+            ..plan
+        })
+    }
+
+    /// How keys, values and queries lie in shared memory for matrix instructions.
+    pub(super) const fn mma_tile(self) -> HeadTile {
+        HeadTile { head: self.head }
+    }
+
+    /// What a warp computes with matrix instructions.
+    pub(super) const fn of_warp(self) -> MmaPlan {
+        MmaPlan {
+            head: self.head,
+            kind: self.kind,
+            strips: 1,
+            warps: WARPS,
+            inner: WARP_KEYS,
+            causal: true,
+            window: true,
+            softcap: self.softcap,
+            quiet_softmax: false,
+            offsets: false,
+        }
+    }
+
+    /// Floats of shared memory in which warps, and then runs, are added.
+    pub(super) const fn scratch(self) -> usize {
+        let of_warps = WARPS * self.rows * self.part();
+        let of_runs = 3 * self.rows * MOST_RUNS;
+        if of_warps > of_runs {
+            of_warps
+        } else {
+            of_runs
+        }
     }
 
     /// Floats from one element of a vector to the next in the sums of the slices: some more than

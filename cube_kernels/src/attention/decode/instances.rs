@@ -6,11 +6,12 @@ use cubecl::{
 };
 
 use super::{
-    CacheKind, ROWS_OF_TEAM, UNITS,
+    CacheKind, MAX_MMA_HEAD, ROWS_OF_TEAM, UNITS,
     kernels::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
-        decode_run_kernel,
+        decode_mma_kernel, decode_run_kernel,
     },
+    mma::WARPS,
 };
 use crate::{
     attention::kernels::HeadsViewLaunch,
@@ -58,50 +59,76 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 overlaps: device.overlaps,
                 kind,
                 cache,
+                mma: false,
                 conversion: device.conversion,
             };
-            of_plan(device, plan.staged_in(SHARED), address)
+            let mut all = of_plan(device, plan.staged_in(SHARED), address);
+            let narrow = head <= MAX_MMA_HEAD;
+            if device.conversion.has_ptx() && kind != f32 && cache == float && narrow {
+                all.extend(of_mma(
+                    device,
+                    plan.by_mma_in(rows, SHARED).unwrap(),
+                    address,
+                ));
+            }
+            all
         })
         .collect()
 }
 
+macro_rules! tokens {
+    ($device:expr) => {{
+        let b = || $device.buffer(LEN);
+        let view = || HeadsViewLaunch::new(b(), 0, 1024);
+        NewTokensLaunch::new(view(), view(), view(), b(), b(), 1, 1, b(), b(), 64)
+    }};
+}
+
+fn shape(plan: DecodePlan) -> CacheShapeLaunch {
+    let group = plan.rows as u32;
+    CacheShapeLaunch::new(64, 2, group, 32, 0, 0.125, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+}
+
+fn tag(plan: DecodePlan, address: AddressType) -> String {
+    let DecodePlan {
+        head,
+        rows,
+        kind,
+        cache,
+        ..
+    } = plan;
+    format!("{head}-{rows}-{kind:?}-{cache:?}-{address:?}")
+}
+
+/// The kernel of matrix instructions.
+fn of_mma(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<Instance> {
+    let b = || device.buffer(LEN);
+    vec![instance!(
+        device,
+        units(32 * WARPS) as u32,
+        decode_mma_kernel,
+        &tag(plan, address),
+        Expected::NONE,
+        address,
+        plan.width,
+        tokens!(device),
+        b(),
+        b(),
+        shape(plan),
+        DecodeOutputLaunch::new(b(), b(), b()),
+        plan,
+        plan.kind.storage_type()
+    )]
+}
+
 fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<Instance> {
     let b = || device.buffer(LEN);
-    macro_rules! view {
-        () => {
-            HeadsViewLaunch::new(b(), 0, 1024)
-        };
-    }
-    macro_rules! tokens {
-        () => {
-            NewTokensLaunch::new(view!(), view!(), view!(), b(), b(), 1, 1, b(), b(), 64)
-        };
-    }
-    let shape = || {
-        CacheShapeLaunch::new(
-            64,
-            2,
-            plan.rows as u32,
-            32,
-            0,
-            0.125,
-            1.0,
-            1.0,
-            1.0,
-            1.0,
-            1.0,
-            1.0,
-        )
-    };
     let storage = plan.kind.storage_type();
     let cached = match plan.cache {
         CacheKind::Float => storage,
         CacheKind::E4m3 => ElemType::UInt(UIntKind::U8),
     };
-    let tag = format!(
-        "{}-{}-{:?}-{:?}-{address:?}",
-        plan.head, plan.rows, plan.kind, plan.cache
-    );
+    let tag = tag(plan, address);
     vec![
         instance!(
             device,
@@ -110,10 +137,10 @@ fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<
             Expected::NONE,
             address,
             plan.width,
-            tokens!(),
+            tokens!(device),
             b(),
             b(),
-            shape(),
+            shape(plan),
             b(),
             plan,
             storage,
@@ -127,10 +154,10 @@ fn of_plan(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<
             Expected::NONE,
             address,
             plan.width,
-            tokens!(),
+            tokens!(device),
             b(),
             b(),
-            shape(),
+            shape(plan),
             DecodeOutputLaunch::new(b(), b(), b()),
             plan,
             storage,

@@ -15,7 +15,7 @@ use crate::{
 /// Runs whose parts a unit loads before the first is added.
 const RUNS_AT_ONCE: usize = 32;
 /// As many runs as `decode_splits` gives at most.
-const MOST_RUNS: usize = 64;
+pub(super) const MOST_RUNS: usize = 64;
 
 /// What becomes of the queries of a launch.
 #[derive(CubeType, CubeLaunch)]

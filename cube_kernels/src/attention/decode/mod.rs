@@ -6,12 +6,14 @@
 //! which the cube that finishes the last of the runs that the keys of a sequence are cut into adds
 //! them up. [`append`] only writes, for prompts, whose attention is [`forward`](super::forward).
 //!
-//! The bits are those of [`reference::attention`](crate::reference::attention), on every device.
+//! The bits are those of [`reference::attention`](crate::reference::attention), on every device, but
+//! for matrix instructions: see [`uses_mma`].
 
 mod append;
 pub(crate) mod instances;
 mod kernel;
 mod merge;
+mod mma;
 mod tile;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
@@ -19,6 +21,7 @@ use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Han
 use self::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
 use self::kernel::decode_run_kernel;
 use self::merge::DecodeOutputLaunch;
+use self::mma::{WARPS, decode_mma_kernel};
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
@@ -37,6 +40,7 @@ pub mod kernels {
     pub use super::append::{CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel};
     pub use super::kernel::decode_run_kernel;
     pub use super::merge::DecodeOutputLaunch;
+    pub use super::mma::decode_mma_kernel;
 }
 
 /// Units of a team on a GPU.
@@ -45,6 +49,9 @@ const UNITS: usize = 128;
 /// Queries of a team at least, if a cube has as many. With one, cubes of four would have so many
 /// units that an SM had registers for one of them alone, and not for two.
 const ROWS_OF_TEAM: usize = 2;
+
+/// The widest head of which a warp of matrix instructions has registers for a row.
+const MAX_MMA_HEAD: usize = 128;
 
 /// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
 /// memory.
@@ -248,30 +255,72 @@ pub fn decode(
     let parts = allocate(client, floats * 4);
     let finished = counters(client, cache.batch * blocks);
     let elements = cache.len() / plan.width;
-    // SAFETY: as in `append`; parts that are not written are not read, and there is a counter for
-    // each block of each sequence.
+    let runs = CubeCount::Static(splits as u32, blocks as u32, cache.batch as u32);
+    let widest = indices(new, cache).max(address_type(floats));
+    let output = Output {
+        parts: (&parts, floats),
+        finished: (&finished, cache.batch * blocks),
+        out: &out,
+    };
+    if plan.mma {
+        // SAFETY: as below.
+        unsafe {
+            decode_mma_kernel::launch_unchecked(
+                client,
+                runs,
+                CubeDim::new_1d(32 * WARPS as u32),
+                widest,
+                plan.width,
+                tokens(new, cache),
+                buffer(&cache.k, elements),
+                buffer(&cache.v, elements),
+                shape(new, cache, Some(params)),
+                output.launch(),
+                plan,
+                q.dtype.storage_type(),
+            );
+        }
+        return Ok(out);
+    }
+    // SAFETY: everything was checked against its memory, as in `append`.
     unsafe {
         decode_run_kernel::launch_unchecked(
             client,
-            CubeCount::Static(splits as u32, blocks as u32, cache.batch as u32),
+            runs,
             CubeDim::new_1d((plan.teams * units(client).min(UNITS)) as u32),
-            indices(new, cache).max(address_type(floats)),
+            widest,
             plan.width,
             tokens(new, cache),
             buffer(&cache.k, elements),
             buffer(&cache.v, elements),
             shape(new, cache, Some(params)),
-            DecodeOutputLaunch::new(
-                buffer(&parts, floats),
-                buffer(&finished, cache.batch * blocks),
-                buffer(&out.handle, out.span()),
-            ),
+            output.launch(),
             plan,
             q.dtype.storage_type(),
             cache_type(cache, q.dtype),
         );
     }
     Ok(out)
+}
+
+/// What [`DecodeOutputLaunch`] is made of: memory, and how many elements it has.
+struct Output<'a> {
+    parts: (&'a Handle, usize),
+    finished: (&'a Handle, usize),
+    out: &'a Heads,
+}
+
+impl Output<'_> {
+    fn launch<F: Numeric>(&self) -> DecodeOutputLaunch<F> {
+        // SAFETY: parts that are not written are not read; the memory is as large as it says.
+        unsafe {
+            DecodeOutputLaunch::new(
+                buffer(self.parts.0, self.parts.1),
+                buffer(self.finished.0, self.finished.1),
+                buffer(&self.out.handle, self.out.span()),
+            )
+        }
+    }
 }
 
 fn plan(
@@ -284,7 +333,8 @@ fn plan(
     // Sums of the slices have to fit into shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
     let halves = (cache.head / 2).is_multiple_of(8);
-    let rows = rows.next_power_of_two().min(most);
+    let all = rows.next_power_of_two().min(8);
+    let rows = all.min(most);
     let planes = !is_cpu(client) && units(client).min(UNITS) == DECODE_TILE;
     let conversion = conversion_of(client);
     let plan = append::DecodePlan {
@@ -309,12 +359,38 @@ fn plan(
         overlaps: overlaps_kernels(client),
         kind: new.q.dtype,
         cache: cache.kind,
+        mma: false,
         conversion,
     };
+    let shared = client.properties().hardware.max_shared_memory_size;
+    let by_mma = conversion.has_ptx()
+        && new.q.dtype != FloatKind::F32
+        && cache.kind == CacheKind::Float
+        && cache.head.is_multiple_of(16)
+        && cache.head <= MAX_MMA_HEAD
+        && params.is_some_and(|params| params.scale > 0.0)
+        && std::env::var("NVFP4_X_SCALAR").is_err();
+    if by_mma && let Some(plan) = plan.by_mma_in(all, shared) {
+        return plan;
+    }
     match planes && conversion.has_ptx() {
-        true => plan.staged_in(client.properties().hardware.max_shared_memory_size),
+        true => plan.staged_in(shared),
         false => plan,
     }
+}
+
+/// Whether [`decode`] takes matrix instructions: on CUDA GPUs, where queries and the cache are of one
+/// type of 16 bits, heads are of a multiple of 16 elements up to 128, the scale is positive, and a cube's shared
+/// memory holds a tile. Its results are then within rounding of
+/// [`reference::attention`](crate::reference::attention), and a sequence has the same bits in any
+/// company; else they have the reference's bits.
+pub fn uses_mma(
+    client: &Client,
+    new: &NewTokens<'_>,
+    cache: &KvCache,
+    params: &AttentionParams,
+) -> bool {
+    plan(client, new, cache, Some(params)).mma
 }
 
 fn tokens<F: Numeric>(new: &NewTokens<'_>, cache: &KvCache) -> NewTokensLaunch<F> {

@@ -50,7 +50,7 @@ fn swizzle(row: u32, #[comptime] tile: Tile) -> u32 {
 
 /// Where part `chunk` of row `row` lies in a tile.
 #[cube]
-fn chunk_offset(row: u32, chunk: u32, #[comptime] tile: Tile) -> u32 {
+pub fn chunk_offset(row: u32, chunk: u32, #[comptime] tile: Tile) -> u32 {
     row * comptime!(tile.pitch() as u32) + ((chunk ^ swizzle(row, tile)) << 4u32)
 }
 

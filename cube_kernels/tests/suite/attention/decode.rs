@@ -1,10 +1,11 @@
-//! Decoding over a cache: the kernels against the oracle, bit for bit, and the oracle against that
-//! of whole sequences.
+//! Decoding over a cache: the kernels against the oracle, bit for bit where no matrix instructions
+//! multiply, and the oracle against that of whole sequences.
 
 use half::{bf16, f16};
 
 use super::{
     case::{Operand, Tables},
+    decode_bounds::Decoded,
     is_gpu,
 };
 use crate::support::device::{assert_floats, read_bytes, upload_bytes};
@@ -129,7 +130,13 @@ fn check<T: Operand>(client: &Client, case: &Case) {
             true => HostKv::E4m3(&codes[i], SCALES[i]),
             false => HostKv::Float(&floats[i]),
         };
-        let expected = attention_decode(&queries, host(0), host(1), &shape, &case.params);
+        let decoded = Decoded {
+            queries: &queries,
+            k: host(0),
+            v: host(1),
+            shape: &shape,
+            params: &case.params,
+        };
 
         let handle = upload_bytes(client, bytemuck::cast_slice(&qkv));
         let fused = Heads::contiguous(handle, [batch * time, all, head], T::KIND);
@@ -161,8 +168,8 @@ fn check<T: Operand>(client: &Client, case: &Case) {
         } else {
             decode::decode(client, &new, &cache, &case.params).unwrap()
         };
-        let found = read(&out.handle, expected.len());
-        assert_floats(&values(&found), &values(&expected), &what);
+        let by_mma = decode::uses_mma(client, &new, &cache, &case.params);
+        decoded.assert(&read(&out.handle, queries.len()), by_mma, &what);
         for (i, handle) in [&cache.k, &cache.v].into_iter().enumerate() {
             let found = read_bytes(client, handle, bytes);
             let expected: &[u8] = match case.e4m3 {
@@ -186,6 +193,23 @@ fn steps<T: Operand>(client: &Client) {
         &Case::new(64, capacity, &[&[prompt], &[1], &[1], &[1]]),
     );
     check::<T>(client, &Case::new(64, 20, &[&[1], &[1], &[3], &[1]]));
+}
+
+/// Heads of every width, groups of eight and of more queries than a cube has, over several tiles a
+/// run.
+fn heads<T: Operand>(client: &Client) {
+    let long = if is_gpu(client) { 1100 } else { 129 };
+    for (head, heads, kv_heads) in [
+        (128, 8, 1),
+        (80, 12, 1),
+        (96, 4, 2),
+        (256, 2, 1),
+        (24, 4, 4),
+    ] {
+        let mut case = Case::new(head, long + 8, &[&[long as u32], &[1], &[5]]);
+        (case.heads, case.kv_heads) = (heads, kv_heads);
+        check::<T>(client, &case);
+    }
 }
 
 /// Sequences of lengths of their own, some of which rest.
@@ -233,6 +257,7 @@ fn e4m3<T: Operand>(client: &Client) {
 
 element_tests! {
     steps: steps_f32, steps_bf16, steps_f16;
+    heads: heads_f32, heads_bf16, heads_f16;
     batches: batches_f32, batches_bf16, batches_f16;
     masks: masks_f32, masks_bf16, masks_f16;
     e4m3: e4m3_f32, e4m3_bf16, e4m3_f16;

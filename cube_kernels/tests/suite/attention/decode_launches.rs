@@ -1,7 +1,7 @@
 //! Launches of decoding behind one another: each leaves the counters of finished runs at zero for
 //! the next.
 
-use super::is_gpu;
+use super::{decode_bounds::Decoded, is_gpu};
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, upload_bytes};
 use crate::support::inputs::{Generator, convert};
 use cubecl::{prelude::*, server::Handle};
@@ -10,9 +10,9 @@ use nvfp4_kernels::{
     AttentionParams,
     attention::{
         Heads,
-        decode::{CacheKind, KvCache, NewTokens, decode},
+        decode::{CacheKind, KvCache, NewTokens, decode, uses_mma},
     },
-    reference::attention::{DecodeShape, HostKv, HostKvMut, append, attention_decode},
+    reference::attention::{DecodeShape, HostKv, HostKvMut, append},
 };
 
 const HEADS: usize = 4;
@@ -68,23 +68,13 @@ impl Repeated {
 
     /// The output of a launch, at what is in `starts`.
     pub fn launch(&self, client: &Client, starts: &Handle) -> Handle {
-        let rows = self.counts.len() * TIME;
-        let all = [rows, HEADS + 2 * KV_HEADS, HEAD];
-        let fused = Heads::contiguous(self.queries.clone(), all, bf16::KIND);
-        let new = NewTokens {
-            q: fused.part(0, HEADS),
-            k: fused.part(HEADS, KV_HEADS),
-            v: fused.part(HEADS + KV_HEADS, KV_HEADS),
-            starts,
-            counts: &self.device_counts,
-            rope: None,
-        };
+        let new = self.new_tokens(&self.fused(), starts);
         let params = AttentionParams::causal(HEAD);
         decode(client, &new, &self.cache, &params).unwrap().handle
     }
 
-    /// What the oracle gives at place `place`.
-    fn expected(&mut self, place: usize) -> Vec<bf16> {
+    /// The launch `found` at place `place` has what the oracle gives, which takes as many.
+    pub fn assert_next(&mut self, client: &Client, found: &Handle, place: usize, what: &str) {
         let shape = DecodeShape {
             heads: HEADS,
             kv_heads: KV_HEADS,
@@ -94,26 +84,42 @@ impl Repeated {
             starts: &self.starts[place],
             counts: &self.counts,
         };
+        let fused = self.fused();
+        let by_mma = uses_mma(
+            client,
+            &self.new_tokens(&fused, &self.device_counts),
+            &self.cache,
+            &AttentionParams::causal(HEAD),
+        );
         let [k, v] = &mut self.host;
         let (mut new_k, mut new_v) = (HostKvMut::Float(k), HostKvMut::Float(v));
         let queries = append(&self.qkv, [&mut new_k, &mut new_v], &shape, None);
-        let params = AttentionParams::causal(HEAD);
-        attention_decode(
-            &queries,
-            HostKv::Float(k),
-            HostKv::Float(v),
-            &shape,
-            &params,
-        )
+        let bytes = read_bytes(client, found, queries.len() * bf16::KIND.size());
+        let decoded = Decoded {
+            queries: &queries,
+            k: HostKv::Float(k),
+            v: HostKv::Float(v),
+            shape: &shape,
+            params: &AttentionParams::causal(HEAD),
+        };
+        decoded.assert(bytemuck::cast_slice(&bytes), by_mma, what);
     }
 
-    /// The launch `found` at place `place` has the bits of the oracle, which takes as many.
-    pub fn assert_next(&mut self, client: &Client, found: &Handle, place: usize, what: &str) {
-        let expected = self.expected(place);
-        let bytes = read_bytes(client, found, expected.len() * bf16::KIND.size());
-        let values = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-        let found = values(bytemuck::cast_slice(&bytes));
-        assert_floats(&found, &values(&expected), what);
+    fn fused(&self) -> Heads {
+        let rows = self.counts.len() * TIME;
+        let all = [rows, HEADS + 2 * KV_HEADS, HEAD];
+        Heads::contiguous(self.queries.clone(), all, bf16::KIND)
+    }
+
+    fn new_tokens<'a>(&'a self, fused: &Heads, starts: &'a Handle) -> NewTokens<'a> {
+        NewTokens {
+            q: fused.part(0, HEADS),
+            k: fused.part(HEADS, KV_HEADS),
+            v: fused.part(HEADS + KV_HEADS, KV_HEADS),
+            starts,
+            counts: &self.device_counts,
+            rope: None,
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 mod amax;
 mod case;
 mod decode;
+mod decode_bounds;
 pub mod decode_launches;
 mod errors;
 mod rotary;

@@ -1,0 +1,399 @@
+//! Attention of a few new tokens over the cache by the matrix instructions of a warp,
+//! `mma.sync.m16n8k16`: every CUDA GPU from compute capability 8.0 on.
+//!
+//! A warp has a quarter of the keys of each tile, copies them itself and keeps its own softmax, so
+//! that warps wait for each other only before the first tile and behind the last. Of the 16 rows of an
+//! instruction the upper eight have no queries.
+
+use cubecl::prelude::*;
+
+use super::{
+    append::{
+        CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, turned, write_new,
+    },
+    merge::{DecodeOutput, RowBlock, merge_runs},
+    tile::Tile,
+};
+use crate::{
+    attention::{
+        mma::{
+            forward::{Rows, online_softmax},
+            multiply::{multiply_add, multiply_rows, pack, pack_left, zeros},
+            problem::LOG2_E,
+            tile::{chunk_offset, fragment_columns, fragment_rows},
+        },
+        scalar::math::{product, tanh},
+    },
+    cube::{
+        arrival::is_last_cube,
+        codec::load,
+        overlap::{let_next_begin, wait_for_previous, written_before},
+        ptx::{
+            cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
+            cvta_to_shared, ex2_approx_ftz,
+        },
+    },
+    reference::attention::DECODE_TILE,
+};
+
+/// Warps of a cube.
+pub const WARPS: usize = 4;
+/// Keys of a tile that a warp has.
+pub const WARP_KEYS: usize = DECODE_TILE / WARPS;
+/// Rows of the left operand of an instruction.
+const FRAGMENT_ROWS: usize = 16;
+
+/// As [`decode_run_kernel`](super::kernel::decode_run_kernel), with the same arguments and the same
+/// runs. The sums have another order, and weights are rounded to the type of the values.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn decode_mma_kernel<F: Numeric, N: Size>(
+    new: NewTokens<F>,
+    k_cache: &mut [Vector<F, N>],
+    v_cache: &mut [Vector<F, N>],
+    shape: CacheShape,
+    output: &mut DecodeOutput<F>,
+    #[comptime] plan: DecodePlan,
+    #[define(F)] _storage: ElemType,
+) {
+    let mut keys = Shared::<[Vector<F, N>]>::new_aligned_slice(plan.staged, 128usize);
+    let mut values = Shared::<[Vector<F, N>]>::new_aligned_slice(plan.staged, 128usize);
+    let words = comptime!(FRAGMENT_ROWS * plan.mma_tile().pitch() / 4);
+    let mut queries = Shared::<[u32]>::new_aligned_slice(words, 128usize);
+    let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch()));
+    let mut verdict = Shared::<[u32]>::new_slice(1usize);
+    let_next_begin(plan.overlaps);
+    written_before(&new.q.data, plan.overlaps);
+    written_before(&new.k.data, plan.overlaps);
+    written_before(&new.v.data, plan.overlaps);
+    let tile = comptime!(DECODE_TILE as u32);
+    let columns = comptime!(plan.columns() as u32);
+    let run = CUBE_POS_X;
+    let sequence = CUBE_POS_Z;
+    let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
+    let kv_head = CUBE_POS_Y / blocks;
+    let first_row = (CUBE_POS_Y - kv_head * blocks) * comptime!(plan.rows as u32);
+    let block = RowBlock {
+        sequence,
+        kv_head,
+        first_row,
+        index: (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize,
+    };
+    let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+    // Without any run there is nothing to wait for.
+    let mut is_last = own.runs == 0u32 && run == 0u32;
+    if run < own.runs {
+        let first = own.first + run * own.per;
+        let last = min(first + own.per, own.end);
+        let stride = shape.kv_heads as usize * comptime!(plan.columns());
+        let row = sequence as usize * shape.capacity as usize + first as usize;
+        let mut at = Tile {
+            base: (row * shape.kv_heads as usize + kv_head as usize) * comptime!(plan.columns()),
+            stride,
+            count: min(tile, last - first),
+            first,
+        };
+        let keys_at = cvta_to_shared::<Vector<F, N>>(keys.as_slice().as_ptr());
+        let values_at = cvta_to_shared::<Vector<F, N>>(values.as_slice().as_ptr());
+        let queries_at = cvta_to_shared::<u32>(queries.as_slice().as_ptr());
+        // What was there before is on its way while the new tokens are read and turned.
+        let from = max(first, own.start);
+        let old = min(from, first + at.count) - first;
+        copy::<F, N>(k_cache, keys_at, &at, old, plan);
+        copy::<F, N>(v_cache, values_at, &at, old, plan);
+        wait_for_previous(plan.overlaps);
+        // This run's new keys and values.
+        let mut item = UNIT_POS;
+        while from < last && item < (last - from) * columns {
+            let key = from + item / columns;
+            let column = item % columns;
+            let vector = NewVector {
+                sequence,
+                t: key - own.start,
+                position: key,
+                place: kv_head * columns + column,
+            };
+            let written = write_new::<F, F, N>(&new, k_cache, v_cache, &shape, vector, plan);
+            if key < first + at.count {
+                let place = chunk_offset(key - first, column, comptime!(plan.mma_tile())) / 16u32;
+                keys[place as usize] = written.key;
+                values[place as usize] = written.value;
+            }
+            item += CUBE_DIM;
+        }
+        bring_queries::<F>(&new, &shape, &own, &mut queries, block, plan);
+        let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
+        let q_rows = fragment_rows(queries_at, 0u32.runtime(), comptime!(plan.mma_tile()));
+        let k_columns = fragment_columns(keys_at, warp_key, comptime!(plan.mma_tile()));
+        let v_rows = fragment_rows(values_at, warp_key, comptime!(plan.mma_tile()));
+        let mut rows = Rows {
+            highest: Array::<f32>::new(2usize),
+            sum: Array::<f32>::new(2usize),
+            out: zeros(comptime!(plan.head / 8)),
+        };
+        #[unroll]
+        for i in 0..2usize {
+            rows.highest[i] = f32::NEG_INFINITY;
+            rows.sum[i] = 0.0f32;
+        }
+        let natural = if comptime!(plan.softcap) {
+            1.0f32.runtime()
+        } else {
+            shape.scale
+        };
+        let seen = Seen::of(&own, &shape, first_row + UNIT_POS % 32u32 / 4u32);
+        cp_async_wait_group(1u32);
+        sync_cube();
+        while at.first < last {
+            let next = Tile {
+                base: at.base + tile as usize * stride,
+                stride,
+                count: min(tile, last - min(at.first + tile, last)),
+                first: at.first + tile,
+            };
+            let mut scores = multiply_rows(
+                q_rows,
+                k_columns,
+                1usize,
+                comptime!(WARP_KEYS),
+                comptime!(plan.mma_tile()),
+                plan.kind,
+            );
+            sync_plane();
+            copy::<F, N>(k_cache, keys_at, &next, next.count, plan);
+            mask(&mut scores, &shape, &seen, at.first + warp_key, plan);
+            online_softmax(
+                &mut scores,
+                &mut rows,
+                natural * comptime!(LOG2_E),
+                comptime!(plan.of_warp()),
+            );
+            let weights = pack_left(&scores, 1usize, comptime!(WARP_KEYS), plan.kind);
+            cp_async_wait_group(1u32);
+            sync_plane();
+            multiply_add(
+                &mut rows.out,
+                &weights,
+                v_rows,
+                1usize,
+                comptime!(WARP_KEYS),
+                comptime!(plan.mma_tile()),
+                plan.kind,
+            );
+            sync_plane();
+            copy::<F, N>(v_cache, values_at, &next, next.count, plan);
+            cp_async_wait_group(1u32);
+            sync_plane();
+            at.base = next.base;
+            at.count = next.count;
+            at.first = next.first;
+        }
+        keep_warp(&rows, &mut scratch, natural, plan);
+        sync_cube();
+        write_part::<F>(output, &scratch, block.part(&shape, run, plan), plan);
+        is_last = is_last_cube(
+            &mut output.finished,
+            block.index,
+            own.runs,
+            &mut verdict,
+            plan.concurrent,
+        );
+    } else if run == 0u32 {
+        // Else the kernel could end before those in front of it. Other runs may.
+        wait_for_previous(plan.overlaps);
+    }
+    if is_last {
+        merge_runs::<F>(output, &mut scratch, &shape, &own, block, new.time, plan);
+    }
+}
+
+/// Starts copies of this warp's keys of a tile, or values, as a group: those before `old` from the
+/// cache, zeros for those behind the tile, since a weight of zero times NaN is no zero.
+#[cube]
+fn copy<F: Numeric, N: Size>(
+    cache: &mut [Vector<F, N>],
+    target: u32,
+    tile: &Tile,
+    old: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    let columns = comptime!(plan.columns());
+    let source = cvta_to_global::<Vector<F, N>>(cache.as_ptr());
+    let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
+    #[unroll]
+    for i in 0..comptime!(WARP_KEYS * columns / 32) {
+        let item = UNIT_POS % 32u32 + comptime!(32 * i as u32);
+        let key = warp_key + item / comptime!(columns as u32);
+        let column = item % comptime!(columns as u32);
+        let inside = key < old;
+        if inside || key >= tile.count {
+            let at = tile.base + key as usize * tile.stride + column as usize;
+            cp_async_zfill(
+                target + chunk_offset(key, column, comptime!(plan.mma_tile())),
+                source + u64::cast_from(select(inside, at, 0usize)) * 16u64,
+                select(inside, 16u32, 0u32),
+                16u32,
+            );
+        }
+    }
+    cp_async_commit_group();
+}
+
+/// Brings the turned queries of a block to shared memory, zeros where there are none.
+#[cube]
+fn bring_queries<F: Numeric>(
+    new: &NewTokens<F>,
+    shape: &CacheShape,
+    own: &Extent,
+    queries: &mut Shared<[u32]>,
+    block: RowBlock,
+    #[comptime] plan: DecodePlan,
+) {
+    let pairs = comptime!((plan.head / 2) as u32);
+    let items = comptime!(plan.rows * plan.head / 2);
+    #[unroll]
+    for i in 0..comptime!(items.div_ceil(32 * WARPS)) {
+        let item = UNIT_POS + comptime!((i * 32 * WARPS) as u32);
+        let (row, pair) = (item / pairs, item % pairs);
+        let of_head = block.first_row + row;
+        let t = of_head / shape.group;
+        if row < comptime!(plan.rows as u32) {
+            let mut word = 0u32;
+            if t < new.time {
+                let of = Element {
+                    token: block.sequence * new.time + t,
+                    index: block.kv_head * shape.group + of_head % shape.group,
+                    position: min(own.start + t, new.positions - 1u32),
+                };
+                let low = turned::<F>(&new.q, &new.cos, &new.sin, of, 2u32 * pair, plan);
+                let high = turned::<F>(&new.q, &new.cos, &new.sin, of, 2u32 * pair + 1u32, plan);
+                word = pack(
+                    load::<F>(low, plan.kind),
+                    load::<F>(high, plan.kind),
+                    plan.kind,
+                );
+            }
+            let at = chunk_offset(row, pair / 4u32, comptime!(plan.mma_tile())) / 4u32;
+            queries[(at + pair % 4u32) as usize] = word;
+        }
+    }
+}
+
+/// The keys that the query of a lane sees: from `first` to before `end`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Seen {
+    first: u32,
+    end: u32,
+}
+
+#[cube]
+impl Seen {
+    /// Of row `row` of a head of keys.
+    fn of(own: &Extent, shape: &CacheShape, row: u32) -> Seen {
+        let end = own.start + row / shape.group + 1u32;
+        let near = end - min(end, shape.window);
+        Seen {
+            first: select(shape.window == 0u32, 0u32, near),
+            end: select(end <= own.end, end, 0u32),
+        }
+    }
+}
+
+/// Bounds scores, and takes those out that a query must not see: of a warp's keys, the first of which
+/// is `first`.
+#[cube]
+fn mask(
+    scores: &mut Array<Vector<f32, Const<4>>>,
+    shape: &CacheShape,
+    seen: &Seen,
+    first: u32,
+    #[comptime] plan: DecodePlan,
+) {
+    #[unroll]
+    for j in 0..comptime!(WARP_KEYS / 8) {
+        let mut four = scores[j];
+        #[unroll]
+        for e in 0..2usize {
+            let key = first + comptime!((8 * j + e) as u32) + UNIT_POS % 4u32 * 2u32;
+            let product_of_heads = four.extract(e);
+            let mut score = product_of_heads;
+            if comptime!(plan.softcap) {
+                let scaled = product(product_of_heads, shape.scale, plan.conversion);
+                let t = tanh(scaled * shape.inverse_cap, plan.conversion);
+                score = shape.softcap * t;
+            }
+            let visible = key >= seen.first && key < seen.end;
+            four.insert(e, select(visible, score, f32::NEG_INFINITY));
+        }
+        scores[j] = four;
+    }
+}
+
+/// Puts what a warp has of each row to `scratch`, `[warp, row]`, as parts are.
+#[cube]
+fn keep_warp(rows: &Rows, scratch: &mut Shared<[f32]>, natural: f32, #[comptime] plan: DecodePlan) {
+    let lane = UNIT_POS % 32u32;
+    let (row, column) = (lane / 4u32, lane % 4u32);
+    let mut sum = rows.sum[0usize];
+    sum += plane_shuffle_xor(sum, 1u32);
+    sum += plane_shuffle_xor(sum, 2u32);
+    if row < comptime!(plan.rows as u32) {
+        let at = (UNIT_POS / 32u32 * comptime!(plan.rows as u32) + row) as usize
+            * comptime!(plan.part());
+        #[unroll]
+        for j in 0..comptime!(plan.head / 8) {
+            let four = rows.out[j];
+            let to = at + comptime!(8 * j) + 2usize * column as usize;
+            scratch[to] = four.extract(0usize);
+            scratch[to + 1usize] = four.extract(1usize);
+        }
+        if column == 0u32 {
+            let highest = rows.highest[0usize];
+            let none = highest == f32::NEG_INFINITY;
+            scratch[at + comptime!(plan.head)] =
+                select(none, f32::new(comptime!(f32::MIN)), highest * natural);
+            scratch[at + comptime!(plan.head + 1)] = sum;
+        }
+    }
+}
+
+/// Adds the warps of each row in order, and writes the run's parts from `first` on.
+#[cube]
+fn write_part<F: Numeric>(
+    output: &mut DecodeOutput<F>,
+    scratch: &Shared<[f32]>,
+    first: usize,
+    #[comptime] plan: DecodePlan,
+) {
+    let part = comptime!(plan.part());
+    let items = comptime!(plan.rows * plan.head);
+    #[unroll]
+    for i in 0..comptime!(items.div_ceil(32 * WARPS)) {
+        let item = UNIT_POS as usize + comptime!(i * 32 * WARPS);
+        let (row, d) = (item / comptime!(plan.head), item % comptime!(plan.head));
+        if row < comptime!(plan.rows) {
+            let of_row = row * part;
+            let mut highest = f32::new(comptime!(f32::MIN));
+            #[unroll]
+            for warp in 0..WARPS {
+                let at = of_row + comptime!(warp * plan.rows * part + plan.head);
+                highest = max(highest, scratch[at]);
+            }
+            let mut value = 0.0f32;
+            let mut sum = 0.0f32;
+            #[unroll]
+            for warp in 0..WARPS {
+                let at = of_row + comptime!(warp * plan.rows * part);
+                let own = scratch[at + comptime!(plan.head)];
+                let factor = ex2_approx_ftz((own - highest) * comptime!(LOG2_E));
+                value += scratch[at + d] * factor;
+                sum += scratch[at + comptime!(plan.head + 1)] * factor;
+            }
+            output.parts[first + of_row + d] = value;
+            if d == 0usize {
+                output.parts[first + of_row + comptime!(plan.head)] = highest;
+                output.parts[first + of_row + comptime!(plan.head + 1)] = sum;
+            }
+        }
+    }
+}
