@@ -76,6 +76,7 @@ pub struct DecodePlan {
     pub cache: CacheKind,
     /// Whether matrix instructions multiply, which take elements of 16 bits.
     pub mma: bool,
+    pub x: u32,
     /// Who converts.
     pub conversion: Conversion,
 }
@@ -133,7 +134,8 @@ impl DecodePlan {
     /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's `shared` bytes have room for it.
     pub(super) fn by_mma_in(self, rows: usize, shared: usize) -> Option<Self> {
         let tile = DECODE_TILE * self.mma_tile().pitch();
-        let least_staged = std::env::var("NVFP4_X_PAD").map_or(LEAST_STAGED, |v| v.parse::<usize>().unwrap() << 10);
+        let least_staged = std::env::var("NVFP4_X_PAD")
+            .map_or(LEAST_STAGED, |v| v.parse::<usize>().unwrap() << 10);
         let plan = Self {
             mma: true,
             rows,
@@ -176,7 +178,7 @@ impl DecodePlan {
     /// Floats of shared memory in which warps, and then runs, are added.
     pub(super) const fn scratch(self) -> usize {
         let of_warps = WARPS * self.rows * self.part();
-        let of_runs = 3 * self.rows * MOST_RUNS;
+        let of_runs = self.rows * MOST_RUNS;
         if of_warps > of_runs {
             of_warps
         } else {

@@ -8,8 +8,8 @@ use cubecl::{
 use super::{
     CacheKind, MAX_MMA_HEAD, ROWS_OF_TEAM, UNITS,
     kernels::{
-        CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, NewTokensLaunch, append_kernel,
-        decode_mma_kernel, decode_run_kernel,
+        CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, MmaOutputLaunch, NewTokensLaunch,
+        append_kernel, decode_mma_kernel, decode_run_kernel,
     },
     mma::WARPS,
 };
@@ -60,6 +60,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 kind,
                 cache,
                 mma: false,
+                x: 0,
                 conversion: device.conversion,
             };
             let mut all = of_plan(device, plan.staged_in(SHARED), address);
@@ -115,7 +116,7 @@ fn of_mma(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<I
         b(),
         b(),
         shape(plan),
-        DecodeOutputLaunch::new(b(), b(), b()),
+        MmaOutputLaunch::new(b(), b(), b(), b()),
         plan,
         plan.kind.storage_type()
     )]

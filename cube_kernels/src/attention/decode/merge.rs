@@ -45,9 +45,14 @@ pub(super) struct RowBlock {
 
 #[cube]
 impl RowBlock {
+    /// The number of its first run among those of all blocks.
+    pub(super) fn first_run(&self, shape: &CacheShape) -> usize {
+        self.index * shape.splits as usize
+    }
+
     /// Where the parts of its run `run` begin.
     pub(super) fn part(&self, shape: &CacheShape, run: u32, #[comptime] plan: DecodePlan) -> usize {
-        (self.index * shape.splits as usize + run as usize) * comptime!(plan.rows * plan.part())
+        (self.first_run(shape) + run as usize) * comptime!(plan.rows * plan.part())
     }
 }
 

@@ -11,7 +11,8 @@ use super::{
     append::{
         CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, turned, write_new,
     },
-    merge::{DecodeOutput, RowBlock, merge_runs},
+    merge::RowBlock,
+    mma_merge::{MmaOutput, merge_runs, write_part},
     tile::Tile,
 };
 use crate::{
@@ -30,7 +31,7 @@ use crate::{
         overlap::{let_next_begin, wait_for_previous, written_before},
         ptx::{
             cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
-            cvta_to_shared, ex2_approx_ftz,
+            cvta_to_shared,
         },
     },
     reference::attention::DECODE_TILE,
@@ -51,7 +52,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     k_cache: &mut [Vector<F, N>],
     v_cache: &mut [Vector<F, N>],
     shape: CacheShape,
-    output: &mut DecodeOutput<F>,
+    output: &mut MmaOutput<F>,
     #[comptime] plan: DecodePlan,
     #[define(F)] _storage: ElemType,
 ) {
@@ -61,7 +62,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     let mut queries = Shared::<[u32]>::new_aligned_slice(words, 128usize);
     let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch()));
     let mut verdict = Shared::<[u32]>::new_slice(1usize);
-    let_next_begin(plan.overlaps);
+    let_next_begin(comptime!(plan.overlaps && plan.x & 8 == 0));
     written_before(&new.q.data, plan.overlaps);
     written_before(&new.k.data, plan.overlaps);
     written_before(&new.v.data, plan.overlaps);
@@ -101,8 +102,9 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         copy::<F, N>(k_cache, keys_at, &at, old, plan);
         copy::<F, N>(v_cache, values_at, &at, old, plan);
         wait_for_previous(plan.overlaps);
-        // This run's new keys and values.
-        let mut item = UNIT_POS;
+        // This run's new keys and values, by the upper warps, while the lower ones bring the queries.
+        let half = CUBE_DIM / 2u32;
+        let mut item = UNIT_POS ^ half;
         while from < last && item < (last - from) * columns {
             let key = from + item / columns;
             let column = item % columns;
@@ -120,7 +122,9 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             }
             item += CUBE_DIM;
         }
-        bring_queries::<F>(&new, &shape, &own, &mut queries, block, plan);
+        if UNIT_POS < half && comptime!(plan.x & 2 == 0) {
+            bring_queries::<F>(&new, &shape, &own, &mut queries, block, plan);
+        }
         let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
         let q_rows = fragment_rows(queries_at, 0u32.runtime(), comptime!(plan.mma_tile()));
         let k_columns = fragment_columns(keys_at, warp_key, comptime!(plan.mma_tile()));
@@ -143,7 +147,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         let seen = Seen::of(&own, &shape, first_row + UNIT_POS % 32u32 / 4u32);
         cp_async_wait_group(1u32);
         sync_cube();
-        while at.first < last {
+        while at.first < last && comptime!(plan.x & 4 == 0) {
             let next = Tile {
                 base: at.base + tile as usize * stride,
                 stride,
@@ -187,16 +191,24 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             at.count = next.count;
             at.first = next.first;
         }
+        let_next_begin(comptime!(plan.overlaps && plan.x & 8 != 0));
         keep_warp(&rows, &mut scratch, natural, plan);
         sync_cube();
-        write_part::<F>(output, &scratch, block.part(&shape, run, plan), plan);
-        is_last = is_last_cube(
-            &mut output.finished,
-            block.index,
-            own.runs,
-            &mut verdict,
-            plan.concurrent,
+        write_part::<F>(
+            output,
+            &scratch,
+            block.first_run(&shape) + run as usize,
+            plan,
         );
+        if comptime!(plan.x & 1 == 0) {
+            is_last = is_last_cube(
+                &mut output.finished,
+                block.index,
+                own.runs,
+                &mut verdict,
+                plan.concurrent,
+            );
+        }
     } else if run == 0u32 {
         // Else the kernel could end before those in front of it. Other runs may.
         wait_for_previous(plan.overlaps);
@@ -251,8 +263,8 @@ fn bring_queries<F: Numeric>(
     let pairs = comptime!((plan.head / 2) as u32);
     let items = comptime!(plan.rows * plan.head / 2);
     #[unroll]
-    for i in 0..comptime!(items.div_ceil(32 * WARPS)) {
-        let item = UNIT_POS + comptime!((i * 32 * WARPS) as u32);
+    for i in 0..comptime!(items.div_ceil(16 * WARPS)) {
+        let item = UNIT_POS + comptime!((i * 16 * WARPS) as u32);
         let (row, pair) = (item / pairs, item % pairs);
         let of_head = block.first_row + row;
         let t = of_head / shape.group;
@@ -353,47 +365,6 @@ fn keep_warp(rows: &Rows, scratch: &mut Shared<[f32]>, natural: f32, #[comptime]
             scratch[at + comptime!(plan.head)] =
                 select(none, f32::new(comptime!(f32::MIN)), highest * natural);
             scratch[at + comptime!(plan.head + 1)] = sum;
-        }
-    }
-}
-
-/// Adds the warps of each row in order, and writes the run's parts from `first` on.
-#[cube]
-fn write_part<F: Numeric>(
-    output: &mut DecodeOutput<F>,
-    scratch: &Shared<[f32]>,
-    first: usize,
-    #[comptime] plan: DecodePlan,
-) {
-    let part = comptime!(plan.part());
-    let items = comptime!(plan.rows * plan.head);
-    #[unroll]
-    for i in 0..comptime!(items.div_ceil(32 * WARPS)) {
-        let item = UNIT_POS as usize + comptime!(i * 32 * WARPS);
-        let (row, d) = (item / comptime!(plan.head), item % comptime!(plan.head));
-        if row < comptime!(plan.rows) {
-            let of_row = row * part;
-            let mut highest = f32::new(comptime!(f32::MIN));
-            #[unroll]
-            for warp in 0..WARPS {
-                let at = of_row + comptime!(warp * plan.rows * part + plan.head);
-                highest = max(highest, scratch[at]);
-            }
-            let mut value = 0.0f32;
-            let mut sum = 0.0f32;
-            #[unroll]
-            for warp in 0..WARPS {
-                let at = of_row + comptime!(warp * plan.rows * part);
-                let own = scratch[at + comptime!(plan.head)];
-                let factor = ex2_approx_ftz((own - highest) * comptime!(LOG2_E));
-                value += scratch[at + d] * factor;
-                sum += scratch[at + comptime!(plan.head + 1)] * factor;
-            }
-            output.parts[first + of_row + d] = value;
-            if d == 0usize {
-                output.parts[first + of_row + comptime!(plan.head)] = highest;
-                output.parts[first + of_row + comptime!(plan.head + 1)] = sum;
-            }
         }
     }
 }

@@ -14,6 +14,7 @@ pub(crate) mod instances;
 mod kernel;
 mod merge;
 mod mma;
+mod mma_merge;
 mod tile;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
@@ -22,6 +23,7 @@ use self::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
 use self::kernel::decode_run_kernel;
 use self::merge::DecodeOutputLaunch;
 use self::mma::{WARPS, decode_mma_kernel};
+use self::mma_merge::MmaOutputLaunch;
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
@@ -41,6 +43,7 @@ pub mod kernels {
     pub use super::kernel::decode_run_kernel;
     pub use super::merge::DecodeOutputLaunch;
     pub use super::mma::decode_mma_kernel;
+    pub use super::mma_merge::MmaOutputLaunch;
 }
 
 /// Units of a team on a GPU.
@@ -262,6 +265,9 @@ pub fn decode(
         finished: (&finished, cache.batch * blocks),
         out: &out,
     };
+    if std::env::var("NVFP4_X_SKIP").is_ok_and(|v| v == "attn") {
+        return Ok(out);
+    }
     if plan.mma {
         // SAFETY: as below.
         unsafe {
@@ -275,7 +281,7 @@ pub fn decode(
                 buffer(&cache.k, elements),
                 buffer(&cache.v, elements),
                 shape(new, cache, Some(params)),
-                output.launch(),
+                output.launch_mma(&plan),
                 plan,
                 q.dtype.storage_type(),
             );
@@ -311,6 +317,24 @@ struct Output<'a> {
 }
 
 impl Output<'_> {
+    /// The values, and behind them the largest scores and sums.
+    fn launch_mma<F: Numeric>(&self, plan: &append::DecodePlan) -> MmaOutputLaunch<F> {
+        let (parts, floats) = self.parts;
+        let values = floats / plan.part() * plan.head;
+        // SAFETY: as in `launch`.
+        unsafe {
+            MmaOutputLaunch::new(
+                buffer(parts, values / 4),
+                buffer(
+                    &parts.clone().offset_start(values as u64 * 4),
+                    floats - values,
+                ),
+                buffer(self.finished.0, self.finished.1),
+                buffer(&self.out.handle, self.out.span()),
+            )
+        }
+    }
+
     fn launch<F: Numeric>(&self) -> DecodeOutputLaunch<F> {
         // SAFETY: parts that are not written are not read; the memory is as large as it says.
         unsafe {
@@ -360,6 +384,7 @@ fn plan(
         kind: new.q.dtype,
         cache: cache.kind,
         mma: false,
+        x: std::env::var("NVFP4_X_X").map_or(0, |v| v.parse().unwrap()),
         conversion,
     };
     let shared = client.properties().hardware.max_shared_memory_size;
