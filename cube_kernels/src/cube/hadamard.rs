@@ -108,6 +108,18 @@ pub fn normalized_pairs(
     pairs
 }
 
+/// The first `count` of `values`, rounded to bf16, in pairs. Needs PTX.
+#[cube]
+pub fn pairs_of(values: &Array<f32>, #[comptime] count: usize) -> Array<u32> {
+    let mut pairs = Array::<u32>::new(comptime!(count / 2));
+    #[unroll]
+    for pair in 0..comptime!(count / 2) {
+        let low = values[comptime!(2 * pair)];
+        pairs[pair] = ptx::cvt_rn_bf16x2(low, values[comptime!(2 * pair + 1)]);
+    }
+    pairs
+}
+
 /// `value · 1/√size`, rounded to bf16. Needs PTX.
 #[cube]
 pub fn round_normalized(value: f32, #[comptime] size: HadamardSize) -> f32 {
