@@ -34,6 +34,8 @@ pub(super) struct Lines {
     pub first: usize,
     /// How many of them there are.
     pub count: usize,
+    /// The first that this unit derives factors for, of as many as there are units.
+    pub own: usize,
 }
 
 #[cube]
@@ -57,7 +59,7 @@ impl ScaleTable {
         #[comptime] multiple: f32,
         #[comptime] policy: BlockPlan,
     ) {
-        let mut line = UNIT_POS as usize;
+        let mut line = lines.own;
         while line < lines.count {
             let amax = amax[lines.first + line];
             let global = GlobalScale::from_amax(amax, policy.scaling).of_multiples(multiple);
@@ -205,34 +207,59 @@ pub(super) fn quantize_by_table(
         } else {
             global.block_scale(rule.amax, policy.scaling, policy.conversion)
         };
-        let mut factor = table.multiplier(scale, global, plan);
-        let below_7 = if comptime!(tiles) {
-            rule.below_7
-        } else if comptime!(plan.per_row && policy.conversion.has_ptx()) {
-            let usual = factor < LARGEST_USUAL && stays_below_7(rule.amax, factor);
-            if !usual {
-                factor = global.encode_multiplier(scale, policy.conversion);
-            }
-            usual
-        } else {
-            stays_below_7(rule.amax, factor)
-        };
-        Encoded {
-            scale,
-            codes: encode_block(
-                values,
-                first,
-                pairs,
-                &Multiplier {
+        let factor = table.multiplier(scale, global, plan);
+        let codes = if comptime!(!tiles && plan.per_row && policy.conversion.has_ptx()) {
+            // False for NaN.
+            if factor < LARGEST_USUAL && stays_below_7(rule.amax, factor) {
+                let usual = Multiplier {
                     factor,
-                    below_7,
+                    below_7: true.runtime(),
+                    finite: true,
+                };
+                encode(values, pairs, &usual, rule, random, by)
+            } else {
+                let other = Multiplier {
+                    factor: global.encode_multiplier(scale, policy.conversion),
+                    below_7: false.runtime(),
                     finite: false,
-                },
-                rule.index,
-                random,
-                by.in_pairs,
-                policy,
-            ),
-        }
+                };
+                encode(values, pairs, &other, rule, random, by)
+            }
+        } else {
+            let below_7 = if comptime!(tiles) {
+                rule.below_7
+            } else {
+                stays_below_7(rule.amax, factor)
+            };
+            let multiplier = Multiplier {
+                factor,
+                below_7,
+                finite: false,
+            };
+            encode(values, pairs, &multiplier, rule, random, by)
+        };
+        Encoded { scale, codes }
     }
+}
+
+/// [`encode_block()`] by `rule`.
+#[cube]
+fn encode(
+    values: &Array<f32>,
+    pairs: &Array<u32>,
+    multiplier: &Multiplier,
+    rule: &BlockRule,
+    random: &Random,
+    #[comptime] by: TablePlan,
+) -> Vector<u32, Const<2>> {
+    encode_block(
+        values,
+        by.first,
+        pairs,
+        multiplier,
+        rule.index,
+        random,
+        by.in_pairs,
+        by.quant.policy,
+    )
 }

@@ -237,15 +237,23 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 let lines = Lines {
                     first: tile.row0,
                     count: min(tile.row_end - tile.row0, tile::ROWS),
+                    own: UNIT_POS as usize,
                 };
                 let policy = comptime!(plan.row.unwrap().policy);
                 let most = comptime!(plan.row_lines());
                 row_table.fill_lines(&row.amax, lines, most, 1.0, policy);
             }
             if comptime!(plan.col_lines() > 0) {
+                // Units that had no rows come first, where both tables are filled.
+                let behind = comptime!(if units.is_power_of_two() {
+                    plan.row_lines()
+                } else {
+                    0
+                });
                 let lines = Lines {
                     first: tile.group * shape.cols + tile.col0,
                     count: min(shape.cols - min(tile.col0, shape.cols), plan.col_lines()),
+                    own: (UNIT_POS as usize + behind) % units,
                 };
                 let policy = comptime!(plan.col.unwrap().policy);
                 let most = comptime!(plan.col_lines());
