@@ -102,7 +102,8 @@ pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] co
         high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
         low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
     }
-    ptx::max_nan_abs_bf16x2(high, low)
+    // The smallest with its sign turned: one of the two is a magnitude, and the other not above it.
+    ptx::max_nan_bf16x2(high, low ^ 0x8000_8000u32)
 }
 
 /// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is

@@ -77,15 +77,21 @@ pub fn seeded_signs(seed: u64) -> Signs {
 pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     #[unroll]
     for stage in 0..comptime!(size.elements().ilog2()) {
-        let distance = comptime!(1usize << stage);
-        #[unroll]
-        for i in 0..comptime!(size.elements()) {
-            if comptime!(i & distance == 0) {
-                let a = values[i];
-                let b = values[comptime!(i + distance)];
-                values[i] = a + b;
-                values[comptime!(i + distance)] = a - b;
-            }
+        combine(values, stage, size.elements());
+    }
+}
+
+/// Stage `stage` of [`butterfly()`] of so many elements.
+#[cube]
+pub fn combine(values: &mut Array<f32>, #[comptime] stage: u32, #[comptime] elements: usize) {
+    let distance = comptime!(1usize << stage);
+    #[unroll]
+    for i in 0..elements {
+        if comptime!(i & distance == 0) {
+            let a = values[i];
+            let b = values[comptime!(i + distance)];
+            values[i] = a + b;
+            values[comptime!(i + distance)] = a - b;
         }
     }
 }
