@@ -87,6 +87,8 @@ impl GlobalScale {
     ///
     /// `value · decode` is below 2¹²⁶ for every byte: `448 / fl(2688 / f32::MAX)` is. Where it is no
     /// normal number the reciprocal is NaN, and where it is a small one the reciprocal is large.
+    /// With the scales [of multiples](Self::of_multiples) it is below that where the amax of the
+    /// block is: `value · decode` is at most a third of it.
     pub fn usual_multiplier(&self, scale: u32) -> f32 {
         // As in `decode_e4m3`.
         let value = f32::reinterpret(scale << 20u32) * f32::reinterpret(247u32 << 23u32);
