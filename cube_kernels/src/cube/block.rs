@@ -102,7 +102,8 @@ pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] co
         high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
         low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
     }
-    ptx::max_nan_abs_bf16x2(high, low)
+    // The smallest with its sign turned: one of the two is a magnitude, and the other not above it.
+    ptx::max_nan_bf16x2(high, low ^ 0x8000_8000u32)
 }
 
 /// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is
@@ -131,7 +132,11 @@ pub fn quantize_with_amax(
             block,
             first,
             &Array::<u32>::new(1usize),
-            &Multiplier { factor, below_7 },
+            &Multiplier {
+                factor,
+                below_7,
+                finite: false,
+            },
             index,
             random,
             false,
@@ -155,6 +160,9 @@ pub struct Multiplier {
     pub factor: f32,
     /// What [`stays_below_7()`] says of it.
     pub below_7: bool,
+    /// Whether it is known to be no NaN.
+    #[cube(comptime)]
+    pub finite: bool,
 }
 
 /// The codes of 16 values. Where they are `in_pairs`, too, `pairs` holds them as bf16 from pair
@@ -202,7 +210,14 @@ pub fn encode_block(
                 let low = words[comptime!(half * 2)];
                 let high = words[comptime!(half * 2 + 1)];
                 let word = stochastic_word(block, from, multiplier, signs[half], low, high);
-                codes.insert(half, select(finite, word, 0x7777_7777u32));
+                codes.insert(
+                    half,
+                    if comptime!(by.finite) {
+                        word
+                    } else {
+                        select(finite, word, 0x7777_7777u32)
+                    },
+                );
             }
         } else if by.below_7 {
             #[unroll]

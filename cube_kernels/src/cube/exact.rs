@@ -74,17 +74,20 @@ pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
 #[cube]
 pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
-        rcp_of_1_to_2(value)
+        rcp_of_ordinary(value)
     } else {
         1.0f32 / value
     }
 }
 
-/// `1 / a` for `a` from 1 to 2, correctly rounded: `rcp.approx.f32` and one Newton step. These are
-/// the instructions that `rcp.rn.f32` becomes on the devices this is for, but for the branch that
-/// looks after exponents at either end; every `a` is tested.
+/// `1 / a` for `a` from 2⁻¹²⁶ on and below 2¹²⁶, correctly rounded: `rcp.approx.f32` and one Newton
+/// step. These are the instructions that `rcp.rn.f32` becomes on the devices this is for, but for
+/// the branch that looks after exponents at either end. Every `a` from 1 to 2 is tested, and the
+/// others follow: nothing here over- or underflows, so exponents do not touch the digits.
+///
+/// NaN for zero, for subnormals, which count as zero, and for infinity. Needs PTX.
 #[cube]
-fn rcp_of_1_to_2(a: f32) -> f32 {
+pub fn rcp_of_ordinary(a: f32) -> f32 {
     let a = f32::reinterpret(a);
     let result: f32;
     gpu_asm!(

@@ -77,15 +77,21 @@ pub fn seeded_signs(seed: u64) -> Signs {
 pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     #[unroll]
     for stage in 0..comptime!(size.elements().ilog2()) {
-        let distance = comptime!(1usize << stage);
-        #[unroll]
-        for i in 0..comptime!(size.elements()) {
-            if comptime!(i & distance == 0) {
-                let a = values[i];
-                let b = values[comptime!(i + distance)];
-                values[i] = a + b;
-                values[comptime!(i + distance)] = a - b;
-            }
+        combine(values, stage, size.elements());
+    }
+}
+
+/// Stage `stage` of [`butterfly()`] of so many elements.
+#[cube]
+pub fn combine(values: &mut Array<f32>, #[comptime] stage: u32, #[comptime] elements: usize) {
+    let distance = comptime!(1usize << stage);
+    #[unroll]
+    for i in 0..elements {
+        if comptime!(i & distance == 0) {
+            let a = values[i];
+            let b = values[comptime!(i + distance)];
+            values[i] = a + b;
+            values[comptime!(i + distance)] = a - b;
         }
     }
 }
@@ -104,6 +110,18 @@ pub fn normalized_pairs(
         let low = values[comptime!(2 * pair)] * factor;
         let high = values[comptime!(2 * pair + 1)] * factor;
         pairs[pair] = ptx::cvt_rn_bf16x2(low, high);
+    }
+    pairs
+}
+
+/// The first `count` of `values`, rounded to bf16, in pairs. Needs PTX.
+#[cube]
+pub fn pairs_of(values: &Array<f32>, #[comptime] count: usize) -> Array<u32> {
+    let mut pairs = Array::<u32>::new(comptime!(count / 2));
+    #[unroll]
+    for pair in 0..comptime!(count / 2) {
+        let low = values[comptime!(2 * pair)];
+        pairs[pair] = ptx::cvt_rn_bf16x2(low, values[comptime!(2 * pair + 1)]);
     }
     pairs
 }

@@ -8,15 +8,103 @@ use crate::{BlockPosition, Gap, Gaps};
 /// Where a kernel takes its random bits from: the key of the stream, and the offset, which is added
 /// to the one in device memory where there is one.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
 pub struct Random {
-    /// Low word of the key.
-    pub key_low: u32,
-    /// High word of the key.
-    pub key_high: u32,
+    /// Low words of the keys of all rounds.
+    pub key_low: RoundKeys,
+    /// High words.
+    pub key_high: RoundKeys,
     /// Low word of the offset.
     pub offset_low: u32,
     /// High word of the offset.
     pub offset_high: u32,
+}
+
+impl RandomLaunch {
+    /// The stream of `key` at `offset`.
+    pub fn of(key: [u32; 2], offset: u64) -> Self {
+        let [low, high] = [0, 1].map(|word| RoundKeysLaunch::of(key[word], WEYL[word]));
+        Self::new(low, high, offset as u32, (offset >> 32) as u32)
+    }
+}
+
+/// A word of the key of each round. As arguments of a kernel they are operands of the instructions
+/// that take them, where a block that adds them up takes two instructions more for each round.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct RoundKeys {
+    /// Round 0.
+    pub round0: u32,
+    /// Round 1.
+    pub round1: u32,
+    /// Round 2.
+    pub round2: u32,
+    /// Round 3.
+    pub round3: u32,
+    /// Round 4.
+    pub round4: u32,
+    /// Round 5.
+    pub round5: u32,
+    /// Round 6.
+    pub round6: u32,
+    /// Round 7.
+    pub round7: u32,
+    /// Round 8.
+    pub round8: u32,
+    /// Round 9.
+    pub round9: u32,
+}
+
+impl RoundKeysLaunch {
+    fn of(first: u32, step: u32) -> Self {
+        let word = |round: u32| first.wrapping_add(step.wrapping_mul(round));
+        Self::new(
+            word(0),
+            word(1),
+            word(2),
+            word(3),
+            word(4),
+            word(5),
+            word(6),
+            word(7),
+            word(8),
+            word(9),
+        )
+    }
+}
+
+#[cube]
+impl RoundKeys {
+    /// Those of a stream whose key has the word `first`; `step` is that of [`WEYL`].
+    pub fn of(first: u32, #[comptime] step: u32) -> RoundKeys {
+        RoundKeys {
+            round0: first + comptime!(step.wrapping_mul(0)),
+            round1: first + comptime!(step.wrapping_mul(1)),
+            round2: first + comptime!(step.wrapping_mul(2)),
+            round3: first + comptime!(step.wrapping_mul(3)),
+            round4: first + comptime!(step.wrapping_mul(4)),
+            round5: first + comptime!(step.wrapping_mul(5)),
+            round6: first + comptime!(step.wrapping_mul(6)),
+            round7: first + comptime!(step.wrapping_mul(7)),
+            round8: first + comptime!(step.wrapping_mul(8)),
+            round9: first + comptime!(step.wrapping_mul(9)),
+        }
+    }
+
+    fn of_round(&self, #[comptime] round: usize) -> u32 {
+        match comptime!(round) {
+            0usize => self.round0,
+            1usize => self.round1,
+            2usize => self.round2,
+            3usize => self.round3,
+            4usize => self.round4,
+            5usize => self.round5,
+            6usize => self.round6,
+            7usize => self.round7,
+            8usize => self.round8,
+            _ => self.round9,
+        }
+    }
 }
 
 /// How a kernel numbers the blocks for which it draws.
@@ -149,10 +237,10 @@ pub fn block_words(index: u64, random: &Random) -> Array<u32> {
     let mut c1 = u32::cast_from(index >> 32u64);
     let mut c2 = random.offset_low;
     let mut c3 = random.offset_high;
-    let mut k0 = random.key_low;
-    let mut k1 = random.key_high;
     #[unroll]
-    for _ in 0..ROUNDS {
+    for round in 0..comptime!(ROUNDS) {
+        let k0 = random.key_low.of_round(round);
+        let k1 = random.key_high.of_round(round);
         let high0 = c0.mul_hi(MULTIPLIERS[0]);
         let low0 = c0 * MULTIPLIERS[0];
         let high1 = c2.mul_hi(MULTIPLIERS[1]);
@@ -161,8 +249,6 @@ pub fn block_words(index: u64, random: &Random) -> Array<u32> {
         c1 = low1;
         c2 = high0 ^ c3 ^ k1;
         c3 = low0;
-        k0 += WEYL[0];
-        k1 += WEYL[1];
     }
     let mut words = Array::<u32>::new(4usize);
     words[0] = c0;

@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     codec::{Conversion, decode_e4m3, encode_e4m3},
+    exact::rcp_of_ordinary,
     ptx,
 };
 use crate::BlockScaling;
@@ -38,6 +39,17 @@ impl GlobalScale {
         }
     }
 
+    /// The scales for blocks of `multiple` times the values, a power of two: they have the same
+    /// scale bytes, and multipliers of which this is a divisor. Not for four over six.
+    pub fn of_multiples(&self, #[comptime] multiple: f32) -> GlobalScale {
+        GlobalScale {
+            amax: self.amax,
+            encode: self.encode,
+            block: self.block * comptime!(1.0 / multiple),
+            decode: self.decode * comptime!(multiple),
+        }
+    }
+
     /// The scale byte of a block whose largest magnitude is `amax`, where it does not choose
     /// between two.
     pub fn block_scale(
@@ -68,7 +80,24 @@ impl GlobalScale {
         };
         select(multiplier > f32::MAX, f32::MAX, multiplier)
     }
+
+    /// [`encode_multiplier`](Self::encode_multiplier) in a third of its instructions where it is
+    /// below [`LARGEST_USUAL`] and the amax of the block is a number; for NaN, any number.
+    /// Elsewhere not below that, or NaN. Needs PTX.
+    ///
+    /// `value · decode` is below 2¹²⁶ for every byte: `448 / fl(2688 / f32::MAX)` is. Where it is no
+    /// normal number the reciprocal is NaN, and where it is a small one the reciprocal is large.
+    /// With the scales [of multiples](Self::of_multiples) it is below that where the amax of the
+    /// block is: `value · decode` is at most a third of it.
+    pub fn usual_multiplier(&self, scale: u32) -> f32 {
+        // As in `decode_e4m3`.
+        let value = f32::reinterpret(scale << 20u32) * f32::reinterpret(247u32 << 23u32);
+        rcp_of_ordinary(value * self.decode)
+    }
 }
+
+/// See [`GlobalScale::usual_multiplier`]: 2⁹⁰.
+pub const LARGEST_USUAL: f32 = 1_237_940_039_285_380_274_899_124_224.0;
 
 /// The E4M3 byte of a non-negative scale; beyond 448 it is 448, NaN stays NaN.
 #[cube]

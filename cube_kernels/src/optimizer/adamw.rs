@@ -6,8 +6,9 @@ use crate::{
     cube::{
         codec::{Conversion, INFINITY, canonical, load, magnitude_bits, store},
         exact::{fma, reciprocal, sqrt},
-        philox::{self, Random},
+        philox::{self, Random, RoundKeys},
     },
+    reference::philox::WEYL,
     tensor::FloatKind,
 };
 
@@ -213,8 +214,8 @@ fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     let mut words = Array::<u32>::new(4usize);
     if comptime!(plan.moment == FloatKind::Bf16) {
         let random = Random {
-            key_low: slot.key_low,
-            key_high: slot.key_high,
+            key_low: RoundKeys::of(slot.key_low, comptime!(WEYL[0])),
+            key_high: RoundKeys::of(slot.key_high, comptime!(WEYL[1])),
             offset_low: step.schedule[3],
             offset_high: 0u32.runtime(),
         };

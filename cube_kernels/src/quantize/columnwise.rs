@@ -5,14 +5,19 @@ use cubecl::prelude::*;
 use super::{
     plan::{QuantOut, QuantPlan, QuantTarget},
     scale_table::{BlockRule, ScaleTable, TablePlan, quantize_by_table},
-    tile::{self, Shape, Tile},
+    tile::{self, ColumnItem, Shape, Tile},
     tile_memory::{SCALE_PITCH, STAGE_PITCH, TileMemory, TilePlan},
 };
 use crate::{
+    HadamardSize,
     cube::{
-        block::{block_amax, max_of_pairs, pairs_amax},
-        hadamard::{normalize, normalized_pairs, unpack_pairs},
-        scale::swizzled_at,
+        block::{
+            Encoded, Multiplier, block_amax, encode_block, max_of_pairs, pairs_amax,
+            quantize_with_amax, stays_below_7,
+        },
+        hadamard::{Signs, normalize, normalized_pairs, pairs_of, unpack_pairs},
+        philox::Random,
+        scale::{GlobalScale, LARGEST_USUAL, swizzled_at},
         unscaled::scale_pair,
     },
     tensor::FloatKind,
@@ -46,6 +51,7 @@ pub(super) fn quantize_columns(
     let block0 = (tile.row0 - tile.group_row0) / 16usize;
     let base = shape.cols * tile.units_before * per_unit;
     let group_scale = table.global();
+    let multiple = comptime!(tiled.col_multiple() != 1.0);
 
     let mut item = UNIT_POS as usize;
     while item < comptime!(tile::column_items(plan.hadamard, conversion)) {
@@ -66,7 +72,27 @@ pub(super) fn quantize_columns(
                 let c = word * per_word + half as usize;
                 let column = tile.col0 + c;
                 let inside = first < group_blocks && column < shape.cols;
-                if shared || inside {
+                if comptime!(multiple) {
+                    if inside {
+                        let index = base + column * group_blocks + first;
+                        let lines = comptime!(tiled.col_lines());
+                        let rule = MultipleRule {
+                            global: table.of_line(&group_scale, c, lines, plan),
+                            index: target.draw.number(index, group_blocks, policy),
+                        };
+                        let encoded = quantize_multiple(
+                            &memory.data,
+                            &at,
+                            &rule,
+                            &target.draw.signs,
+                            table,
+                            &random,
+                            half,
+                            tiled,
+                        );
+                        stage_block(memory, &encoded, word, half as usize, at.block, plan);
+                    }
+                } else if shared || inside {
                     // Loaded again for the other column, where they would take registers that a
                     // fourth cube on the SM needs.
                     let words = if comptime!(packed_amax || half == 0) {
@@ -117,16 +143,7 @@ pub(super) fn quantize_columns(
                             let encoded = quantize_by_table(
                                 &values, &pairs, &rule, &global, table, &random, by,
                             );
-                            let slot = stage_slot(word, half as usize);
-                            memory.stage[slot + place * 2usize] = encoded.codes.extract(0usize);
-                            memory.stage[slot + place * 2usize + 1usize] =
-                                encoded.codes.extract(1usize);
-                            let scale = if comptime!(plan.unscaled) {
-                                scale_pair(encoded.scale)
-                            } else {
-                                encoded.scale
-                            };
-                            memory.stage_scales[scale_slot(word, half as usize, place)] = scale;
+                            stage_block(memory, &encoded, word, half as usize, place, plan);
                         }
                     }
                 }
@@ -134,6 +151,116 @@ pub(super) fn quantize_columns(
         }
         item += units;
     }
+}
+
+/// Leaves the codes and the scale of block `place` of a column in shared memory.
+#[cube]
+fn stage_block(
+    memory: &mut TileMemory,
+    block: &Encoded,
+    word: usize,
+    half: usize,
+    place: usize,
+    #[comptime] plan: QuantPlan,
+) {
+    let slot = stage_slot(word, half);
+    memory.stage[slot + place * 2usize] = block.codes.extract(0usize);
+    memory.stage[slot + place * 2usize + 1usize] = block.codes.extract(1usize);
+    let scale = if comptime!(plan.unscaled) {
+        scale_pair(block.scale)
+    } else {
+        block.scale
+    };
+    memory.stage_scales[scale_slot(word, half, place)] = scale;
+}
+
+/// By what a multiple of a block is quantized; see [`TilePlan::col_multiple`].
+#[derive(CubeType)]
+struct MultipleRule {
+    /// The scale of its stored row, of such multiples.
+    global: GlobalScale,
+    /// The number by which it draws.
+    index: u64,
+}
+
+/// Quantizes four times the transformed values of a column's block, where they and their multiplier
+/// are of usual size, and else the values.
+///
+/// The largest of the former is below 2¹²⁰ here, and not below 2⁻⁸⁹: its block's scale is at most
+/// twice what it should be. No bit of a value of 2⁻¹²⁶ or more depends on the factor of 1/4.
+/// Smaller ones, of which it takes bits, are below 2⁻³² when they are rounded to E2M1, where
+/// nothing is left of them but the sign.
+#[cube]
+fn quantize_multiple(
+    data: &Shared<[u32]>,
+    at: &ColumnItem,
+    rule: &MultipleRule,
+    signs: &Signs,
+    table: &ScaleTable,
+    random: &Random,
+    #[comptime] half: u32,
+    #[comptime] tiled: TilePlan,
+) -> Encoded {
+    let (plan, kind) = comptime!((tiled.col.unwrap(), tiled.kind));
+    let policy = comptime!(plan.policy);
+    let conversion = comptime!(policy.conversion);
+    let mut values = load_column(data, at, signs, half, plan, kind);
+    tile::transform_values(&mut values, at.lane, HadamardSize::H16, conversion);
+    let pairs = pairs_of(&values, 16usize);
+    let largest = pairs_amax(&pairs, 0usize);
+    let mut scale = rule.global.block_scale(largest, policy.scaling, conversion);
+    let factor = table.multiplier(scale, &rule.global, plan);
+    let codes = if largest < LARGEST_MULTIPLE && factor < LARGEST_USUAL {
+        unpack_pairs(&pairs, &mut values, 16usize);
+        let by = Multiplier {
+            factor,
+            below_7: stays_below_7(largest, factor),
+            finite: true,
+        };
+        encode_block(
+            &values, 0usize, &pairs, &by, rule.index, random, true, policy,
+        )
+    } else {
+        let mut values = load_column(data, at, signs, half, plan, kind);
+        let pairs = transform_column(&mut values, at.lane, 16usize, plan);
+        let largest = pairs_amax(&pairs, 0usize);
+        let global = rule
+            .global
+            .of_multiples(comptime!(1.0 / tiled.col_multiple()));
+        let block = quantize_with_amax(
+            &values, 0usize, largest, &global, rule.index, random, policy,
+        );
+        scale = block.scale;
+        block.codes
+    };
+    Encoded { scale, codes }
+}
+
+/// See [`quantize_multiple()`]: 2¹²⁰.
+const LARGEST_MULTIPLE: f32 = 1_329_227_995_784_915_872_903_807_060_280_344_576.0;
+
+/// The values of a column's block of 16, with the signs of the transform.
+#[cube]
+fn load_column(
+    data: &Shared<[u32]>,
+    at: &ColumnItem,
+    signs: &Signs,
+    #[comptime] half: u32,
+    #[comptime] plan: QuantPlan,
+    #[comptime] kind: FloatKind,
+) -> Array<f32> {
+    let conversion = comptime!(plan.policy.conversion);
+    let words = tile::load_words(data, at.block * 16usize, at.word, 16usize, conversion);
+    tile::unpack_column(
+        &words,
+        signs,
+        at.lane,
+        half,
+        plan.hadamard,
+        plan.default_signs,
+        conversion,
+        kind,
+    )
 }
 
 /// Transforms `count` values of a column, where the plan says so; with PTX they are returned in

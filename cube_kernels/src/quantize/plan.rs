@@ -287,12 +287,7 @@ impl QuantArgs {
 
     /// What was drawn for the tensor.
     pub fn draw(&self) -> DrawLaunch {
-        let random = RandomLaunch::new(
-            self.key[0],
-            self.key[1],
-            self.offset as u32,
-            (self.offset >> 32) as u32,
-        );
+        let random = RandomLaunch::of(self.key, self.offset);
         // Where there is no offset in device memory it is the amax, which is not read as one.
         let offset = match &self.device_offset {
             // SAFETY: checked in `new` to hold two words.

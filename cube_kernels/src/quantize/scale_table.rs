@@ -8,7 +8,7 @@ use crate::{
     cube::{
         block::{BlockPlan, Encoded, Multiplier, encode_block, quantize_with_amax, stays_below_7},
         philox::Random,
-        scale::GlobalScale,
+        scale::{GlobalScale, LARGEST_USUAL},
     },
 };
 
@@ -21,8 +21,9 @@ pub(super) struct ScaleTable {
     pub scalars: Shared<[f32]>,
     /// Multipliers of the elements of a block, by its scale byte.
     pub multipliers: Shared<[f32]>,
-    /// The fields of [`GlobalScale`] for each stored row, one field of all rows after another.
-    lines: Shared<[f32]>,
+    /// `block` and `decode` of [`GlobalScale`] for each stored row, then `amax` and `encode`, which
+    /// four over six alone reads.
+    lines: Shared<[Vector<f32, Const<2>>]>,
 }
 
 /// The stored rows of a tile, each of which has an amax.
@@ -33,6 +34,8 @@ pub(super) struct Lines {
     pub first: usize,
     /// How many of them there are.
     pub count: usize,
+    /// The first that this unit derives factors for, of as many as there are units.
+    pub own: usize,
 }
 
 #[cube]
@@ -42,26 +45,34 @@ impl ScaleTable {
         ScaleTable {
             scalars: Shared::new_slice(4usize),
             multipliers: Shared::new_slice(128usize),
-            lines: Shared::new_slice(comptime!(if lines == 0 { 1 } else { 4 * lines })),
+            lines: Shared::new_slice(comptime!(if lines == 0 { 1 } else { 2 * lines })),
         }
     }
 
-    /// Filled by all units of the cube with the factors of `lines`. The caller synchronises before
-    /// and after.
+    /// Filled by all units of the cube with the factors of `lines`, for blocks of `multiple` times
+    /// the values. The caller synchronises before and after.
     pub fn fill_lines(
         &mut self,
         amax: &[f32],
         lines: Lines,
         #[comptime] most: usize,
+        #[comptime] multiple: f32,
         #[comptime] policy: BlockPlan,
     ) {
-        let mut line = UNIT_POS as usize;
+        let mut line = lines.own;
         while line < lines.count {
-            let global = GlobalScale::from_amax(amax[lines.first + line], policy.scaling);
-            self.lines[line] = global.amax;
-            self.lines[most + line] = global.encode;
-            self.lines[comptime!(2 * most) + line] = global.block;
-            self.lines[comptime!(3 * most) + line] = global.decode;
+            let amax = amax[lines.first + line];
+            let global = GlobalScale::from_amax(amax, policy.scaling).of_multiples(multiple);
+            let mut factors = Vector::<f32, Const<2>>::empty();
+            factors.insert(0usize, global.block);
+            factors.insert(1usize, global.decode);
+            self.lines[line] = factors;
+            if comptime!(matches!(policy.scaling, BlockScaling::FourOverSix(_))) {
+                let mut further = Vector::<f32, Const<2>>::empty();
+                further.insert(0usize, global.amax);
+                further.insert(1usize, global.encode);
+                self.lines[most + line] = further;
+            }
             line += CUBE_DIM as usize;
         }
     }
@@ -76,11 +87,18 @@ impl ScaleTable {
         #[comptime] plan: QuantPlan,
     ) -> GlobalScale {
         if comptime!(plan.per_row) {
+            let factors = self.lines[line];
+            let chooses = comptime!(matches!(plan.policy.scaling, BlockScaling::FourOverSix(_)));
+            let further = if comptime!(chooses) {
+                self.lines[most + line]
+            } else {
+                Vector::<f32, Const<2>>::new(0.0f32)
+            };
             GlobalScale {
-                amax: self.lines[line],
-                encode: self.lines[most + line],
-                block: self.lines[comptime!(2 * most) + line],
-                decode: self.lines[comptime!(3 * most) + line],
+                amax: further.extract(0usize),
+                encode: further.extract(1usize),
+                block: factors.extract(0usize),
+                decode: factors.extract(1usize),
             }
         } else {
             GlobalScale {
@@ -92,20 +110,42 @@ impl ScaleTable {
         }
     }
 
-    /// Filled by `count` units, of which this is number `unit`. The caller synchronises before and
-    /// after.
-    pub fn fill(&mut self, amax: f32, unit: u32, count: u32, #[comptime] policy: BlockPlan) {
+    /// Filled by `count` units, of which this is number `unit`, for blocks of `multiple` times the
+    /// values. The caller synchronises before and after.
+    pub fn fill(
+        &mut self,
+        amax: f32,
+        unit: u32,
+        count: u32,
+        #[comptime] multiple: f32,
+        #[comptime] policy: BlockPlan,
+    ) {
         let global = GlobalScale::from_amax(amax, policy.scaling);
         let mut byte = unit;
         while byte < 128u32 {
-            self.multipliers[byte as usize] = global.encode_multiplier(byte, policy.conversion);
+            let multiplier = global.encode_multiplier(byte, policy.conversion);
+            self.multipliers[byte as usize] = multiplier * comptime!(1.0 / multiple);
             byte += count;
         }
+        let global = global.of_multiples(multiple);
         if unit == 0u32 {
             self.scalars[0] = global.amax;
             self.scalars[1] = global.encode;
             self.scalars[2] = global.block;
             self.scalars[3] = global.decode;
+        }
+    }
+
+    /// The multiplier of a block with this scale byte in a stored row of scale `global`. Where each
+    /// stored row has its own amax and there is PTX, [`GlobalScale::usual_multiplier`].
+    pub fn multiplier(&self, scale: u32, global: &GlobalScale, #[comptime] plan: QuantPlan) -> f32 {
+        let conversion = comptime!(plan.policy.conversion);
+        if comptime!(!plan.per_row) {
+            self.multipliers[scale as usize]
+        } else if comptime!(conversion.has_ptx()) {
+            global.usual_multiplier(scale)
+        } else {
+            global.encode_multiplier(scale, conversion)
         }
     }
 
@@ -167,28 +207,59 @@ pub(super) fn quantize_by_table(
         } else {
             global.block_scale(rule.amax, policy.scaling, policy.conversion)
         };
-        let factor = if comptime!(plan.per_row) {
-            global.encode_multiplier(scale, policy.conversion)
+        let factor = table.multiplier(scale, global, plan);
+        let codes = if comptime!(!tiles && plan.per_row && policy.conversion.has_ptx()) {
+            // False for NaN.
+            if factor < LARGEST_USUAL && stays_below_7(rule.amax, factor) {
+                let usual = Multiplier {
+                    factor,
+                    below_7: true.runtime(),
+                    finite: true,
+                };
+                encode(values, pairs, &usual, rule, random, by)
+            } else {
+                let other = Multiplier {
+                    factor: global.encode_multiplier(scale, policy.conversion),
+                    below_7: false.runtime(),
+                    finite: false,
+                };
+                encode(values, pairs, &other, rule, random, by)
+            }
         } else {
-            table.multipliers[scale as usize]
+            let below_7 = if comptime!(tiles) {
+                rule.below_7
+            } else {
+                stays_below_7(rule.amax, factor)
+            };
+            let multiplier = Multiplier {
+                factor,
+                below_7,
+                finite: false,
+            };
+            encode(values, pairs, &multiplier, rule, random, by)
         };
-        let below_7 = if comptime!(tiles) {
-            rule.below_7
-        } else {
-            stays_below_7(rule.amax, factor)
-        };
-        Encoded {
-            scale,
-            codes: encode_block(
-                values,
-                first,
-                pairs,
-                &Multiplier { factor, below_7 },
-                rule.index,
-                random,
-                by.in_pairs,
-                policy,
-            ),
-        }
+        Encoded { scale, codes }
     }
+}
+
+/// [`encode_block()`] by `rule`.
+#[cube]
+fn encode(
+    values: &Array<f32>,
+    pairs: &Array<u32>,
+    multiplier: &Multiplier,
+    rule: &BlockRule,
+    random: &Random,
+    #[comptime] by: TablePlan,
+) -> Vector<u32, Const<2>> {
+    encode_block(
+        values,
+        by.first,
+        pairs,
+        multiplier,
+        rule.index,
+        random,
+        by.in_pairs,
+        by.quant.policy,
+    )
 }

@@ -6,7 +6,7 @@ use super::{
     plan::QuantPlan,
     tile::{self, Grouping, LoadPlan, ROWS, Shape},
 };
-use crate::tensor::FloatKind;
+use crate::{BlockScaling, HadamardSize, tensor::FloatKind};
 
 /// The comptime choices of `quantize_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,6 +57,27 @@ impl TilePlan {
         match self.col {
             Some(col) if col.per_row && !self.tiles => tile::cols(self.kind),
             _ => 0,
+        }
+    }
+
+    /// What blocks of columns are a multiple of while they are quantized: transformed values keep
+    /// the transform's factor back where it is a power of two, which takes no bits from them, and
+    /// the scales make up for it. A transform that units share cannot be done again by one of them,
+    /// as extreme values need it.
+    pub(super) fn col_multiple(&self) -> f32 {
+        match self.col {
+            Some(QuantPlan {
+                hadamard: Some(HadamardSize::H16),
+                policy,
+                ..
+            }) if policy.conversion.has_ptx()
+                && !self.tiles
+                && self.kind == FloatKind::Bf16
+                && !matches!(policy.scaling, BlockScaling::FourOverSix(_)) =>
+            {
+                1.0 / HadamardSize::H16.factor()
+            }
+            _ => 1.0,
         }
     }
 

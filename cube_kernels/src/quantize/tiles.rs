@@ -218,7 +218,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             if comptime!(row_tabled) {
                 let policy = comptime!(plan.either().policy);
                 if UNIT_POS < count {
-                    row_table.fill(row.amax[tile.group], UNIT_POS, count, policy);
+                    row_table.fill(row.amax[tile.group], UNIT_POS, count, 1.0, policy);
                 }
             }
             if comptime!(col_tabled) {
@@ -229,24 +229,36 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                     UNIT_POS
                 };
                 if unit < count {
-                    col_table.fill(col.amax[tile.group], unit, count, policy);
+                    let multiple = comptime!(plan.col_multiple());
+                    col_table.fill(col.amax[tile.group], unit, count, multiple, policy);
                 }
             }
             if comptime!(plan.row_lines() > 0) {
                 let lines = Lines {
                     first: tile.row0,
                     count: min(tile.row_end - tile.row0, tile::ROWS),
+                    own: UNIT_POS as usize,
                 };
                 let policy = comptime!(plan.row.unwrap().policy);
-                row_table.fill_lines(&row.amax, lines, comptime!(plan.row_lines()), policy);
+                let most = comptime!(plan.row_lines());
+                row_table.fill_lines(&row.amax, lines, most, 1.0, policy);
             }
             if comptime!(plan.col_lines() > 0) {
+                // Units that had no rows come first, where both tables are filled.
+                let behind = comptime!(if units.is_power_of_two() {
+                    plan.row_lines()
+                } else {
+                    0
+                });
                 let lines = Lines {
                     first: tile.group * shape.cols + tile.col0,
                     count: min(shape.cols - min(tile.col0, shape.cols), plan.col_lines()),
+                    own: (UNIT_POS as usize + behind) % units,
                 };
                 let policy = comptime!(plan.col.unwrap().policy);
-                col_table.fill_lines(&col.amax, lines, comptime!(plan.col_lines()), policy);
+                let most = comptime!(plan.col_lines());
+                let multiple = comptime!(plan.col_multiple());
+                col_table.fill_lines(&col.amax, lines, most, multiple, policy);
             }
             tile::wait_for_load(asynchronous);
 

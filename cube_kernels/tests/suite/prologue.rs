@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::{
         codec::Conversion,
-        exact::{fma, reciprocal_of_1_to_2, sqrt},
+        exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, Amaxes, GateUp, Prologue, QuantRequest},
@@ -732,7 +732,14 @@ fn exact_kernel(
                 conversion,
             ),
             1u32 => sqrt(x[i], conversion),
-            _ => reciprocal_of_1_to_2(x[i], conversion),
+            2u32 => reciprocal_of_1_to_2(x[i], conversion),
+            _ => {
+                if comptime!(conversion.has_ptx()) {
+                    rcp_of_ordinary(x[i])
+                } else {
+                    1.0f32 / x[i]
+                }
+            }
         };
         i += CUBE_COUNT * CUBE_DIM as usize;
     }
@@ -796,11 +803,18 @@ fn multiply_adds_are_rounded_once() {
 }
 
 #[test]
-fn reciprocals_from_1_to_2_and_roots_are_exact() {
-    let client = client!("reciprocals_from_1_to_2_and_roots_are_exact");
+fn reciprocals_and_roots_are_exact() {
+    let client = client!("reciprocals_and_roots_are_exact");
     let x: Vec<f32> = (0x3F80_0000u32..=0x4000_0000).map(f32::from_bits).collect();
     let expected: Vec<f32> = x.iter().map(|x| 1.0 / x).collect();
     assert_floats(&run_exact(&client, &x, x.len(), 2), &expected, "1 / x");
+    // From 2⁻¹²⁶ on and below 2¹²⁶.
+    let x: Vec<f32> = (0x0080_0000u32..0x7E80_0000)
+        .step_by(509)
+        .map(f32::from_bits)
+        .collect();
+    let expected: Vec<f32> = x.iter().map(|x| 1.0 / x).collect();
+    assert_floats(&run_exact(&client, &x, x.len(), 3), &expected, "1 / x");
     let x: Vec<f32> = (0..0x7F80_0000u32)
         .step_by(1013)
         .map(f32::from_bits)

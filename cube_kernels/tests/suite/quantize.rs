@@ -537,12 +537,7 @@ fn launch_geometry_does_not_matter() {
                     BufferArg::from_raw_parts(amax.clone(), 1),
                     DrawLaunch::new(
                         BufferArg::from_raw_parts(amax.clone(), 1),
-                        RandomLaunch::new(
-                            key[0],
-                            key[1],
-                            STREAM.offset as u32,
-                            (STREAM.offset >> 32) as u32,
-                        ),
+                        RandomLaunch::of(key, STREAM.offset),
                         PositionLaunch::new(0, 0, 0, 0, 0, 0, 0),
                         BufferArg::from_raw_parts(amax.clone(), 1),
                         SignsLaunch::new(0, 0, 0, 0),

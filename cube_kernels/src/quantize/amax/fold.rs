@@ -7,8 +7,8 @@ use crate::{
     HadamardSize,
     cube::{
         block::{block_amax, max_of_pairs},
-        codec::{Conversion, canonical, magnitude_bits, round_to_bf16},
-        hadamard::Signs,
+        codec::{Conversion, INFINITY, QUIET_NAN, canonical, magnitude_bits, round_to_bf16},
+        hadamard::{Signs, combine},
         ptx,
         words::unpack,
     },
@@ -360,15 +360,56 @@ fn column_amax(
     #[comptime] count: usize,
     #[comptime] plan: AmaxPlan,
 ) -> u32 {
-    if comptime!(plan.hadamard.is_some()) {
-        let size = comptime!(plan.hadamard.unwrap());
-        tile::transform_values(values, lane, size, plan.conversion);
+    if comptime!(plan.hadamard == Some(HadamardSize::H16) && plan.conversion.has_ptx()) {
+        h16_amax(values)
+    } else {
+        if comptime!(plan.hadamard.is_some()) {
+            let size = comptime!(plan.hadamard.unwrap());
+            tile::transform_values(values, lane, size, plan.conversion);
+        }
+        let mut bits = 0u32;
+        #[unroll]
+        for b in 0..comptime!(count / 16) {
+            let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
+            bits = max(bits, magnitude_bits(part));
+        }
+        bits
     }
-    let mut bits = 0u32;
+}
+
+/// The magnitude bits of the largest of 16 values after the transform, but for its factor.
+///
+/// The last stage makes `a + b` and `a - b` of two values, of which the larger magnitude is that of
+/// `|a| + |b|`: rounding keeps the order and knows no signs. Two infinities alone make a NaN of one
+/// of the former, and no more than an infinity of the latter. Needs PTX.
+#[cube]
+fn h16_amax(values: &mut Array<f32>) -> u32 {
     #[unroll]
-    for b in 0..comptime!(count / 16) {
-        let part = block_amax(&*values, comptime!(b * 16), plan.conversion);
-        bits = max(bits, magnitude_bits(part));
+    for stage in 0..3u32 {
+        combine(values, stage, 16usize);
+    }
+    let mut sums = Array::<f32>::new(8usize);
+    #[unroll]
+    for i in 0..8usize {
+        sums[i] = values[i].abs() + values[comptime!(i + 8)].abs();
+    }
+    let mut even = sums[0];
+    let mut odd = sums[1];
+    #[unroll]
+    for i in 1..4usize {
+        even = ptx::max_nan_abs(even, sums[comptime!(2 * i)]);
+        odd = ptx::max_nan_abs(odd, sums[comptime!(2 * i + 1)]);
+    }
+    let mut bits = magnitude_bits(ptx::max_nan_abs(even, odd));
+    if bits == INFINITY {
+        #[unroll]
+        for i in 0..8usize {
+            let smaller = min(
+                magnitude_bits(values[i]),
+                magnitude_bits(values[comptime!(i + 8)]),
+            );
+            bits = select(smaller == INFINITY, QUIET_NAN, bits);
+        }
     }
     bits
 }

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     super::{
         prologue::{self, PrologueInputs, PrologueOut},
-        tile::{self, Grouping, Shape, Tile},
+        tile::{self, Grouping, Shape, TilePlace},
     },
     fold::{
         AmaxOut, AmaxPlan, Maxima, Running, atomic_amax, fold_words, leave_group, with_factor,
@@ -20,6 +20,10 @@ use crate::{
     },
     tensor::{AmaxGranularity, FloatKind},
 };
+
+/// Entries from one block of all rows of a tile to the next: neighbouring units have four
+/// neighbouring rows of eight blocks, or read neighbouring rows.
+const ROW_PITCH: usize = tile::ROWS + 4;
 
 /// Vectors that a unit loads before it looks at the first.
 pub(super) const AMAX_UNROLL: usize = 4;
@@ -100,7 +104,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     // One entry for each block: along rows, and down columns.
     let mut row_maxima: Shared<[u32]> =
         Shared::new_slice(comptime!(if plan.rows == Some(AmaxGranularity::PerRow) {
-            tile::blocks(kind)
+            tile::row_blocks(kind) * ROW_PITCH
         } else {
             1
         }));
@@ -126,8 +130,14 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
     let mut maxima = Maxima::new();
     let mut group = 0usize;
+    // The place of the tile on its way: divisions find it.
+    let mut row_tile = 0usize;
+    let mut tile_col = 0usize;
     if index < end {
-        let tile = tile_of(&tiles, run, index, span, plan);
+        let place = place_of(&tiles, run, index, plan);
+        row_tile = place.row;
+        tile_col = place.col;
+        let tile = tile::tile_at(&tiles.map, row_tile, tile_col, shape, span, grouping, kind);
         group = tile.group;
         if tile.row0 < tile.row_end {
             prologue::start_load::<F, N>(x, &prologue, &mut written, &mut data, &tile, shape, load);
@@ -137,13 +147,13 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
     let first = index;
     while index < end {
-        let tile = tile_of(&tiles, run, index, span, plan);
+        let tile = tile::tile_at(&tiles.map, row_tile, tile_col, shape, span, grouping, kind);
         tile::wait_for_load(asynchronous);
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
             for turn in 0..comptime!(tile::blocks(kind) / units) {
                 let place = tile::row_place(turn, units, kind);
                 let words = tile::load_row_block(&data, place.row, place.block, conversion, kind);
-                row_maxima[place.row * comptime!(tile::row_blocks(kind)) + place.block] =
+                row_maxima[place.block * ROW_PITCH + place.row] =
                     words_amax(&words, comptime!(block_words(kind)), conversion, kind);
             }
         }
@@ -155,7 +165,10 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
 
         index += stride;
         if index < end {
-            let next = tile_of(&tiles, run, index, span, plan);
+            let place = place_of(&tiles, run, index, plan);
+            row_tile = place.row;
+            tile_col = place.col;
+            let next = tile::tile_at(&tiles.map, row_tile, tile_col, shape, span, grouping, kind);
             prologue::start_load::<F, N>(x, &prologue, &mut written, &mut data, &next, shape, load);
         }
         if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
@@ -165,7 +178,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                 let mut bits = 0u32;
                 #[unroll]
                 for b in 0..per_row {
-                    bits = max(bits, row_maxima[r * per_row + b]);
+                    bits = max(bits, row_maxima[comptime!(b * ROW_PITCH) + r]);
                 }
                 if tile.row0 + r < tile.row_end {
                     out.rows[tile.row0 + r].fetch_max(canonical(bits));
@@ -176,7 +189,12 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         if comptime!(plan.cols == Some(AmaxGranularity::PerRow)) {
             // Blocks of 16 rows that have an entry.
             let step = comptime!(span / tile::lanes(plan.hadamard, conversion) / 16);
-            let mut c = UNIT_POS as usize;
+            // Units that had no row come first.
+            let behind = comptime!(match plan.rows {
+                Some(AmaxGranularity::PerRow) if units.is_power_of_two() => tile::ROWS % units,
+                _ => 0,
+            });
+            let mut c = (UNIT_POS as usize + behind) % units;
             while c < comptime!(tile::cols(kind)) {
                 let mut bits = 0u32;
                 #[unroll]
@@ -198,35 +216,20 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The tile of a cube: number `index` in bands, or with groups the one in column `index` of row
-/// `run` of tiles. Both count from the end of the matrix: what quantizes it next begins at its
+/// The place of a cube's tile: number `index` in bands, or with groups the one in column `index` of
+/// row `run` of tiles. Both count from the end of the matrix: what quantizes it next begins at its
 /// beginning, which the L2 cache then still holds.
 #[cube]
-fn tile_of(
-    tiles: &AmaxTiles,
-    run: usize,
-    index: usize,
-    #[comptime] span: usize,
-    #[comptime] plan: AmaxPlan,
-) -> Tile {
-    let (grouping, kind) = comptime!((plan.grouping, plan.kind));
+fn place_of(tiles: &AmaxTiles, run: usize, index: usize, #[comptime] plan: AmaxPlan) -> TilePlace {
     let (shape, row_tiles) = (&tiles.shape, tiles.row_tiles);
-    if comptime!(grouping == Grouping::One) {
+    if comptime!(plan.grouping == Grouping::One) {
         let index = row_tiles * shape.tile_cols - 1usize - index;
-        let place = tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND);
-        tile::tile_at(
-            &tiles.map, place.row, place.col, shape, span, grouping, kind,
-        )
+        tile::in_bands(index, row_tiles, shape.tile_cols, tile::BAND)
     } else {
-        tile::tile_at(
-            &tiles.map,
-            row_tiles - 1usize - run,
-            index,
-            shape,
-            span,
-            grouping,
-            kind,
-        )
+        TilePlace {
+            row: row_tiles - 1usize - run,
+            col: index,
+        }
     }
 }
 

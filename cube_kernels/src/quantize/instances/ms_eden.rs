@@ -24,7 +24,7 @@ use crate::{
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
-    let random = || RandomLaunch::new(1, 2, 3, 4);
+    let random = || RandomLaunch::of([1, 2], 3 << 32 | 4);
     let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
     let e2m1 = Expected {
         e2m1_rn: Some(device.has_nearest()),

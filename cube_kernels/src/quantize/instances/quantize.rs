@@ -32,7 +32,7 @@ fn e2m1(nearest: bool, stochastic: bool) -> Expected {
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
-    let random = || RandomLaunch::new(1, 2, 3, 4);
+    let random = || RandomLaunch::of([1, 2], 3 << 32 | 4);
     let signs = || SignsLaunch::new(1, 2, 3, 4);
     let word = ElemType::UInt(UIntKind::U32);
     let mut all = Vec::new();

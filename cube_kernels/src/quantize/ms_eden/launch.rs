@@ -412,13 +412,7 @@ pub fn ms_eden_as<'a>(
         // Not read.
         None => unsafe { buffer(amax, 1) },
     };
-    let key = random.stream.key();
-    let stream = RandomLaunch::new(
-        key[0],
-        key[1],
-        random.stream.offset as u32,
-        (random.stream.offset >> 32) as u32,
-    );
+    let stream = RandomLaunch::of(random.stream.key(), random.stream.offset);
     let row_groups = out.blocks() * BLOCK / EDEN_GROUP;
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
