@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::{
     merge::MOST_RUNS,
-    mma::{WARP_KEYS, WARPS},
+    mma::{FRAGMENT_ROWS, WARP_KEYS, WARPS},
 };
 use crate::{
     attention::{
@@ -76,7 +76,6 @@ pub struct DecodePlan {
     pub cache: CacheKind,
     /// Whether matrix instructions multiply, which take elements of 16 bits.
     pub mma: bool,
-    pub x: u32,
     /// Who converts.
     pub conversion: Conversion,
 }
@@ -133,23 +132,20 @@ impl DecodePlan {
 
     /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's `shared` bytes have room for it.
     pub(super) fn by_mma_in(self, rows: usize, shared: usize) -> Option<Self> {
-        let tile = DECODE_TILE * self.mma_tile().pitch();
-        let least_staged = std::env::var("NVFP4_X_PAD")
-            .map_or(LEAST_STAGED, |v| v.parse::<usize>().unwrap() << 10);
         let plan = Self {
             mma: true,
             rows,
             width: 8,
             teams: 1,
-            staged: tile.max(least_staged) / 16,
             ..self
         };
-        let queries = 16 * self.mma_tile().pitch();
-        let bytes = 2 * tile + queries + 4 * plan.scratch() + 256;
-        let room = shared.checked_sub(bytes)? / 2;
-        let staged = tile + room.min(least_staged.saturating_sub(tile)) / 16 * 16;
-        Some(Self {
-            staged: staged / 16,
+        let tile = DECODE_TILE * plan.mma_tile().pitch();
+        let queries = FRAGMENT_ROWS * plan.mma_tile().pitch();
+        // What aligns each of them, and a word for who comes last.
+        let others = queries + 4 * plan.scratch() + 512;
+        let fits = 2 * tile + others <= shared;
+        fits.then_some(Self {
+            staged: tile / 16,
             ..plan
         })
     }
@@ -165,6 +161,7 @@ impl DecodePlan {
             head: self.head,
             kind: self.kind,
             strips: 1,
+            half_strip: true,
             warps: WARPS,
             inner: WARP_KEYS,
             causal: true,
@@ -307,6 +304,68 @@ pub(super) struct Element {
     pub position: u32,
 }
 
+/// Where neighbouring elements of a head are, what they are turned with, and by which angles.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Turn {
+    /// The first of them in the memory of its heads.
+    own: usize,
+    /// The first of those in the other half of the head.
+    other: usize,
+    /// The first angle in its table.
+    angle: usize,
+    /// Whether they are in the upper half.
+    upper: bool,
+}
+
+#[cube]
+impl Turn {
+    /// Of the elements from `d` on, all in the same half.
+    pub fn new<F: Numeric>(
+        view: &HeadsView<F>,
+        of: Element,
+        d: u32,
+        #[comptime] plan: DecodePlan,
+    ) -> Turn {
+        let half = comptime!((plan.head / 2) as u32);
+        let upper = d >= half;
+        let other = select(upper, d - min(half, d), d + half);
+        let at = view.offset
+            + of.token as usize * view.stride
+            + of.index as usize * comptime!(plan.head);
+        Turn {
+            own: at + d as usize,
+            other: at + other as usize,
+            angle: (of.position * half + select(upper, other, d)) as usize,
+            upper,
+        }
+    }
+
+    /// Element `e` of them, in the type of the operands.
+    pub fn element<F: Numeric>(
+        &self,
+        view: &HeadsView<F>,
+        cos: &[f32],
+        sin: &[f32],
+        #[comptime] e: usize,
+        #[comptime] plan: DecodePlan,
+    ) -> F {
+        let stored = view.data[self.own + e];
+        if comptime!(plan.rotary) {
+            let x = load::<F>(stored, plan.kind);
+            let y = load::<F>(view.data[self.other + e], plan.kind);
+            let other = select(self.upper, y, -y);
+            let angle = self.angle + e;
+            store::<F>(
+                fma(other, sin[angle], x * cos[angle], plan.conversion),
+                plan.kind,
+            )
+        } else {
+            stored
+        }
+    }
+}
+
 /// Element `d` of a head, turned by its position, in the type of the operands.
 #[cube]
 pub(super) fn turned<F: Numeric>(
@@ -317,25 +376,7 @@ pub(super) fn turned<F: Numeric>(
     d: u32,
     #[comptime] plan: DecodePlan,
 ) -> F {
-    let head = comptime!(plan.head);
-    let at = view.offset + of.token as usize * view.stride + of.index as usize * head;
-    let stored = view.data[at + d as usize];
-    if comptime!(plan.rotary) {
-        let half = comptime!((plan.head / 2) as u32);
-        let upper = d >= half;
-        let other_at = select(upper, d - min(half, d), d + half);
-        let i = select(upper, other_at, d);
-        let x = load::<F>(stored, plan.kind);
-        let y = load::<F>(view.data[at + other_at as usize], plan.kind);
-        let angle = (of.position * half + i) as usize;
-        let other = select(upper, y, -y);
-        store::<F>(
-            fma(other, sin[angle], x * cos[angle], plan.conversion),
-            plan.kind,
-        )
-    } else {
-        stored
-    }
+    Turn::new::<F>(view, of, d, plan).element::<F>(view, cos, sin, 0usize, plan)
 }
 
 /// The larger of both; NaN is none.
@@ -413,14 +454,21 @@ pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     };
     let mut key = Vector::<C, N>::empty();
     let mut value = Vector::<C, N>::empty();
+    // A vector is in one half of the head.
+    let first = column * comptime!(plan.width as u32);
+    let turn = Turn::new::<F>(&new.k, own, first, plan);
+    let of_value = new.v.offset
+        + token as usize * new.v.stride
+        + index as usize * comptime!(plan.head)
+        + first as usize;
     #[unroll]
     for e in 0..N::value() {
-        let d = column * comptime!(plan.width as u32) + comptime!(e as u32);
-        let k = turned::<F>(&new.k, &new.cos, &new.sin, own, d, plan);
+        let k = turn.element::<F>(&new.k, &new.cos, &new.sin, e, plan);
         key.insert(e, cached::<F, C>(k, shape.k_inverse, plan));
-        let at = new.v.offset + token as usize * new.v.stride;
-        let v = new.v.data[at + index as usize * comptime!(plan.head) + d as usize];
-        value.insert(e, cached::<F, C>(v, shape.v_inverse, plan));
+        value.insert(
+            e,
+            cached::<F, C>(new.v.data[of_value + e], shape.v_inverse, plan),
+        );
     }
     let row = vector.sequence as usize * shape.capacity as usize + vector.position as usize;
     let at = (row * shape.kv_heads as usize + index as usize) * comptime!(plan.columns())
@@ -462,12 +510,12 @@ pub fn append_kernel<F: Numeric, C: Numeric, N: Size>(
                 index,
                 position: min(position, new.positions - 1u32),
             };
+            let turn = Turn::new::<F>(&new.q, own, first, plan);
+            let at = (token as usize * heads as usize + index as usize) * comptime!(plan.head)
+                + first as usize;
             #[unroll]
             for e in 0..N::value() {
-                let d = first + comptime!(e as u32);
-                let at = (token as usize * heads as usize + index as usize) * comptime!(plan.head)
-                    + d as usize;
-                queries[at] = turned::<F>(&new.q, &new.cos, &new.sin, own, d, plan);
+                queries[at + e] = turn.element::<F>(&new.q, &new.cos, &new.sin, e, plan);
             }
         } else if position < own.end {
             let place = place - heads * columns;

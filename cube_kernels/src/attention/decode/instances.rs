@@ -60,7 +60,6 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 kind,
                 cache,
                 mma: false,
-                x: 0,
                 conversion: device.conversion,
             };
             let mut all = of_plan(device, plan.staged_in(SHARED), address);

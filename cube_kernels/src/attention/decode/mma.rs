@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 
 use super::{
     append::{
-        CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, turned, write_new,
+        CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, Turn, extent, write_new,
     },
     merge::RowBlock,
     mma_merge::{MmaOutput, merge_runs, write_part},
@@ -42,7 +42,7 @@ pub const WARPS: usize = 4;
 /// Keys of a tile that a warp has.
 pub const WARP_KEYS: usize = DECODE_TILE / WARPS;
 /// Rows of the left operand of an instruction.
-const FRAGMENT_ROWS: usize = 16;
+pub const FRAGMENT_ROWS: usize = 16;
 
 /// As [`decode_run_kernel`](super::kernel::decode_run_kernel), with the same arguments and the same
 /// runs. The sums have another order, and weights are rounded to the type of the values.
@@ -62,7 +62,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     let mut queries = Shared::<[u32]>::new_aligned_slice(words, 128usize);
     let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch()));
     let mut verdict = Shared::<[u32]>::new_slice(1usize);
-    let_next_begin(comptime!(plan.overlaps && plan.x & 8 == 0));
+    let_next_begin(plan.overlaps);
     written_before(&new.q.data, plan.overlaps);
     written_before(&new.k.data, plan.overlaps);
     written_before(&new.v.data, plan.overlaps);
@@ -100,7 +100,9 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         let from = max(first, own.start);
         let old = min(from, first + at.count) - first;
         copy::<F, N>(k_cache, keys_at, &at, old, plan);
+        cp_async_commit_group();
         copy::<F, N>(v_cache, values_at, &at, old, plan);
+        cp_async_commit_group();
         wait_for_previous(plan.overlaps);
         // This run's new keys and values, by the upper warps, while the lower ones bring the queries.
         let half = CUBE_DIM / 2u32;
@@ -122,7 +124,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             }
             item += CUBE_DIM;
         }
-        if UNIT_POS < half && comptime!(plan.x & 2 == 0) {
+        if UNIT_POS < half {
             bring_queries::<F>(&new, &shape, &own, &mut queries, block, plan);
         }
         let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
@@ -147,7 +149,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         let seen = Seen::of(&own, &shape, first_row + UNIT_POS % 32u32 / 4u32);
         cp_async_wait_group(1u32);
         sync_cube();
-        while at.first < last && comptime!(plan.x & 4 == 0) {
+        while at.first < last {
             let next = Tile {
                 base: at.base + tile as usize * stride,
                 stride,
@@ -163,7 +165,10 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
                 plan.kind,
             );
             sync_plane();
-            copy::<F, N>(k_cache, keys_at, &next, next.count, plan);
+            if next.count > 0u32 {
+                copy::<F, N>(k_cache, keys_at, &next, next.count, plan);
+            }
+            cp_async_commit_group();
             mask(&mut scores, &shape, &seen, at.first + warp_key, plan);
             online_softmax(
                 &mut scores,
@@ -184,14 +189,16 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
                 plan.kind,
             );
             sync_plane();
-            copy::<F, N>(v_cache, values_at, &next, next.count, plan);
+            if next.count > 0u32 {
+                copy::<F, N>(v_cache, values_at, &next, next.count, plan);
+            }
+            cp_async_commit_group();
             cp_async_wait_group(1u32);
             sync_plane();
             at.base = next.base;
             at.count = next.count;
             at.first = next.first;
         }
-        let_next_begin(comptime!(plan.overlaps && plan.x & 8 != 0));
         keep_warp(&rows, &mut scratch, natural, plan);
         sync_cube();
         write_part::<F>(
@@ -200,15 +207,13 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             block.first_run(&shape) + run as usize,
             plan,
         );
-        if comptime!(plan.x & 1 == 0) {
-            is_last = is_last_cube(
-                &mut output.finished,
-                block.index,
-                own.runs,
-                &mut verdict,
-                plan.concurrent,
-            );
-        }
+        is_last = is_last_cube(
+            &mut output.finished,
+            block.index,
+            own.runs,
+            &mut verdict,
+            plan.concurrent,
+        );
     } else if run == 0u32 {
         // Else the kernel could end before those in front of it. Other runs may.
         wait_for_previous(plan.overlaps);
@@ -218,7 +223,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Starts copies of this warp's keys of a tile, or values, as a group: those before `old` from the
+/// Starts copies of this warp's keys of a tile, or values: those before `old` from the
 /// cache, zeros for those behind the tile, since a weight of zero times NaN is no zero.
 #[cube]
 fn copy<F: Numeric, N: Size>(
@@ -247,7 +252,6 @@ fn copy<F: Numeric, N: Size>(
             );
         }
     }
-    cp_async_commit_group();
 }
 
 /// Brings the turned queries of a block to shared memory, zeros where there are none.
@@ -276,8 +280,9 @@ fn bring_queries<F: Numeric>(
                     index: block.kv_head * shape.group + of_head % shape.group,
                     position: min(own.start + t, new.positions - 1u32),
                 };
-                let low = turned::<F>(&new.q, &new.cos, &new.sin, of, 2u32 * pair, plan);
-                let high = turned::<F>(&new.q, &new.cos, &new.sin, of, 2u32 * pair + 1u32, plan);
+                let turn = Turn::new::<F>(&new.q, of, 2u32 * pair, plan);
+                let low = turn.element::<F>(&new.q, &new.cos, &new.sin, 0usize, plan);
+                let high = turn.element::<F>(&new.q, &new.cos, &new.sin, 1usize, plan);
                 word = pack(
                     load::<F>(low, plan.kind),
                     load::<F>(high, plan.kind),

@@ -265,9 +265,6 @@ pub fn decode(
         finished: (&finished, cache.batch * blocks),
         out: &out,
     };
-    if std::env::var("NVFP4_X_SKIP").is_ok_and(|v| v == "attn") {
-        return Ok(out);
-    }
     if plan.mma {
         // SAFETY: as below.
         unsafe {
@@ -384,7 +381,6 @@ fn plan(
         kind: new.q.dtype,
         cache: cache.kind,
         mma: false,
-        x: std::env::var("NVFP4_X_X").map_or(0, |v| v.parse().unwrap()),
         conversion,
     };
     let shared = client.properties().hardware.max_shared_memory_size;
@@ -393,8 +389,7 @@ fn plan(
         && cache.kind == CacheKind::Float
         && cache.head.is_multiple_of(16)
         && cache.head <= MAX_MMA_HEAD
-        && params.is_some_and(|params| params.scale > 0.0)
-        && std::env::var("NVFP4_X_SCALAR").is_err();
+        && params.is_some_and(|params| params.scale > 0.0);
     if by_mma && let Some(plan) = plan.by_mma_in(all, shared) {
         return plan;
     }

@@ -205,7 +205,7 @@ pub fn online_softmax(
     #[unroll]
     for at in 0..comptime!(plan.strips * plan.head / 8) {
         let row = comptime!(2 * (at / (plan.head / 8)));
-        rows.out[at] = rescaled(rows.out[at], &factors, row);
+        rows.out[at] = rescaled(rows.out[at], &factors, row, plan);
     }
 }
 
@@ -215,10 +215,11 @@ fn rescaled(
     four: Vector<f32, Const<4>>,
     factors: &Array<f32>,
     #[comptime] row: usize,
+    #[comptime] plan: MmaPlan,
 ) -> Vector<f32, Const<4>> {
     let mut scaled = Vector::<f32, Const<4>>::new(0.0f32);
     #[unroll]
-    for e in 0..4usize {
+    for e in 0..comptime!(usize::min(4, 2 * plan.lane_rows())) {
         scaled.insert(e, four.extract(e) * factors[comptime!(row + e / 2)]);
     }
     scaled
@@ -234,9 +235,9 @@ pub fn weigh(
     scale: f32,
     #[comptime] plan: MmaPlan,
 ) -> Array<f32> {
-    let mut factors = Array::<f32>::new(comptime!(2 * plan.strips));
+    let mut factors = Array::<f32>::new(comptime!(plan.lane_rows()));
     #[unroll]
-    for i in 0..comptime!(2 * plan.strips) {
+    for i in 0..comptime!(plan.lane_rows()) {
         let half = comptime!(2 * (i % 2));
         let before = highest_so_far[i];
         let mut highest = before;

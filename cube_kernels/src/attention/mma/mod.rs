@@ -108,6 +108,7 @@ impl MmaPlans {
             head,
             kind,
             strips,
+            half_strip: false,
             warps,
             inner,
             causal: params.causal,

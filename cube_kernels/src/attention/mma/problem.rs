@@ -42,6 +42,8 @@ pub struct MmaPlan {
     pub kind: FloatKind,
     /// Strips of 16 rows of a warp.
     pub strips: usize,
+    /// A warp has eight rows: the upper half of its one strip is empty.
+    pub half_strip: bool,
     /// Warps of a CTA, which share its rows.
     pub warps: usize,
     /// Rows of the other side that are multiplied at a time.
@@ -62,6 +64,11 @@ impl MmaPlan {
     /// Rows of a CTA.
     pub const fn rows(self) -> usize {
         16 * self.strips * self.warps
+    }
+
+    /// Rows that a lane has a part of: `g` of a strip, and `g + 8` where strips are whole.
+    pub const fn lane_rows(self) -> usize {
+        if self.half_strip { 1 } else { 2 * self.strips }
     }
 
     /// Threads of a CTA.

@@ -92,6 +92,7 @@ fn plan(head: usize, params: &AttentionParams, inner: usize) -> MmaPlan {
         head,
         kind: FloatKind::Bf16,
         strips: 1,
+        half_strip: false,
         warps: 8,
         inner,
         causal: params.causal,

@@ -117,6 +117,7 @@ fn plan(attention: &Attention, inner: usize) -> MmaPlan {
         head: q.head,
         kind: q.dtype,
         strips: 1,
+        half_strip: false,
         warps: 8,
         inner,
         causal: params.causal,
