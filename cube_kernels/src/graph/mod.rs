@@ -15,7 +15,7 @@ pub use branch::Branch;
 pub use copy::copy_words;
 pub use held::hold_for_branch;
 #[cfg(feature = "cuda")]
-pub use overlap::overlap_kernels;
+pub use overlap::{WAITING, overlap_kernels};
 pub use words::set_words;
 
 use crate::registry::instance::{DummyDevice, Instance};

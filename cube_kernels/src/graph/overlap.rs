@@ -24,7 +24,8 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-const WAITING: [&str; 6] = [
+pub const WAITING: [&str; 7] = [
+    "decode_mma_kernel",
     "decode_run_kernel",
     "greedy_kernel",
     "norm_kernel",

@@ -24,6 +24,7 @@ use nvfp4_kernels::{
         GemmInstance,
         kernels::{Fault, GroupedDim, Multiply, Sm100Form, Sm100Plan, TensorCore},
     },
+    graph::WAITING,
     registry::{self, DummyDevice, Expected, Instance},
 };
 
@@ -204,20 +205,27 @@ fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
     });
 }
 
+/// No kernel that waits is left out where kernels are made to overlap.
+#[test]
+fn kernels_that_wait_are_known() {
+    let mut functions = BTreeSet::new();
+    for instance in instances(Conversion::Sm89, "sm_90a") {
+        let function = instance.function();
+        if functions.insert(function) {
+            let (text, _) = sources::cuda_kernel(&instance.name, &*instance.kernel);
+            let waits = text.contains("griddepcontrol.wait");
+            assert_eq!(waits, WAITING.contains(&function), "{}", instance.name);
+        }
+    }
+}
+
 /// What overlapping kernels load before they wait for those in front of them: by compilers that may
 /// move loads, nothing but what the contract of `graph::overlap_kernels` names.
 #[test]
 fn overlapping_kernels_wait_before_they_read() {
     let tools = tools!("registry_source::overlapping_kernels_wait_before_they_read");
     let all = instances(Conversion::Sm89, "sm_90a");
-    for function in [
-        "norm_kernel",
-        "prologue_kernel",
-        "decode_run_kernel",
-        "greedy_kernel",
-        "small_m_kernel",
-        "small_m_norm_kernel",
-    ] {
+    for function in WAITING {
         let mut count = 0;
         let of_function = all.iter().filter(|it| it.function() == function).take(3);
         for Instance { name, kernel, .. } in of_function {
@@ -234,7 +242,9 @@ fn overlapping_kernels_wait_before_they_read() {
                 // Gains are constant.
                 "norm_kernel" => assert!(other.is_empty(), "{name}: {other:?}"),
                 // Starts and counts are; what is in the cache is on its way.
-                "decode_run_kernel" => assert!(constant.len() <= 2, "{name}: {constant:?}"),
+                "decode_run_kernel" | "decode_mma_kernel" => {
+                    assert!(constant.len() <= 2, "{name}: {constant:?}");
+                }
                 // Weights are on their way.
                 "small_m_kernel" => {
                     assert!(

@@ -130,7 +130,8 @@ impl DecodePlan {
         Self { staged, ..self }
     }
 
-    /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's `shared` bytes have room for it.
+    /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's
+    /// `shared` bytes have room for it.
     pub(super) fn by_mma_in(self, rows: usize, shared: usize) -> Option<Self> {
         let plan = Self {
             mma: true,
