@@ -11,7 +11,7 @@ use super::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, MmaOutputLaunch, NewTokensLaunch,
         append_kernel, decode_mma_kernel, decode_run_kernel,
     },
-    mma::WARPS,
+    plan::WARPS,
 };
 use crate::{
     attention::kernels::HeadsViewLaunch,

@@ -4,10 +4,10 @@
 use cubecl::prelude::*;
 
 use super::append::{
-    CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, extent, larger, turned,
-    uncached, write_new,
+    CacheShape, Element, Extent, NewTokens, NewVector, extent, larger, turned, uncached, write_new,
 };
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
+use super::plan::DecodePlan;
 use super::tile::{Staged, Tile, wait_for_tile};
 use crate::{
     attention::scalar::math::{exp_or_nan, product, tanh},

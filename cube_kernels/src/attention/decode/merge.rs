@@ -3,7 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::append::{CacheShape, DecodePlan, Extent, larger};
+use super::{
+    append::{CacheShape, Extent, larger},
+    plan::{DecodePlan, MOST_RUNS},
+};
 use crate::{
     attention::scalar::math::{exp_or_nan, product},
     cube::{
@@ -14,9 +17,6 @@ use crate::{
 
 /// Runs whose parts a unit loads before the first is added.
 const RUNS_AT_ONCE: usize = 32;
-/// As many runs as `decode_splits` gives at most.
-pub(super) const MOST_RUNS: usize = 64;
-
 /// What becomes of the queries of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct DecodeOutput<F: Numeric> {

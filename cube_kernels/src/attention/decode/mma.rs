@@ -8,11 +8,10 @@
 use cubecl::prelude::*;
 
 use super::{
-    append::{
-        CacheShape, DecodePlan, Element, Extent, NewTokens, NewVector, Turn, extent, write_new,
-    },
+    append::{CacheShape, Element, Extent, NewTokens, NewVector, Turn, extent, write_new},
     merge::RowBlock,
     mma_merge::{MmaOutput, merge_runs, write_part},
+    plan::{DecodePlan, FRAGMENT_ROWS, WARP_KEYS, WARPS},
     tile::Tile,
 };
 use crate::{
@@ -36,13 +35,6 @@ use crate::{
     },
     reference::attention::DECODE_TILE,
 };
-
-/// Warps of a cube.
-pub const WARPS: usize = 4;
-/// Keys of a tile that a warp has.
-pub const WARP_KEYS: usize = DECODE_TILE / WARPS;
-/// Rows of the left operand of an instruction.
-pub const FRAGMENT_ROWS: usize = 16;
 
 /// As [`decode_run_kernel`](super::kernel::decode_run_kernel), with the same arguments and the same
 /// runs. The sums have another order, and weights are rounded to the type of the values.

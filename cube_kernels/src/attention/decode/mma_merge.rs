@@ -3,9 +3,9 @@
 use cubecl::prelude::*;
 
 use super::{
-    append::{CacheShape, DecodePlan, Extent},
-    merge::{MOST_RUNS, RowBlock},
-    mma::WARPS,
+    append::{CacheShape, Extent},
+    merge::RowBlock,
+    plan::{DecodePlan, MOST_RUNS, WARPS},
 };
 use crate::{
     attention::mma::problem::LOG2_E,
@@ -45,7 +45,7 @@ pub(super) fn write_part<F: Numeric>(
     #[unroll]
     for i in 0..comptime!(items.div_ceil(32 * WARPS)) {
         let item = UNIT_POS as usize + comptime!(i * 32 * WARPS);
-        let row = item / vectors;
+        let (row, place) = (item / vectors, item % vectors);
         if row < comptime!(plan.rows) {
             let of_row = row * part;
             let mut highest = f32::new(comptime!(f32::MIN));
@@ -63,13 +63,13 @@ pub(super) fn write_part<F: Numeric>(
                 let factor = ex2_approx_ftz((own - highest) * comptime!(LOG2_E));
                 #[unroll]
                 for e in 0..4usize {
-                    let value = scratch[at + 4usize * (item % vectors) + e];
+                    let value = scratch[at + 4usize * place + e];
                     vector.insert(e, vector.extract(e) + value * factor);
                 }
                 sum += scratch[at + comptime!(plan.head + 1)] * factor;
             }
             output.parts[run * items + item] = vector;
-            if item % vectors == 0usize {
+            if place == 0usize {
                 let at = 2usize * (run * comptime!(plan.rows) + row);
                 output.stats[at] = highest;
                 output.stats[at + 1usize] = sum;

@@ -15,6 +15,7 @@ mod kernel;
 mod merge;
 mod mma;
 mod mma_merge;
+mod plan;
 mod tile;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};
@@ -22,8 +23,9 @@ use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Han
 use self::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
 use self::kernel::decode_run_kernel;
 use self::merge::DecodeOutputLaunch;
-use self::mma::{WARPS, decode_mma_kernel};
+use self::mma::decode_mma_kernel;
 use self::mma_merge::MmaOutputLaunch;
+use self::plan::{DecodePlan, WARPS};
 use super::{Heads, MAX_HEAD, MAX_TOKENS, Rope, TokenSequences, scalar};
 use crate::{
     AttentionParams, Nvfp4Error,
@@ -35,15 +37,16 @@ use crate::{
     zeroed::counters,
 };
 
-pub use append::CacheKind;
+pub use plan::CacheKind;
 
 /// The kernels, for the registry and tests.
 pub mod kernels {
-    pub use super::append::{CacheShapeLaunch, DecodePlan, NewTokensLaunch, append_kernel};
+    pub use super::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
     pub use super::kernel::decode_run_kernel;
     pub use super::merge::DecodeOutputLaunch;
     pub use super::mma::decode_mma_kernel;
     pub use super::mma_merge::MmaOutputLaunch;
+    pub use super::plan::DecodePlan;
 }
 
 /// Units of a team on a GPU.
@@ -315,7 +318,7 @@ struct Output<'a> {
 
 impl Output<'_> {
     /// The values, and behind them the largest scores and sums.
-    fn launch_mma<F: Numeric>(&self, plan: &append::DecodePlan) -> MmaOutputLaunch<F> {
+    fn launch_mma<F: Numeric>(&self, plan: &DecodePlan) -> MmaOutputLaunch<F> {
         let (parts, floats) = self.parts;
         let values = floats / plan.part() * plan.head;
         // SAFETY: as in `launch`.
@@ -349,7 +352,7 @@ fn plan(
     new: &NewTokens<'_>,
     cache: &KvCache,
     params: Option<&AttentionParams>,
-) -> append::DecodePlan {
+) -> DecodePlan {
     let rows = new.q.heads / cache.kv_heads * new.time(cache);
     // Sums of the slices have to fit into shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
@@ -358,7 +361,7 @@ fn plan(
     let rows = all.min(most);
     let planes = !is_cpu(client) && units(client).min(UNITS) == DECODE_TILE;
     let conversion = conversion_of(client);
-    let plan = append::DecodePlan {
+    let plan = DecodePlan {
         head: cache.head,
         rows,
         width: if halves && new.q.dtype != FloatKind::F32 {

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::append::DecodePlan;
+use super::plan::DecodePlan;
 use crate::cube::ptx::{
     cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global, cvta_to_shared,
 };
