@@ -3,11 +3,10 @@
 
 use cubecl::prelude::*;
 
-use super::append::{
-    CacheShape, Element, Extent, NewTokens, NewVector, extent, larger, turned, uncached, write_new,
-};
+use super::append::{CacheShape, Element, Extent, NewTokens, larger, turned, uncached};
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
 use super::plan::DecodePlan;
+use super::run::Run;
 use super::tile::{Staged, Tile, wait_for_tile};
 use crate::{
     attention::scalar::math::{exp_or_nan, product, tanh},
@@ -127,7 +126,6 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     #[define(F)] _storage: ElemType,
     #[define(C)] _cached: ElemType,
 ) {
-    let tile = comptime!(DECODE_TILE as u32);
     let mut stage = Stage {
         queries: Shared::new_aligned_slice(comptime!(plan.rows * plan.head), 16usize),
         weights: Shared::new_slice(comptime!(plan.rows * DECODE_TILE)),
@@ -144,70 +142,24 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     written_before(&new.q.data, plan.overlaps);
     written_before(&new.k.data, plan.overlaps);
     written_before(&new.v.data, plan.overlaps);
-    let run = CUBE_POS_X;
-    let sequence = CUBE_POS_Z;
-    let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
-    let kv_head = CUBE_POS_Y / blocks;
-    let first_row = (CUBE_POS_Y - kv_head * blocks) * comptime!(plan.rows as u32);
-    let block = RowBlock {
-        sequence,
-        kv_head,
-        first_row,
-        index: (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize,
-    };
-    let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+    let run = Run::new::<F>(&new, &shape, plan);
+    let own = run.own;
     // Without any run there is nothing to wait for.
-    let mut is_last = own.runs == 0u32 && run == 0u32;
-    if run < own.runs {
-        let first = own.first + run * own.per;
-        let last = min(first + own.per, own.end);
-        let columns = comptime!(plan.columns() as u32);
-        let stride = shape.kv_heads as usize * comptime!(plan.columns());
-        let row = sequence as usize * shape.capacity as usize + first as usize;
-        let base = (row * shape.kv_heads as usize + kv_head as usize) * comptime!(plan.columns());
-        let mut tile_at = Tile {
-            base,
-            stride,
-            count: min(tile, last - first),
-            first,
-        };
+    let mut is_last = own.runs == 0u32 && run.index == 0u32;
+    if run.index < own.runs {
+        let mut tile_at = run.first_tile(&shape, plan);
         let member = Member::new(plan);
-        let sight = Sight::new(&own, &shape, first_row + member.first_row as u32, plan);
+        let first_row = run.block.first_row + member.first_row as u32;
+        let sight = Sight::new(&own, &shape, first_row, plan);
         // What was there before is on its way while the new tokens are read and turned.
-        let from = max(first, own.start);
-        let old = min(from, first + tile_at.count) - first;
-        keys.copy(k_cache, &tile_at, old, plan);
-        values.copy(v_cache, &tile_at, old, plan);
+        keys.copy(k_cache, &tile_at, run.old(&tile_at), plan);
+        values.copy(v_cache, &tile_at, run.old(&tile_at), plan);
         wait_for_previous(plan.overlaps);
-        // This run's new keys and values.
-        let mut item = UNIT_POS;
-        while from < last && item < (last - from) * columns {
-            let key = from + item / columns;
-            let column = item % columns;
-            let vector = NewVector {
-                sequence,
-                t: key - own.start,
-                position: key,
-                place: kv_head * columns + column,
-            };
-            let written = write_new::<F, C, N>(&new, k_cache, v_cache, &shape, vector, plan);
-            if key < first + tile_at.count {
-                keys.take(written.key, key - first, column, plan);
-                values.take(written.value, key - first, column, plan);
-            }
-            item += CUBE_DIM;
-        }
-        begin::<F>(
-            &new, &shape, &own, &mut stage, sequence, kv_head, first_row, plan,
-        );
+        run.write_new::<F, C, N>(&new, k_cache, v_cache, &shape, &mut keys, &mut values, plan);
+        begin::<F>(&new, &shape, &own, &mut stage, run.block, plan);
         let mut odd = 0u32;
-        while tile_at.first < last {
-            let next = Tile {
-                base: tile_at.base + tile as usize * stride,
-                stride,
-                count: min(tile, last - min(tile_at.first + tile, last)),
-                first: tile_at.first + tile,
-            };
+        while tile_at.first < run.last {
+            let next = run.next_tile(&tile_at);
             wait_for_tile(plan);
             sync_cube();
             score_tile::<C, N>(
@@ -232,15 +184,16 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             tile_at.first = next.first;
         }
         sync_cube();
-        write_part::<F>(output, &stage, block.part(&shape, run, plan), odd, plan);
+        let part = run.block.part(&shape, run.index, plan);
+        write_part::<F>(output, &stage, part, odd, plan);
         is_last = is_last_cube(
             &mut output.finished,
-            block.index,
+            run.block.index,
             own.runs,
             &mut verdict,
             plan.concurrent,
         );
-    } else if run == 0u32 {
+    } else if run.index == 0u32 {
         // Else the kernel could end before those in front of it. Other runs may.
         wait_for_previous(plan.overlaps);
     }
@@ -250,7 +203,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             &mut stage.values,
             &shape,
             &own,
-            block,
+            run.block,
             new.time,
             plan,
         );
@@ -293,20 +246,18 @@ fn begin<F: Numeric>(
     shape: &CacheShape,
     own: &Extent,
     stage: &mut Stage,
-    sequence: u32,
-    kv_head: u32,
-    first_row: u32,
+    block: RowBlock,
     #[comptime] plan: DecodePlan,
 ) {
     let head = comptime!(plan.head as u32);
     let mut item = UNIT_POS;
     while item < comptime!((plan.rows * plan.head) as u32) {
-        let row = first_row + item / head;
+        let row = block.first_row + item / head;
         let t = row / shape.group;
         let mut value = 0.0f32;
         if t < new.time {
-            let token = sequence * new.time + t;
-            let index = kv_head * shape.group + row % shape.group;
+            let token = block.sequence * new.time + t;
+            let index = block.kv_head * shape.group + row % shape.group;
             let of = Element {
                 token,
                 index,

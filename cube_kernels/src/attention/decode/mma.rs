@@ -8,11 +8,12 @@
 use cubecl::prelude::*;
 
 use super::{
-    append::{CacheShape, Element, Extent, NewTokens, NewVector, Turn, extent, write_new},
+    append::{CacheShape, Element, Extent, NewTokens, Turn},
     merge::RowBlock,
     mma_merge::{MmaOutput, merge_runs, write_part},
     plan::{DecodePlan, FRAGMENT_ROWS, WARP_KEYS, WARPS},
-    tile::Tile,
+    run::Run,
+    tile::Staged,
 };
 use crate::{
     attention::{
@@ -28,12 +29,8 @@ use crate::{
         arrival::is_last_cube,
         codec::load,
         overlap::{let_next_begin, wait_for_previous, written_before},
-        ptx::{
-            cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
-            cvta_to_shared,
-        },
+        ptx::{cp_async_commit_group, cp_async_wait_group, cvta_to_shared},
     },
-    reference::attention::DECODE_TILE,
 };
 
 /// As [`decode_run_kernel`](super::kernel::decode_run_kernel), with the same arguments and the same
@@ -48,8 +45,8 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     #[comptime] plan: DecodePlan,
     #[define(F)] _storage: ElemType,
 ) {
-    let mut keys = Shared::<[Vector<F, N>]>::new_aligned_slice(plan.staged, 128usize);
-    let mut values = Shared::<[Vector<F, N>]>::new_aligned_slice(plan.staged, 128usize);
+    let mut keys = Staged::<F, N>::new(plan);
+    let mut values = Staged::<F, N>::new(plan);
     let words = comptime!(FRAGMENT_ROWS * plan.mma_tile().pitch() / 4);
     let mut queries = Shared::<[u32]>::new_aligned_slice(words, 128usize);
     let mut scratch = Shared::<[f32]>::new_slice(comptime!(plan.scratch()));
@@ -58,71 +55,28 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     written_before(&new.q.data, plan.overlaps);
     written_before(&new.k.data, plan.overlaps);
     written_before(&new.v.data, plan.overlaps);
-    let tile = comptime!(DECODE_TILE as u32);
-    let columns = comptime!(plan.columns() as u32);
-    let run = CUBE_POS_X;
-    let sequence = CUBE_POS_Z;
-    let blocks = (shape.group * new.time).div_ceil(comptime!(plan.rows as u32));
-    let kv_head = CUBE_POS_Y / blocks;
-    let first_row = (CUBE_POS_Y - kv_head * blocks) * comptime!(plan.rows as u32);
-    let block = RowBlock {
-        sequence,
-        kv_head,
-        first_row,
-        index: (sequence * CUBE_COUNT_Y + CUBE_POS_Y) as usize,
-    };
-    let own = extent(&new.starts, &new.counts, new.time, &shape, sequence);
+    let run = Run::new::<F>(&new, &shape, plan);
+    let own = run.own;
     // Without any run there is nothing to wait for.
-    let mut is_last = own.runs == 0u32 && run == 0u32;
-    if run < own.runs {
-        let first = own.first + run * own.per;
-        let last = min(first + own.per, own.end);
-        let stride = shape.kv_heads as usize * comptime!(plan.columns());
-        let row = sequence as usize * shape.capacity as usize + first as usize;
-        let mut at = Tile {
-            base: (row * shape.kv_heads as usize + kv_head as usize) * comptime!(plan.columns()),
-            stride,
-            count: min(tile, last - first),
-            first,
-        };
-        let keys_at = cvta_to_shared::<Vector<F, N>>(keys.as_slice().as_ptr());
-        let values_at = cvta_to_shared::<Vector<F, N>>(values.as_slice().as_ptr());
+    let mut is_last = own.runs == 0u32 && run.index == 0u32;
+    if run.index < own.runs {
+        let mut at = run.first_tile(&shape, plan);
         let queries_at = cvta_to_shared::<u32>(queries.as_slice().as_ptr());
         // What was there before is on its way while the new tokens are read and turned.
-        let from = max(first, own.start);
-        let old = min(from, first + at.count) - first;
-        copy::<F, N>(k_cache, keys_at, &at, old, plan);
+        keys.copy_of_warp(k_cache, &at, run.old(&at), plan);
         cp_async_commit_group();
-        copy::<F, N>(v_cache, values_at, &at, old, plan);
+        values.copy_of_warp(v_cache, &at, run.old(&at), plan);
         cp_async_commit_group();
         wait_for_previous(plan.overlaps);
-        // This run's new keys and values, by the upper warps, while the lower ones bring the queries.
-        let half = CUBE_DIM / 2u32;
-        let mut item = UNIT_POS ^ half;
-        while from < last && item < (last - from) * columns {
-            let key = from + item / columns;
-            let column = item % columns;
-            let vector = NewVector {
-                sequence,
-                t: key - own.start,
-                position: key,
-                place: kv_head * columns + column,
-            };
-            let written = write_new::<F, F, N>(&new, k_cache, v_cache, &shape, vector, plan);
-            if key < first + at.count {
-                let place = chunk_offset(key - first, column, comptime!(plan.mma_tile())) / 16u32;
-                keys[place as usize] = written.key;
-                values[place as usize] = written.value;
-            }
-            item += CUBE_DIM;
-        }
-        if UNIT_POS < half {
-            bring_queries::<F>(&new, &shape, &own, &mut queries, block, plan);
+        run.write_new::<F, F, N>(&new, k_cache, v_cache, &shape, &mut keys, &mut values, plan);
+        // Few new tokens leave the lower half of the units to the queries.
+        if UNIT_POS < CUBE_DIM / 2u32 {
+            bring_queries::<F>(&new, &shape, &own, &mut queries, run.block, plan);
         }
         let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
         let q_rows = fragment_rows(queries_at, 0u32.runtime(), comptime!(plan.mma_tile()));
-        let k_columns = fragment_columns(keys_at, warp_key, comptime!(plan.mma_tile()));
-        let v_rows = fragment_rows(values_at, warp_key, comptime!(plan.mma_tile()));
+        let k_columns = fragment_columns(keys.address(), warp_key, comptime!(plan.mma_tile()));
+        let v_rows = fragment_rows(values.address(), warp_key, comptime!(plan.mma_tile()));
         let mut rows = Rows {
             highest: Array::<f32>::new(2usize),
             sum: Array::<f32>::new(2usize),
@@ -138,16 +92,11 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         } else {
             shape.scale
         };
-        let seen = Seen::of(&own, &shape, first_row + UNIT_POS % 32u32 / 4u32);
+        let seen = Seen::of(&own, &shape, run.block.first_row + UNIT_POS % 32u32 / 4u32);
         cp_async_wait_group(1u32);
         sync_cube();
-        while at.first < last {
-            let next = Tile {
-                base: at.base + tile as usize * stride,
-                stride,
-                count: min(tile, last - min(at.first + tile, last)),
-                first: at.first + tile,
-            };
+        while at.first < run.last {
+            let next = run.next_tile(&at);
             let mut scores = multiply_rows(
                 q_rows,
                 k_columns,
@@ -158,7 +107,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             );
             sync_plane();
             if next.count > 0u32 {
-                copy::<F, N>(k_cache, keys_at, &next, next.count, plan);
+                keys.copy_of_warp(k_cache, &next, next.count, plan);
             }
             cp_async_commit_group();
             mask(&mut scores, &shape, &seen, at.first + warp_key, plan);
@@ -182,7 +131,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             );
             sync_plane();
             if next.count > 0u32 {
-                copy::<F, N>(v_cache, values_at, &next, next.count, plan);
+                values.copy_of_warp(v_cache, &next, next.count, plan);
             }
             cp_async_commit_group();
             cp_async_wait_group(1u32);
@@ -193,56 +142,29 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         }
         keep_warp(&rows, &mut scratch, natural, plan);
         sync_cube();
-        write_part::<F>(
-            output,
-            &scratch,
-            block.first_run(&shape) + run as usize,
-            plan,
-        );
+        let number = run.block.first_run(&shape) + run.index as usize;
+        write_part::<F>(output, &scratch, number, plan);
         is_last = is_last_cube(
             &mut output.finished,
-            block.index,
+            run.block.index,
             own.runs,
             &mut verdict,
             plan.concurrent,
         );
-    } else if run == 0u32 {
+    } else if run.index == 0u32 {
         // Else the kernel could end before those in front of it. Other runs may.
         wait_for_previous(plan.overlaps);
     }
     if is_last {
-        merge_runs::<F>(output, &mut scratch, &shape, &own, block, new.time, plan);
-    }
-}
-
-/// Starts copies of this warp's keys of a tile, or values: those before `old` from the
-/// cache, zeros for those behind the tile, since a weight of zero times NaN is no zero.
-#[cube]
-fn copy<F: Numeric, N: Size>(
-    cache: &mut [Vector<F, N>],
-    target: u32,
-    tile: &Tile,
-    old: u32,
-    #[comptime] plan: DecodePlan,
-) {
-    let columns = comptime!(plan.columns());
-    let source = cvta_to_global::<Vector<F, N>>(cache.as_ptr());
-    let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
-    #[unroll]
-    for i in 0..comptime!(WARP_KEYS * columns / 32) {
-        let item = UNIT_POS % 32u32 + comptime!(32 * i as u32);
-        let key = warp_key + item / comptime!(columns as u32);
-        let column = item % comptime!(columns as u32);
-        let inside = key < old;
-        if inside || key >= tile.count {
-            let at = tile.base + key as usize * tile.stride + column as usize;
-            cp_async_zfill(
-                target + chunk_offset(key, column, comptime!(plan.mma_tile())),
-                source + u64::cast_from(select(inside, at, 0usize)) * 16u64,
-                select(inside, 16u32, 0u32),
-                16u32,
-            );
-        }
+        merge_runs::<F>(
+            output,
+            &mut scratch,
+            &shape,
+            &own,
+            run.block,
+            new.time,
+            plan,
+        );
     }
 }
 

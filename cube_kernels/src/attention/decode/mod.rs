@@ -16,6 +16,7 @@ mod merge;
 mod mma;
 mod mma_merge;
 mod plan;
+mod run;
 mod tile;
 
 use cubecl::{client::Client, ir::ElemType, ir::UIntKind, prelude::*, server::Handle};

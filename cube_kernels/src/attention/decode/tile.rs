@@ -2,9 +2,13 @@
 
 use cubecl::prelude::*;
 
-use super::plan::DecodePlan;
-use crate::cube::ptx::{
-    cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global, cvta_to_shared,
+use super::plan::{DecodePlan, WARP_KEYS};
+use crate::{
+    attention::mma::tile::chunk_offset,
+    cube::ptx::{
+        cp_async, cp_async_commit_group, cp_async_wait_group, cp_async_zfill, cvta_to_global,
+        cvta_to_shared,
+    },
 };
 
 /// Where a tile is in the caches.
@@ -28,24 +32,30 @@ pub(super) struct Staged<C: Numeric, N: Size> {
     vectors: Shared<[Vector<C, N>]>,
 }
 
-/// Where column `column` of key `key` is in shared memory. Eight neighbouring keys have it in
+/// Where column `column` of key `key` is in shared memory: for matrix instructions as
+/// [`HeadTile`](crate::attention::mma::tile::Tile) says. Eight neighbouring keys have it in
 /// different banks, and so have neighbouring columns of a key.
 #[cube]
 fn place(key: u32, column: u32, #[comptime] plan: DecodePlan) -> usize {
-    let columns = comptime!(plan.columns() as u32);
-    let own = if comptime!(plan.columns().is_multiple_of(8)) {
-        column ^ (key & 7u32)
+    if comptime!(plan.mma) {
+        (chunk_offset(key, column, comptime!(plan.mma_tile())) / 16u32) as usize
     } else {
-        column
-    };
-    (key * columns + own) as usize
+        let columns = comptime!(plan.columns() as u32);
+        let own = if comptime!(plan.columns().is_multiple_of(8)) {
+            column ^ (key & 7u32)
+        } else {
+            column
+        };
+        (key * columns + own) as usize
+    }
 }
 
 #[cube]
 impl<C: Numeric, N: Size> Staged<C, N> {
     pub fn new(#[comptime] plan: DecodePlan) -> Staged<C, N> {
+        let alignment = comptime!(if plan.mma { 128usize } else { 16usize });
         Staged::<C, N> {
-            vectors: Shared::new_aligned_slice(comptime!(plan.staged.max(1)), 16usize),
+            vectors: Shared::new_aligned_slice(comptime!(plan.staged.max(1)), alignment),
         }
     }
 
@@ -75,6 +85,42 @@ impl<C: Numeric, N: Size> Staged<C, N> {
                 item += CUBE_DIM;
             }
             cp_async_commit_group();
+        }
+    }
+
+    /// Where it begins.
+    pub fn address(&self) -> u32 {
+        cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr())
+    }
+
+    /// For matrix instructions: starts copies of this warp's keys of a tile of `cache`: of those before
+    /// `old`, and zeros behind the tile, since a weight of zero times NaN is no zero.
+    pub fn copy_of_warp(
+        &self,
+        cache: &mut [Vector<C, N>],
+        tile: &Tile,
+        old: u32,
+        #[comptime] plan: DecodePlan,
+    ) {
+        let columns = comptime!(plan.columns());
+        let source = cvta_to_global::<Vector<C, N>>(cache.as_ptr());
+        let target = self.address();
+        let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
+        #[unroll]
+        for i in 0..comptime!(WARP_KEYS * columns / 32) {
+            let item = UNIT_POS % 32u32 + comptime!(32 * i as u32);
+            let key = warp_key + item / comptime!(columns as u32);
+            let column = item % comptime!(columns as u32);
+            let inside = key < old;
+            if inside || key >= tile.count {
+                let at = tile.base + key as usize * tile.stride + column as usize;
+                cp_async_zfill(
+                    target + place(key, column, plan) as u32 * 16u32,
+                    source + u64::cast_from(select(inside, at, 0usize)) * 16u64,
+                    select(inside, 16u32, 0u32),
+                    16u32,
+                );
+            }
         }
     }
 
