@@ -112,6 +112,27 @@ pub(super) fn extent(
     }
 }
 
+/// The keys that a query sees: from `first` to before `end`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Seen {
+    pub first: u32,
+    pub end: u32,
+}
+
+#[cube]
+impl Seen {
+    /// Of row `row` of the queries that read a head of keys. Padding sees none.
+    pub(super) fn of(own: &Extent, shape: &CacheShape, row: u32) -> Seen {
+        let end = own.start + row / shape.group + 1u32;
+        let near = end - min(end, shape.window);
+        Seen {
+            first: select(shape.window == 0u32, 0u32, near),
+            end: select(end <= own.end, end, 0u32),
+        }
+    }
+}
+
 /// A head of a token, and a position that there are angles for.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]

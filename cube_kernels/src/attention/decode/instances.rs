@@ -6,7 +6,7 @@ use cubecl::{
 };
 
 use super::{
-    CacheKind, MAX_MMA_HEAD, ROWS_OF_TEAM, UNITS,
+    CacheKind, ROWS_OF_TEAM, UNITS,
     kernels::{
         CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, MmaOutputLaunch, NewTokensLaunch,
         append_kernel, decode_mma_kernel, decode_run_kernel,
@@ -63,13 +63,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 conversion: device.conversion,
             };
             let mut all = of_plan(device, plan.staged_in(SHARED), address);
-            let narrow = head <= MAX_MMA_HEAD;
-            if device.conversion.has_ptx() && kind != f32 && cache == float && narrow {
-                all.extend(of_mma(
-                    device,
-                    plan.by_mma_in(rows, SHARED).unwrap(),
-                    address,
-                ));
+            if let Some(plan) = plan.by_mma_in(SHARED) {
+                all.extend(of_mma(device, plan, address));
             }
             all
         })

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::append::{CacheShape, Element, Extent, NewTokens, larger, turned, uncached};
+use super::append::{CacheShape, Element, Extent, NewTokens, Seen, larger, turned, uncached};
 use super::merge::{DecodeOutput, RowBlock, merge_runs};
 use super::plan::DecodePlan;
 use super::run::Run;
@@ -78,10 +78,9 @@ impl Sight {
         };
         #[unroll(plan.unroll)]
         for r in 0..rows {
-            let end = own.start + (first_row + r as u32) / shape.group + 1u32;
-            let near = end - min(end, shape.window);
-            sight.first[r] = select(shape.window == 0u32, 0u32, near);
-            sight.end[r] = select(end <= own.end, end, 0u32);
+            let seen = Seen::of(own, shape, first_row + r as u32);
+            sight.first[r] = seen.first;
+            sight.end[r] = seen.end;
         }
         sight
     }

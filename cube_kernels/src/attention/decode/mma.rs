@@ -2,13 +2,13 @@
 //! `mma.sync.m16n8k16`: every CUDA GPU from compute capability 8.0 on.
 //!
 //! A warp has a quarter of the keys of each tile, copies them itself and keeps its own softmax, so
-//! that warps wait for each other only before the first tile and behind the last. Of the 16 rows of an
-//! instruction the upper eight have no queries.
+//! that warps wait for each other only before the first tile and behind the last. Of the 16 rows of
+//! an instruction the upper eight have no queries.
 
 use cubecl::prelude::*;
 
 use super::{
-    append::{CacheShape, Element, Extent, NewTokens, Turn},
+    append::{CacheShape, Element, Extent, NewTokens, Seen, Turn},
     merge::RowBlock,
     mma_merge::{MmaOutput, merge_runs, write_part},
     plan::{DecodePlan, FRAGMENT_ROWS, WARP_KEYS, WARPS},
@@ -29,7 +29,7 @@ use crate::{
         arrival::is_last_cube,
         codec::load,
         overlap::{let_next_begin, wait_for_previous, written_before},
-        ptx::{cp_async_commit_group, cp_async_wait_group, cvta_to_shared},
+        ptx::{cp_async_wait_group, cvta_to_shared},
     },
 };
 
@@ -64,9 +64,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
         let queries_at = cvta_to_shared::<u32>(queries.as_slice().as_ptr());
         // What was there before is on its way while the new tokens are read and turned.
         keys.copy_of_warp(k_cache, &at, run.old(&at), plan);
-        cp_async_commit_group();
         values.copy_of_warp(v_cache, &at, run.old(&at), plan);
-        cp_async_commit_group();
         wait_for_previous(plan.overlaps);
         run.write_new::<F, F, N>(&new, k_cache, v_cache, &shape, &mut keys, &mut values, plan);
         // Few new tokens leave the lower half of the units to the queries.
@@ -106,10 +104,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
                 plan.kind,
             );
             sync_plane();
-            if next.count > 0u32 {
-                keys.copy_of_warp(k_cache, &next, next.count, plan);
-            }
-            cp_async_commit_group();
+            keys.copy_of_warp(k_cache, &next, next.count, plan);
             mask(&mut scores, &shape, &seen, at.first + warp_key, plan);
             online_softmax(
                 &mut scores,
@@ -130,10 +125,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
                 plan.kind,
             );
             sync_plane();
-            if next.count > 0u32 {
-                values.copy_of_warp(v_cache, &next, next.count, plan);
-            }
-            cp_async_commit_group();
+            values.copy_of_warp(v_cache, &next, next.count, plan);
             cp_async_wait_group(1u32);
             sync_plane();
             at.base = next.base;
@@ -205,27 +197,6 @@ fn bring_queries<F: Numeric>(
             }
             let at = chunk_offset(row, pair / 4u32, comptime!(plan.mma_tile())) / 4u32;
             queries[(at + pair % 4u32) as usize] = word;
-        }
-    }
-}
-
-/// The keys that the query of a lane sees: from `first` to before `end`.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Seen {
-    first: u32,
-    end: u32,
-}
-
-#[cube]
-impl Seen {
-    /// Of row `row` of a head of keys.
-    fn of(own: &Extent, shape: &CacheShape, row: u32) -> Seen {
-        let end = own.start + row / shape.group + 1u32;
-        let near = end - min(end, shape.window);
-        Seen {
-            first: select(shape.window == 0u32, 0u32, near),
-            end: select(end <= own.end, end, 0u32),
         }
     }
 }

@@ -57,9 +57,6 @@ const UNITS: usize = 128;
 /// units that an SM had registers for one of them alone, and not for two.
 const ROWS_OF_TEAM: usize = 2;
 
-/// The widest head of which a warp of matrix instructions has registers for a row.
-const MAX_MMA_HEAD: usize = 128;
-
 /// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
 /// memory.
 #[derive(Debug, Clone)]
@@ -358,8 +355,7 @@ fn plan(
     // Sums of the slices have to fit into shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
     let halves = (cache.head / 2).is_multiple_of(8);
-    let all = rows.next_power_of_two().min(8);
-    let rows = all.min(most);
+    let rows = rows.next_power_of_two().min(most);
     let planes = !is_cpu(client) && units(client).min(UNITS) == DECODE_TILE;
     let conversion = conversion_of(client);
     let plan = DecodePlan {
@@ -388,13 +384,9 @@ fn plan(
         conversion,
     };
     let shared = client.properties().hardware.max_shared_memory_size;
-    let by_mma = conversion.has_ptx()
-        && new.q.dtype != FloatKind::F32
-        && cache.kind == CacheKind::Float
-        && cache.head.is_multiple_of(16)
-        && cache.head <= MAX_MMA_HEAD
-        && params.is_some_and(|params| params.scale > 0.0);
-    if by_mma && let Some(plan) = plan.by_mma_in(all, shared) {
+    // The largest score of a row is that of the largest product.
+    let is_ordered = params.is_some_and(|params| params.scale > 0.0);
+    if is_ordered && let Some(plan) = plan.by_mma_in(shared) {
         return plan;
     }
     match planes && conversion.has_ptx() {
@@ -403,9 +395,9 @@ fn plan(
     }
 }
 
-/// Whether [`decode`] takes matrix instructions: on CUDA GPUs, where queries and the cache are of one
-/// type of 16 bits, heads are of a multiple of 16 elements up to 128, the scale is positive, and a cube's shared
-/// memory holds a tile. Its results are then within rounding of
+/// Whether [`decode`] takes matrix instructions: on CUDA GPUs, where queries and the cache are of
+/// one type of 16 bits, heads are of a multiple of 16 elements up to 128, the scale is positive, and
+/// a cube's shared memory holds a tile. Its results are then within rounding of
 /// [`reference::attention`](crate::reference::attention), and a sequence has the same bits in any
 /// company; else they have the reference's bits.
 pub fn uses_mma(

@@ -17,6 +17,9 @@ pub(super) const FRAGMENT_ROWS: usize = 16;
 /// As many runs as `decode_splits` gives at most.
 pub(super) const MOST_RUNS: usize = 64;
 
+/// The widest head of which a warp of matrix instructions has registers for a row.
+const MAX_MMA_HEAD: usize = 128;
+
 /// What is in a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheKind {
@@ -128,12 +131,19 @@ impl DecodePlan {
         Self { staged, ..self }
     }
 
-    /// The same plan for matrix instructions and `rows` queries of a cube, at most 8, if a cube's
+    /// The same plan for matrix instructions, if there are any for its types and heads, and a cube's
     /// `shared` bytes have room for it.
-    pub(super) fn by_mma_in(self, rows: usize, shared: usize) -> Option<Self> {
+    pub(super) fn by_mma_in(self, shared: usize) -> Option<Self> {
+        let takes = self.conversion.has_ptx()
+            && self.kind != FloatKind::F32
+            && self.cache == CacheKind::Float
+            && self.head.is_multiple_of(16)
+            && self.head <= MAX_MMA_HEAD;
+        if !takes {
+            return None;
+        }
         let plan = Self {
             mma: true,
-            rows,
             width: 8,
             teams: 1,
             ..self

@@ -93,8 +93,9 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr())
     }
 
-    /// For matrix instructions: starts copies of this warp's keys of a tile of `cache`: of those before
-    /// `old`, and zeros behind the tile, since a weight of zero times NaN is no zero.
+    /// For matrix instructions: starts copies of this warp's keys of a tile of `cache`, as a group, of
+    /// those before `old`, and zeros behind the tile, since a weight of zero times NaN is no zero.
+    /// Of a tile without keys nothing is copied.
     pub fn copy_of_warp(
         &self,
         cache: &mut [Vector<C, N>],
@@ -106,22 +107,25 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         let source = cvta_to_global::<Vector<C, N>>(cache.as_ptr());
         let target = self.address();
         let warp_key = UNIT_POS / 32u32 * comptime!(WARP_KEYS as u32);
-        #[unroll]
-        for i in 0..comptime!(WARP_KEYS * columns / 32) {
-            let item = UNIT_POS % 32u32 + comptime!(32 * i as u32);
-            let key = warp_key + item / comptime!(columns as u32);
-            let column = item % comptime!(columns as u32);
-            let inside = key < old;
-            if inside || key >= tile.count {
-                let at = tile.base + key as usize * tile.stride + column as usize;
-                cp_async_zfill(
-                    target + place(key, column, plan) as u32 * 16u32,
-                    source + u64::cast_from(select(inside, at, 0usize)) * 16u64,
-                    select(inside, 16u32, 0u32),
-                    16u32,
-                );
+        if tile.count > 0u32 {
+            #[unroll]
+            for i in 0..comptime!(WARP_KEYS * columns / 32) {
+                let item = UNIT_POS % 32u32 + comptime!(32 * i as u32);
+                let key = warp_key + item / comptime!(columns as u32);
+                let column = item % comptime!(columns as u32);
+                let inside = key < old;
+                if inside || key >= tile.count {
+                    let at = tile.base + key as usize * tile.stride + column as usize;
+                    cp_async_zfill(
+                        target + place(key, column, plan) as u32 * 16u32,
+                        source + u64::cast_from(select(inside, at, 0usize)) * 16u64,
+                        select(inside, 16u32, 0u32),
+                        16u32,
+                    );
+                }
             }
         }
+        cp_async_commit_group();
     }
 
     /// Takes a vector of a key that was not in the cache.

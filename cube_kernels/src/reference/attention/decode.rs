@@ -109,7 +109,7 @@ pub struct DecodeShape<'a> {
 
 impl DecodeShape<'_> {
     /// Tokens before the new ones of a sequence, and with them: what exceeds the room is not there.
-    fn extent(&self, sequence: usize) -> (usize, usize) {
+    pub fn extent(&self, sequence: usize) -> (usize, usize) {
         let start = (self.starts[sequence] as usize).min(self.capacity);
         let count = (self.counts[sequence] as usize).min(self.time);
         (start, (start + count).min(self.capacity))

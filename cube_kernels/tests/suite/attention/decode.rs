@@ -195,8 +195,8 @@ fn steps<T: Operand>(client: &Client) {
     check::<T>(client, &Case::new(64, 20, &[&[1], &[1], &[3], &[1]]));
 }
 
-/// Heads of every width, groups of eight and of more queries than a cube has, and so many heads that a
-/// run has several tiles.
+/// Heads of every width, groups of eight and of more queries than a cube has, and so many heads that
+/// a run has several tiles.
 fn heads<T: Operand>(client: &Client) {
     let long = if is_gpu(client) { 1100 } else { 129 };
     for (head, heads, kv_heads) in [

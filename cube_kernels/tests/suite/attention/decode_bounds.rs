@@ -32,20 +32,6 @@ impl<T: Operand> Decoded<'_, T> {
         }
     }
 
-    /// The tokens of sequence `sequence` before the new ones, and with them.
-    fn extent(&self, sequence: usize) -> (usize, usize) {
-        let DecodeShape {
-            time,
-            capacity,
-            starts,
-            counts,
-            ..
-        } = *self.shape;
-        let start = (starts[sequence] as usize).min(capacity);
-        let count = (counts[sequence] as usize).min(time);
-        (start, (start + count).min(capacity))
-    }
-
     fn assert_within(&self, found: &[f32], what: &str) {
         let DecodeShape {
             heads,
@@ -60,7 +46,7 @@ impl<T: Operand> Decoded<'_, T> {
         };
         let (wide, narrow) = (heads * head, kv_heads * head);
         for sequence in 0..self.shape.starts.len() {
-            let (start, end) = self.extent(sequence);
+            let (start, end) = self.shape.extent(sequence);
             let new = end - start;
             let rows = &found[sequence * time * wide..][..time * wide];
             let of = |x: &'_ [T]| x[sequence * capacity * narrow..][..end * narrow].to_vec();
