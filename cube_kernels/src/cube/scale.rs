@@ -81,14 +81,14 @@ impl GlobalScale {
         select(multiplier > f32::MAX, f32::MAX, multiplier)
     }
 
-    /// [`encode_multiplier`](Self::encode_multiplier) in a third of its instructions where it is
-    /// below [`LARGEST_USUAL`] and the amax of the block is a number; for NaN, any number.
+    /// [`encode_multiplier`](GlobalScale::encode_multiplier) in a third of its instructions where
+    /// it is below [`LARGEST_USUAL`] and the amax of the block is a number; for NaN, any number.
     /// Elsewhere not below that, or NaN. Needs PTX.
     ///
     /// `value · decode` is below 2¹²⁶ for every byte: `448 / fl(2688 / f32::MAX)` is. Where it is no
     /// normal number the reciprocal is NaN, and where it is a small one the reciprocal is large.
-    /// With the scales [of multiples](Self::of_multiples) it is below that where the amax of the
-    /// block is: `value · decode` is at most a third of it.
+    /// With the scales [of multiples](GlobalScale::of_multiples) it is below that where the amax of
+    /// the block is: `value · decode` is at most a third of it.
     pub fn usual_multiplier(&self, scale: u32) -> f32 {
         // As in `decode_e4m3`.
         let value = f32::reinterpret(scale << 20u32) * f32::reinterpret(247u32 << 23u32);

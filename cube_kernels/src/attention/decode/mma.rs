@@ -33,8 +33,8 @@ use crate::{
     },
 };
 
-/// As [`decode_run_kernel`](super::kernel::decode_run_kernel), with the same arguments and the same
-/// runs. The sums have another order, and weights are rounded to the type of the values.
+/// As `decode_run_kernel`, with the same arguments and the same runs. The sums have another order,
+/// and weights are rounded to the type of the values.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_mma_kernel<F: Numeric, N: Size>(
     new: NewTokens<F>,
