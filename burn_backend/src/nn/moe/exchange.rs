@@ -186,13 +186,13 @@ impl ExpertExchange {
 
 /// The choices of each expert on each rank of `group`, one rank after the other, given those of
 /// this rank. The host waits for them.
-pub(super) fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
+fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
     let all = group.all_gather_int(counts.clone()).into_data();
     all.iter::<i64>().map(|count| count as usize).collect()
 }
 
 /// The choices of each of `experts` on all ranks, given those on each.
-pub(super) fn total_counts(all: &[usize], experts: usize) -> Vec<usize> {
+fn total_counts(all: &[usize], experts: usize) -> Vec<usize> {
     let total = |expert: usize| all.iter().skip(expert).step_by(experts).sum();
     (0..experts).map(total).collect()
 }

@@ -63,12 +63,3 @@ impl GatheredChoices {
 pub(super) fn gather_tokens(x: Tensor<2>, group: &ProcessGroup) -> Tensor<2> {
     functions::gather_sum(x, 0, group)
 }
-
-/// The choices of each expert on all ranks of `group`, given those of this rank.
-pub(super) fn sum_counts(counts: Tensor<1, Int>, group: &ProcessGroup) -> Tensor<1, Int> {
-    let [experts] = counts.dims();
-    let all = group.all_gather_int(counts);
-    all.reshape([group.size(), experts])
-        .sum_dim(0)
-        .reshape([experts])
-}

@@ -6,6 +6,7 @@ mod losses;
 mod parallel;
 mod steps;
 
+pub(super) use losses::BatchRanks;
 pub use parallel::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
 
 use burn_core as burn;
@@ -232,6 +233,7 @@ impl Nvfp4Moe {
     fn parts(&self) -> MoeParts<'_> {
         MoeParts {
             router: &self.router,
+            tensor: None,
             gate_up: &self.gate_up,
             down: &self.down,
             shared: self.shared.as_ref(),

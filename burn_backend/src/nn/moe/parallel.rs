@@ -9,9 +9,9 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::super::parts::PartIds;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, Routing, rows};
-use super::exchange::{ExpertExchange, gather_counts, ints, total_counts};
-use super::gathered::{GatheredChoices, gather_tokens, sum_counts};
-use super::losses::batch_losses;
+use super::exchange::{ExpertExchange, ints};
+use super::gathered::{GatheredChoices, gather_tokens};
+use super::losses::{BatchRanks, batch_losses};
 use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 use crate::experts::{MoeRoute, check_experts};
@@ -104,9 +104,9 @@ pub struct ExpertParallelMoe {
     pub shared: Option<Nvfp4SwiGlu>,
     #[module(skip)]
     group: ProcessGroup,
-    /// The ranks with a part of the batch, if they are others.
+    /// Whose tokens the losses are of.
     #[module(skip)]
-    batch: Option<ProcessGroup>,
+    ranks: BatchRanks,
     #[module(skip)]
     settings: MoeSettings,
     #[module(skip)]
@@ -175,7 +175,7 @@ impl ExpertParallelMoe {
             down,
             shared: moe.shared,
             group: group.clone(),
-            batch: None,
+            ranks: BatchRanks::new(group),
             settings: moe.settings,
             dispatch: ExpertDispatch::default(),
             ids: [gate_up_ids, down_ids],
@@ -210,9 +210,14 @@ impl ExpertParallelMoe {
     /// [`group`](Self::group) and of further groups with the same experts, which data parallelism
     /// adds. The losses are of the tokens of all of them.
     pub fn with_batch(mut self, batch: &ProcessGroup) -> Self {
-        // Ranks of `group` alone have exchanged what the losses need.
-        self.batch = (batch.size() > self.group.size()).then(|| batch.clone());
+        self.ranks = BatchRanks::new(batch);
         self
+    }
+
+    /// The same mixture for tokens that ranks of a tensor group share: those of `ranks`, all of
+    /// [`group`](Self::group) among them.
+    pub(in crate::nn) fn with_ranks(self, ranks: BatchRanks) -> Self {
+        Self { ranks, ..self }
     }
 
     /// The same mixture, whose tokens travel as `dispatch` says; all ranks choose the same.
@@ -300,19 +305,21 @@ impl ExpertParallelMoe {
         let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
         let results = exchange.combine(results, &arrived);
         let mut output = routing.combine(results, weights);
-        let gathered = self.batch.as_ref().map(|batch| {
-            let all = gather_counts(routing.counts(), batch);
-            (total_counts(&all, experts), batch)
-        });
-        let (totals, batch) = match &gathered {
-            Some((totals, batch)) => (&totals[..], *batch),
-            None => (exchange.totals(), &self.group),
+        let counts: Vec<i32> = if self.has_all_tokens() {
+            exchange
+                .totals()
+                .iter()
+                .map(|&count| count as i32)
+                .collect()
+        } else {
+            let all = self.ranks.sum_counts(routing.counts().clone());
+            all.into_data().iter::<i32>().collect()
         };
         let top_k = self.settings.top_k;
-        let counts: Vec<i32> = totals.iter().map(|&count| count as i32).collect();
+        let of = counts.iter().map(|&count| count as usize).sum::<usize>() / top_k;
         let counts = ints(&counts, &x.device());
-        let of = totals.iter().sum::<usize>() / top_k;
-        let [balance_loss, z_loss] = batch_losses(logits, (of, counts.clone()), top_k, batch);
+        let losses = batch_losses(logits, (of, counts.clone()), top_k, &self.ranks);
+        let [balance_loss, z_loss] = losses;
         if let Some(shared) = shared {
             output = output + shared;
         }
@@ -338,14 +345,15 @@ impl ExpertParallelMoe {
         let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
         let (window, first) = (&choices.window, choices.first);
         let results = parts.run_window(window.dispatch(all), window, first)?;
-        let (counts, batch) = match &self.batch {
-            Some(batch) => (sum_counts(counts, batch), batch),
-            None => (window.counts.clone(), &self.group),
+        let counts = match self.has_all_tokens() {
+            true => window.counts.clone(),
+            false => self.ranks.sum_counts(counts),
         };
         let [tokens, _] = x.dims();
-        let (of, top_k) = (tokens * batch.size(), self.settings.top_k);
+        let (of, top_k) = (tokens * self.ranks.size(), self.settings.top_k);
         let mut output = choices.combine(results);
-        let [balance_loss, z_loss] = batch_losses(logits, (of, counts.clone()), top_k, batch);
+        let losses = batch_losses(logits, (of, counts.clone()), top_k, &self.ranks);
+        let [balance_loss, z_loss] = losses;
         if let Some(shared) = parts.run_shared(x)? {
             output = output + shared;
         }
@@ -355,6 +363,12 @@ impl ExpertParallelMoe {
             z_loss,
             counts,
         })
+    }
+
+    /// Whether the ranks of [`group`](Self::group), which exchange tokens and counts, have all that
+    /// the losses are of.
+    fn has_all_tokens(&self) -> bool {
+        self.ranks.size() <= self.group.size()
     }
 
     /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
@@ -373,6 +387,7 @@ impl ExpertParallelMoe {
     fn parts(&self) -> MoeParts<'_> {
         MoeParts {
             router: &self.router,
+            tensor: Some(&self.ranks.tensor),
             gate_up: &self.gate_up,
             down: &self.down,
             shared: self.shared.as_ref(),

@@ -9,7 +9,7 @@ use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
 use crate::experts::{ChoiceWindow, ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
 use crate::ops::{LinearSpec, RowGroups};
-use crate::parallel::whole_dims;
+use crate::parallel::{ProcessGroup, functions, whole_dims};
 use crate::validate;
 
 /// What a mixture is configured to do.
@@ -27,6 +27,8 @@ pub(super) struct MoeSettings {
 /// for each expert of this rank.
 pub(super) struct MoeParts<'a> {
     pub router: &'a Linear,
+    /// Ranks with other tokens of the same loss, whose gradients of the router are added up.
+    pub tensor: Option<&'a ProcessGroup>,
     pub gate_up: &'a Nvfp4GroupedLinear,
     pub down: &'a Nvfp4GroupedLinear,
     pub shared: Option<&'a Nvfp4SwiGlu>,
@@ -70,7 +72,12 @@ impl MoeParts<'_> {
     pub fn logits(&self, x: Tensor<2>) -> Tensor<2> {
         let [d_model, experts] = whole_dims(&self.router.weight);
         let [tokens, _] = x.dims();
-        let router = cast(self.router.weight.val(), FloatDType::F32);
+        let router = self.router.weight.val();
+        let router = match self.tensor {
+            Some(group) => functions::copy_parameter(router, group),
+            None => router,
+        };
+        let router = cast(router, FloatDType::F32);
         // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
         // long as there are tokens, with which one GEMM would leave most of a GPU idle.
         let parts = equal_parts(tokens, 5);

@@ -2,13 +2,13 @@
 
 use burn_core as burn;
 
-use burn_core::module::Module;
+use burn_core::module::{Module, ParamId};
 use burn_core::tensor::Tensor;
 use nvfp4_kernels::Nvfp4Error;
 
 use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4SwiGlu, rows};
-use super::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
+use super::{ColumnParallelLinear, RowParallelLinear, ShardedParameter, TensorParallel};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
 use crate::parallel::whole_dims;
@@ -53,6 +53,25 @@ impl TensorParallelSwiGlu {
     /// When the group fails.
     pub fn into_layers(self) -> (crate::Nvfp4Linear, crate::Nvfp4Linear) {
         (self.gate_up.into_linear(), self.down.into_linear())
+    }
+
+    /// Fail unless the recipe's blocks end where the parts of ranks do, of features and of `tokens`
+    /// of a rank.
+    ///
+    /// # Errors
+    /// Names what does not fit.
+    pub fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
+        self.gate_up.check_parts(tokens)?;
+        self.down.check_parts(tokens)
+    }
+
+    /// The parameters of which each rank has a part.
+    pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
+        [
+            self.gate_up.sharded_parameters(),
+            self.down.sharded_parameters(),
+        ]
+        .concat()
     }
 
     /// Apply the layer: to the same shape and type.

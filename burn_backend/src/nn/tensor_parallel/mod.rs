@@ -7,7 +7,8 @@
 //! and residuals work, are sharded by tokens.
 //!
 //! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs, and
-//! [`TensorParallelBlock`] has one of each. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are
+//! [`TensorParallelBlock`] has one of each, or a [`TensorParallelMoe`] in place of the former: whole
+//! experts on each rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are
 //! the ends of a language model, and [`SequenceParallelRmsNorm`] stands between them.
 //!
 //! Every rank makes its layers itself, of the same layers of one device ([`Nvfp4Linear`] and
@@ -31,6 +32,7 @@ mod embedding;
 mod feed_forward;
 mod head;
 mod linear;
+mod moe;
 mod norm;
 
 use burn_core::module::Param;
@@ -45,6 +47,7 @@ pub use embedding::VocabParallelEmbedding;
 pub use feed_forward::TensorParallelSwiGlu;
 pub use head::VocabParallelHead;
 pub use linear::{ColumnParallelLinear, RowParallelLinear};
+pub use moe::TensorParallelMoe;
 pub use norm::SequenceParallelRmsNorm;
 
 /// Whose amax an operand that is sharded is quantized with.
@@ -65,6 +68,16 @@ pub struct TensorParallel {
     pub(super) sequence_parallel: bool,
     pub(super) amax: ShardAmax,
     pub(super) deterministic: bool,
+    pub(super) experts: Option<ExpertRanks>,
+}
+
+/// The ranks that share the experts of mixtures.
+#[derive(Debug, Clone)]
+pub(super) struct ExpertRanks {
+    /// With parts of the experts: whole tensor groups.
+    on: ProcessGroup,
+    /// With other parts of the batch.
+    batch: ProcessGroup,
 }
 
 impl TensorParallel {
@@ -76,6 +89,7 @@ impl TensorParallel {
             sequence_parallel: false,
             amax: ShardAmax::Group,
             deterministic: false,
+            experts: None,
         }
     }
 
@@ -103,6 +117,21 @@ impl TensorParallel {
     pub fn with_deterministic(self, deterministic: bool) -> Self {
         Self {
             deterministic,
+            ..self
+        }
+    }
+
+    /// Which ranks the experts of mixtures are `on`, each with an equal part of them: the ranks of
+    /// tensor groups, of which this one is among them, one group after another. By default those of
+    /// the one group.
+    ///
+    /// `batch` are the ranks with the same parts of matrices as this one and other parts of the
+    /// batch. The losses of routers are of the tokens of all of their tensor groups; by default of
+    /// this one's.
+    pub fn with_experts(self, on: &ProcessGroup, batch: &ProcessGroup) -> Self {
+        let (on, batch) = (on.clone(), batch.clone());
+        Self {
+            experts: Some(ExpertRanks { on, batch }),
             ..self
         }
     }
