@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::Device;
+use burn_nvfp4::nn::ExpertParallelMoe;
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::state::set_rank;
 use nvfp4_parallel::{Axis, Layout};
@@ -12,7 +13,8 @@ use crate::config::RunConfig;
 /// The groups of ranks that this rank is in.
 ///
 /// Ranks of a tensor group are neighbours: rank `b · tp + t` has part `t` of each matrix and part
-/// `b` of the batch. Among the ranks of the batch, `ep` neighbours have the experts of one mixture.
+/// `b` of the batch. `ep` neighbours have the experts of one mixture: ranks of the batch, or whole
+/// tensor groups, whose ranks have tokens of their own.
 #[derive(Debug, Clone)]
 pub struct ParallelGroups {
     world: ProcessGroup,
@@ -42,7 +44,13 @@ impl ParallelGroups {
     pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
         config.check_ranks(world.size())?;
         let world = world.clone().with_reduce_dtype(config.grad_reduce.into());
-        let layout = Layout::new(world.size(), config.tp, config.ep, 1)?;
+        // Experts are on whole tensor groups.
+        let tensor_groups = (config.ep / config.tp).max(1);
+        let layout = Layout::new(world.size(), config.tp, tensor_groups, 1)?;
+        let of_experts: &[Axis] = match config.ep {
+            1 => &[],
+            _ => &[Axis::Tensor, Axis::Expert],
+        };
         let along = |axes: &[Axis]| -> Result<ProcessGroup> {
             let members = layout.group(world.rank(), axes)?;
             Ok(match members.len() == world.size() {
@@ -52,7 +60,7 @@ impl ParallelGroups {
         };
         Ok(Self {
             tensor: along(&[Axis::Tensor])?,
-            expert: along(&[Axis::Expert])?,
+            expert: along(of_experts)?,
             batch: along(&[Axis::Expert, Axis::Data])?,
             data: along(&[Axis::Data])?,
             world,
@@ -66,20 +74,25 @@ impl ParallelGroups {
     /// As there.
     pub fn connect(self, device: &Device, overlaps: bool) -> Result<Self> {
         let size = self.world.size();
-        let mut world = self.world;
-        let mut others = [self.tensor, self.expert, self.batch, self.data];
-        if size > 1 && others.iter().any(|group| group.size() == size) {
-            world = world.connect(device, overlaps)?;
-        }
-        // In the same order on all ranks, of which each is in one group of a kind.
-        for group in &mut others {
-            *group = match group.size() {
-                1 => continue,
-                members if members == size => world.clone(),
-                _ => group.clone().connect(device, overlaps)?,
-            };
-        }
-        let [tensor, expert, batch, data] = others;
+        let others = [&self.tensor, &self.expert, &self.batch, &self.data];
+        let is_used = size > 1 && others.iter().any(|group| group.size() == size);
+        let world = match is_used {
+            true => self.world.connect(device, overlaps)?,
+            false => self.world,
+        };
+        // In the same order on all ranks, of which each is in one group of a kind. Of two groups of
+        // which one has all ranks of the other, those of one size are the same.
+        let connected = |group: ProcessGroup, within: &[&ProcessGroup]| match group.size() {
+            1 => Ok(group),
+            size => match within.iter().find(|other| other.size() == size) {
+                Some(same) => Ok((*same).clone()),
+                None => group.connect(device, overlaps),
+            },
+        };
+        let tensor = connected(self.tensor, &[&world])?;
+        let expert = connected(self.expert, &[&world, &tensor])?;
+        let batch = connected(self.batch, &[&world])?;
+        let data = connected(self.data, &[&world, &batch])?;
         Ok(Self {
             world,
             tensor,
@@ -99,7 +112,8 @@ impl ParallelGroups {
         &self.tensor
     }
 
-    /// The ranks with the other experts of the same mixtures.
+    /// The ranks with the other experts of the same mixtures; all of [`tensor`](Self::tensor) among
+    /// them, if there are such.
     pub fn expert(&self) -> &ProcessGroup {
         &self.expert
     }
@@ -145,6 +159,17 @@ impl ParallelGroups {
         }
         Ok(())
     }
+
+    /// Has the experts of `moe` draw the same random bits on all ranks that they are on: those share
+    /// one mixture.
+    ///
+    /// # Errors
+    /// As [`number_draws`](Self::number_draws).
+    pub(crate) fn number_expert_draws(&self, moe: &ExpertParallelMoe) -> Result<()> {
+        set_rank(&moe.gate_up, self.data.rank())?;
+        set_rank(&moe.down, self.data.rank())?;
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -183,7 +208,20 @@ mod tests {
         );
         let expert = places(1, 2);
         assert_eq!(of(&expert, 1), pairs);
-        assert_eq!((of(&expert, 2), of(&expert, 3)), (all.clone(), distant));
+        assert_eq!(
+            (of(&expert, 2), of(&expert, 3)),
+            (all.clone(), distant.clone())
+        );
         assert_eq!(of(&places(1, 1), 2), all);
+        // Experts are on whole tensor groups, whose ranks have parts of the same part of the batch.
+        let both = places(2, 2);
+        assert_eq!((of(&both, 0), of(&both, 1)), (pairs.clone(), pairs));
+        assert_eq!(
+            (of(&both, 2), of(&both, 3)),
+            (distant.clone(), distant.clone())
+        );
+        let both = places(2, 4);
+        assert_eq!((of(&both, 1), of(&both, 2)), (all, distant));
+        assert_eq!(of(&both, 3), [(0, 1); 4]);
     }
 }

@@ -64,9 +64,9 @@ impl MemoryNeed {
         let parameters = config.parameters_of_rank() as u64;
         let ranks = config.dp.unwrap_or(1) as u64;
         let (of_ep, of_tp) = (config.ep as u64, config.tp as u64);
-        let experts = model.expert_parameters() as u64 / of_tp / of_ep;
-        // Ranks with the same experts shard them, and all ranks what is left.
-        let sharded = (parameters - experts) / ranks + experts / (ranks / of_ep).max(1);
+        let experts = model.expert_parameters() as u64 / of_ep;
+        // Ranks with the same experts shard them, and all ranks of the batch what is left.
+        let sharded = (parameters - experts) / ranks + experts / (ranks * of_tp / of_ep).max(1);
         let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
             .map(|is_sharded| if is_sharded { sharded } else { parameters });
         Self {
@@ -74,7 +74,7 @@ impl MemoryNeed {
             frozen: 0,
             gradients: of_model * parameter as u64,
             optimizer: of_state * (8 + f32_copy),
-            // A tensor group shares heads, hidden features, or tokens of all of them.
+            // A tensor group shares heads, hidden features, or tokens.
             activations: (tokens * (blocks + ends) / config.tp) as u64,
         }
     }
@@ -517,7 +517,11 @@ mod tests {
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
         assert_eq!(half.weights, 4 * parameters / 2);
-        (config.tp, config.model.experts) = (1, Some(4));
+        // Experts are whole, on ranks with other tokens.
+        (config.tp, config.ep, config.model.experts) = (2, 2, Some(4));
+        let both = MemoryNeed::of(&config, &config.recipe);
+        assert_eq!(both.weights, 4 * config.parameters() as u64 / 2);
+        (config.tp, config.ep) = (1, 1);
         let experts = config.model.expert_parameters() as u64;
         let all = MemoryNeed::of(&config, &config.recipe);
         config.ep = 2;

@@ -21,7 +21,7 @@ use burn_nvfp4::nn::{
     RopeCache, RopeCacheConfig, expert_parameters,
 };
 use burn_nvfp4::parallel::Shards;
-use burn_nvfp4::state::{assign_layer_ids, set_rank};
+use burn_nvfp4::state::assign_layer_ids;
 
 use crate::config::{Activation, BALANCE_SHARE, ModelConfig, RecipeName, RunConfig, VOCABULARY};
 use crate::groups::ParallelGroups;
@@ -54,10 +54,10 @@ pub trait LanguageModel: Module + 'static {
     /// When the parts of the ranks do not fit the model or its recipe.
     fn part_of(whole: Self::Whole, config: &RunConfig, groups: &ParallelGroups) -> Result<Self>;
 
-    /// The parameters of which each rank has a part, if there are any.
-    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
+    /// The parameters of which each rank has a part, by the ranks that have the others.
+    fn partitions(&self, groups: &ParallelGroups) -> Vec<ModelPartition> {
         let _ = groups;
-        None
+        Vec::new()
     }
 
     /// Longest sequence that the model takes.
@@ -115,6 +115,47 @@ pub struct ModelPartition {
     pub shards: Shards,
     /// The parts of those that are not sharded along their first axis, as one segment.
     pub parameters: BTreeMap<u64, ShardedParameter>,
+}
+
+impl ModelPartition {
+    /// Of the experts of `model`, if ranks have other ones.
+    fn of_experts<M: Module>(model: &M, groups: &ParallelGroups) -> Option<Self> {
+        let experts = expert_parameters(model);
+        (!experts.is_empty()).then(|| Self {
+            shards: Shards {
+                group: groups.expert().clone(),
+                ids: experts.iter().map(|id| id.val()).collect(),
+            },
+            parameters: BTreeMap::new(),
+        })
+    }
+}
+
+/// What routers add to the training loss: of each block its losses, if it has any, given
+/// `balance_share`, the share of the load-balancing loss.
+#[derive(Default)]
+struct RouterLosses {
+    sum: Option<Tensor<1>>,
+}
+
+impl RouterLosses {
+    fn add<T>(&mut self, block: BlockOutput<T>, balance_share: f64) -> T {
+        let BlockOutput {
+            output,
+            balance_loss,
+            z_loss,
+        } = block;
+        for (loss, share) in [(balance_loss, balance_share), (z_loss, Z_SHARE)] {
+            let Some(loss) = loss.map(|loss| loss.mul_scalar(share)) else {
+                continue;
+            };
+            self.sum = Some(match self.sum.take() {
+                Some(sum) => sum + loss,
+                None => loss,
+            });
+        }
+        output
+    }
 }
 
 /// Fail unless `device` computes in `dtype`.
@@ -250,9 +291,7 @@ impl LanguageModel for Transformer {
             let dispatch = config.expert_dispatch().into();
             block.expert_parallel = (block.expert_parallel).map(|moe| moe.with_dispatch(dispatch));
             if let Some(moe) = &block.expert_parallel {
-                // Ranks that share the experts of a mixture draw as one.
-                set_rank(&moe.gate_up, groups.data().rank())?;
-                set_rank(&moe.down, groups.data().rank())?;
+                groups.number_expert_draws(moe)?;
             }
             Ok(block)
         });
@@ -261,15 +300,8 @@ impl LanguageModel for Transformer {
         Ok(whole)
     }
 
-    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
-        let experts = expert_parameters(self);
-        (!experts.is_empty()).then(|| ModelPartition {
-            shards: Shards {
-                group: groups.expert().clone(),
-                ids: experts.iter().map(|id| id.val()).collect(),
-            },
-            parameters: BTreeMap::new(),
-        })
+    fn partitions(&self, groups: &ParallelGroups) -> Vec<ModelPartition> {
+        Vec::from_iter(ModelPartition::of_experts(self, groups))
     }
 
     fn context(&self) -> usize {
@@ -319,27 +351,14 @@ impl Transformer {
         let activation = self.activation.into();
         let x = embed(tokens, self.embedding.val(), activation);
         let mut stream = ResidualStream::from(x);
-        let mut routers: Option<Tensor<1>> = None;
+        let mut routers = RouterLosses::default();
         for block in &self.blocks {
-            let BlockOutput {
-                output,
-                balance_loss,
-                z_loss,
-            } = block.forward_stream(stream, &self.positions);
-            stream = output;
-            for (loss, share) in [(balance_loss, self.balance_share), (z_loss, Z_SHARE)] {
-                if let Some(loss) = loss {
-                    let loss = loss.mul_scalar(share);
-                    routers = Some(match routers {
-                        Some(sum) => sum + loss,
-                        None => loss,
-                    });
-                }
-            }
+            let block = block.forward_stream(stream, &self.positions);
+            stream = routers.add(block, self.balance_share);
         }
         let (_, x) = self.norm.forward_stream(stream);
         let [_, _, width] = x.dims();
-        (x.reshape([batch * time, width]), routers)
+        (x.reshape([batch * time, width]), routers.sum)
     }
 }
 

@@ -117,14 +117,15 @@ impl Optimizer {
     }
 
     /// An optimizer with the same settings that has taken no step, whose state is sharded over the
-    /// ranks of `groups`, of a model of which parameters are `split` before.
+    /// ranks of `groups`, of a model of which parameters are split before, as
+    /// `splits` say.
     ///
     /// # Errors
     /// When it is not AdamW.
     pub(crate) fn sharded(
         &self,
         groups: ExpertGroups<'_>,
-        split: Option<SplitParameters>,
+        splits: Vec<SplitParameters>,
     ) -> Result<Self> {
         match self.fresh() {
             Self::AdamW(adamw) => {
@@ -136,7 +137,7 @@ impl Optimizer {
                 let zero = ZeroAdamW::try_new(config, groups.batch)?;
                 let zero = zero.with_experts(groups.experts, groups.data);
                 let zero = zero.with_loss(groups.loss);
-                Ok(Self::Zero(Box::new(zero.with_split(split))))
+                Ok(Self::Zero(Box::new(zero.with_splits(splits))))
             }
             _ => bail!("optimizer is muon, but state is sharded of adamw alone"),
         }

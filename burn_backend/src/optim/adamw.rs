@@ -232,7 +232,7 @@ impl AdamW {
     /// From here on the parameters in `shards` are parts: the norm of all gradients, to which the
     /// optimizer clips, is that of the parts of all ranks, which take their steps together. Where
     /// parts are of several groups of ranks, each parameter is in one set, and all ranks give as
-    /// many sets, in one order; see [`Shards::with_split`].
+    /// many sets, in one order; see [`Shards::with_splits`].
     pub fn set_shards(&mut self, shards: impl IntoIterator<Item = Shards>) {
         self.shards = shards.into_iter().collect();
     }

@@ -32,7 +32,7 @@ pub struct ZeroAdamW {
     experts: Vec<ParamId>,
     data: ProcessGroup,
     loss: RankLoss,
-    split: Option<SplitParameters>,
+    splits: Vec<SplitParameters>,
 }
 
 impl ZeroAdamW {
@@ -47,7 +47,7 @@ impl ZeroAdamW {
             experts: Vec::new(),
             data: group.clone(),
             loss: RankLoss::Mean,
-            split: None,
+            splits: Vec::new(),
         })
     }
 
@@ -67,10 +67,10 @@ impl ZeroAdamW {
         Self { loss, ..self }
     }
 
-    /// The same for a model of which parameters are `split` before: the norm of all gradients is
-    /// that of the parts of all ranks.
-    pub fn with_split(self, split: Option<SplitParameters>) -> Self {
-        Self { split, ..self }
+    /// The same for a model of which parameters are split before, each in one of `splits`: the norm
+    /// of all gradients is that of the parts of all ranks.
+    pub fn with_splits(self, splits: Vec<SplitParameters>) -> Self {
+        Self { splits, ..self }
     }
 
     /// The ranks.
@@ -125,7 +125,7 @@ impl ZeroAdamW {
         model.visit(&mut all);
         let sharded = Sharded { groups, ids: &ids };
         let parts = model.map(&mut TakeParts(sharded));
-        let sets = Shards::with_split(groups.shards(ids.clone()), self.split.as_ref());
+        let sets = Shards::with_splits(groups.shards(ids.clone()), &self.splits);
         self.adamw.set_shards(sets);
         let parts = self.adamw.try_step(lr, parts, all.to)?;
         Ok(parts.map(&mut GatherParts(sharded)))

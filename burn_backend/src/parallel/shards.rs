@@ -20,22 +20,24 @@ pub struct Shards {
 
 impl Shards {
     /// The sets of parameters of which ranks have parts, where some were [split](SplitParameters)
-    /// before others, or the same, were `sharded`. No parameter is in two of them.
-    pub fn with_split(sharded: Vec<Self>, split: Option<&SplitParameters>) -> Vec<Self> {
-        let Some(SplitParameters { shards: split, all }) = split else {
-            return sharded;
-        };
+    /// before others, or the same, were `sharded`. No parameter is in two of them, nor in two of
+    /// `splits`.
+    pub fn with_splits(sharded: Vec<Self>, splits: &[SplitParameters]) -> Vec<Self> {
+        let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
+        let of_sharded: BTreeSet<u64> = ids.collect();
         let set = |group: &ProcessGroup, ids| Self {
             group: group.clone(),
             ids,
         };
-        let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
-        let of_sharded: BTreeSet<u64> = ids.collect();
-        let both = of_sharded.intersection(&split.ids).copied().collect();
-        let once = split.ids.difference(&of_sharded).copied().collect();
-        let mut sets = vec![set(all, both), set(&split.group, once)];
+        let of_split = splits.iter().flat_map(|SplitParameters { shards, all }| {
+            let both = shards.ids.intersection(&of_sharded).copied().collect();
+            let once = shards.ids.difference(&of_sharded).copied().collect();
+            [set(all, both), set(&shards.group, once)]
+        });
+        let mut sets: Vec<Self> = of_split.collect();
+        let is_split = |id: &u64| splits.iter().any(|split| split.shards.ids.contains(id));
         let others = sharded.into_iter().map(|shards| Self {
-            ids: shards.ids.difference(&split.ids).copied().collect(),
+            ids: shards.ids.into_iter().filter(|id| !is_split(id)).collect(),
             ..shards
         });
         sets.extend(others);
@@ -149,20 +151,31 @@ mod tests {
             group: group(size),
             ids: ids.iter().copied().collect(),
         };
-        let found = |sharded: Vec<Shards>, split: Option<&SplitParameters>| -> Vec<_> {
-            let sets = Shards::with_split(sharded, split).into_iter();
+        let found = |sharded: Vec<Shards>, splits: &[SplitParameters]| -> Vec<_> {
+            let sets = Shards::with_splits(sharded, splits).into_iter();
             let sets = sets.map(|set| (set.group.size(), Vec::from_iter(set.ids)));
             sets.collect()
         };
-        let split = SplitParameters {
-            shards: shards(2, &[1, 2, 3]),
+        let split = |size, ids: &[u64]| SplitParameters {
+            shards: shards(size, ids),
             all: group(8),
         };
+        let matrices = split(2, &[1, 2, 3]);
         let sharded = || vec![shards(4, &[2, 3, 4]), shards(3, &[5])];
         let expected = [(8, vec![2, 3]), (2, vec![1]), (4, vec![4]), (3, vec![5])];
-        assert_eq!(found(sharded(), Some(&split)), expected);
+        let one = std::slice::from_ref(&matrices);
+        assert_eq!(found(sharded(), one), expected);
         let expected = [(4, vec![2, 3, 4]), (3, vec![5])];
-        assert_eq!(found(sharded(), None), expected);
-        assert_eq!(found(Vec::new(), Some(&split)), [(2, vec![1, 2, 3])]);
+        assert_eq!(found(sharded(), &[]), expected);
+        assert_eq!(found(Vec::new(), one), [(2, vec![1, 2, 3])]);
+        let both = [matrices, split(6, &[5, 6])];
+        let expected = [
+            (8, vec![2, 3]),
+            (2, vec![1]),
+            (8, vec![5]),
+            (6, vec![6]),
+            (4, vec![4]),
+        ];
+        assert_eq!(found(sharded(), &both), expected);
     }
 }

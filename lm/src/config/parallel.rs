@@ -15,9 +15,8 @@ impl RunConfig {
 
     /// Parameters of each rank, where it has parts of matrices or of the experts.
     pub(crate) fn parameters_of_rank(&self) -> usize {
-        let all = self.parameters() / self.tp;
-        let experts = self.model.expert_parameters() / self.tp;
-        all - experts + experts / self.ep
+        let experts = self.model.expert_parameters();
+        (self.parameters() - experts) / self.tp + experts / self.ep
     }
 
     /// How tokens travel to the ranks of their experts: as the run says, else by an all-gather
@@ -72,10 +71,10 @@ impl RunConfig {
             return Ok(());
         }
         ensure!(
-            self.model.experts.is_none(),
-            "tp is {tp} and experts is {}, but experts are not split over a tensor group yet: use \
-             --ep, or leave out tp",
-            self.model.experts.unwrap_or_default()
+            self.model.experts.is_none() || self.ep.is_multiple_of(tp),
+            "tp is {tp} and ep is {}, but ranks of a tensor group have other tokens, and so other \
+             experts: with experts ep must be a multiple of tp, such as {tp}",
+            self.ep
         );
         let heads = self.model.heads;
         ensure!(
@@ -90,7 +89,9 @@ impl RunConfig {
              heads"
         );
         let unit = 16 * tp;
-        for (name, len) in [("width", self.model.width), ("hidden", self.model.hidden)] {
+        // Experts are whole.
+        let hidden = (self.model.experts.is_none()).then_some(("hidden", self.model.hidden));
+        for (name, len) in [("width", self.model.width)].into_iter().chain(hidden) {
             ensure!(
                 len.is_multiple_of(unit),
                 "tp is {tp} and {name} is {len}, but it must be a multiple of {unit}: blocks of 16 \
@@ -180,9 +181,8 @@ impl RunConfig {
             );
         }
         ensure!(
-            self.ep > 0 && data.is_multiple_of(self.ep),
-            "ep is {}, but the launch has {data} data-parallel ranks: their number must be a \
-             multiple of ep",
+            self.ep > 0 && ranks.is_multiple_of(self.ep),
+            "ep is {}, but the launch has {ranks} ranks: their number must be a multiple of ep",
             self.ep
         );
         if ranks == 1 {

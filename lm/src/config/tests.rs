@@ -133,12 +133,15 @@ fn graphs_are_refused_where_they_cannot_be() {
 #[test]
 fn what_ranks_cannot_split_is_said() {
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&[&str], Spoil); 13] = [
+    let cases: [(&[&str], Spoil); 14] = [
         (&["tp is 0"], |c| c.tp = 0),
         (&["ep is 0"], |c| c.ep = 0),
         (&["tp is 2", "Muon"], |c| c.optimizer = OptimizerName::Muon),
-        (&["tp is 2", "experts is 4", "--ep"], |c| {
+        (&["tp is 2", "ep is 1", "such as 2"], |c| {
             c.model.experts = Some(4);
+        }),
+        (&["tp is 2", "ep is 3", "multiple of tp"], |c| {
+            (c.ep, c.model.experts) = (3, Some(6));
         }),
         (&["tp is 2", "heads is 3", "multiple of 2"], |c| {
             (c.model.width, c.model.heads) = (96, 3);
@@ -228,5 +231,9 @@ fn ranks_fit_the_groups() {
     refused(&config, 24, &["tp is 2", "20 tokens", "32"]);
     (config.tp, config.ep) = (1, 2);
     config.check_ranks(4).unwrap();
-    refused(&config, 3, &["ep is 2", "3 data-parallel ranks"]);
+    refused(&config, 3, &["ep is 2", "3 ranks"]);
+    // Experts are on whole tensor groups.
+    (config.tp, config.ep, config.model.context) = (2, 4, 32);
+    config.check_ranks(4).unwrap();
+    refused(&config, 6, &["ep is 4", "6 ranks"]);
 }

@@ -12,12 +12,13 @@ use burn_nvfp4::nn::tensor_parallel::{
 use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RopeCache};
 use burn_nvfp4::parallel::{Shards, functions};
 
-use super::{LanguageModel, ModelPartition, Transformer, cast, flat};
+use super::{LanguageModel, ModelPartition, RouterLosses, Transformer, cast, flat};
 use crate::config::{Activation, RecipeName, RunConfig};
 use crate::groups::ParallelGroups;
 
-/// A dense [`Transformer`] with a part of each matrix on each rank of the tensor group, and a part
-/// of the tokens between them (sequence parallelism).
+/// A [`Transformer`] with a part of each matrix on each rank of the tensor group, and a part of the
+/// tokens between them (sequence parallelism). Experts are whole, each on one rank of the tensor
+/// group or of several.
 ///
 /// All ranks of the group have the same batch. Losses are those of all its tokens, on each rank.
 #[derive(Module, Debug)]
@@ -33,6 +34,8 @@ pub struct ParallelTransformer {
     positions: RopeCache,
     #[module(skip)]
     activation: Activation,
+    #[module(skip)]
+    balance_share: f64,
     #[module(skip)]
     parallel: TensorParallel,
 }
@@ -54,21 +57,25 @@ impl ParallelTransformer {
             head: VocabParallelHead::from_head(head, parallel)?,
             positions: whole.positions,
             activation: whole.activation,
+            balance_share: whole.balance_share,
             parallel: parallel.clone(),
         })
     }
 
-    /// What the head reads of the rank's tokens, in the type of the activations.
-    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+    /// What the head reads of the rank's tokens, in the type of the activations, and what the
+    /// routers add to the training loss.
+    fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, _] = tokens.dims();
         let x = self.embedding.forward(flat(tokens), self.activation.into());
         let mut stream = ResidualStream::from(x.unsqueeze::<3>());
+        let mut routers = RouterLosses::default();
         for block in &self.blocks {
-            stream = block.forward_stream(stream, batch, &self.positions);
+            let block = block.forward_stream(stream, batch, &self.positions);
+            stream = routers.add(block, self.balance_share);
         }
         let (_, x) = self.norm.forward_stream(stream);
         let [_, rows, width] = x.dims();
-        x.reshape([rows, width])
+        (x.reshape([rows, width]), routers.sum)
     }
 }
 
@@ -83,16 +90,23 @@ impl LanguageModel for ParallelTransformer {
         groups.number_draws(&whole)?;
         let (tp, batch) = (groups.tensor().size(), groups.batch().size());
         let context = || format!("tp is {tp}");
-        let parallel = TensorParallel::new(groups.tensor().clone()).with_sequence_parallel(true);
-        let part = Self::from_transformer(whole, &parallel).with_context(context)?;
+        let parallel = TensorParallel::new(groups.tensor().clone())
+            .with_sequence_parallel(true)
+            .with_experts(groups.expert(), groups.batch());
+        let mut part = Self::from_transformer(whole, &parallel).with_context(context)?;
         let tokens = config.batch / batch * config.model.context / tp;
-        for block in &part.blocks {
+        let dispatch = config.expert_dispatch().into();
+        for block in &mut part.blocks {
             block.check_parts(tokens).with_context(context)?;
+            block.moe = block.moe.take().map(|moe| moe.with_dispatch(dispatch));
+            if let Some(moe) = &block.moe {
+                groups.number_expert_draws(&moe.experts)?;
+            }
         }
         Ok(part)
     }
 
-    fn partition(&self, groups: &ParallelGroups) -> Option<ModelPartition> {
+    fn partitions(&self, groups: &ParallelGroups) -> Vec<ModelPartition> {
         let ends = [
             self.embedding.sharded_parameter(),
             self.head.sharded_parameter(),
@@ -102,13 +116,15 @@ impl LanguageModel for ParallelTransformer {
         let all = ends.into_iter().chain(blocks);
         let by_number = |(id, part): (ParamId, ShardedParameter)| (id.val(), part);
         let parameters: BTreeMap<_, _> = all.map(by_number).collect();
-        Some(ModelPartition {
+        let matrices = ModelPartition {
             shards: Shards {
                 group: groups.tensor().clone(),
                 ids: parameters.keys().copied().collect(),
             },
             parameters,
-        })
+        };
+        let experts = ModelPartition::of_experts(self, groups);
+        [matrices].into_iter().chain(experts).collect()
     }
 
     fn context(&self) -> usize {
@@ -117,10 +133,11 @@ impl LanguageModel for ParallelTransformer {
 
     /// The logits of all tokens and bytes, on each rank.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
-        let logits = self.head.try_logits(self.features(tokens));
+        let (x, routers) = self.features(tokens);
+        let logits = self.head.try_logits(x);
         let logits = logits.unwrap_or_else(|error| panic!("{error}"));
         let logits = functions::gather(logits, 1, self.parallel.group());
-        (cast(logits, FloatDType::F32), None)
+        (cast(logits, FloatDType::F32), routers)
     }
 
     /// With the loss of the parts of the logits, which no rank has all of.
@@ -129,7 +146,7 @@ impl LanguageModel for ParallelTransformer {
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
     ) -> (Tensor<1>, Option<Tensor<1>>) {
-        let x = self.features(tokens);
-        (self.head.loss(x, flat(targets)), None)
+        let (x, routers) = self.features(tokens);
+        (self.head.loss(x, flat(targets)), routers)
     }
 }

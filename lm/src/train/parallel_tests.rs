@@ -106,6 +106,14 @@ fn experts(steps: u64, ep: usize) -> RunConfig {
     RunConfig { ep, ..config }
 }
 
+/// A mixture on `ep` ranks, in tensor groups of `tp`.
+fn tensor_and_experts(steps: u64, tp: usize, ep: usize) -> RunConfig {
+    RunConfig {
+        tp,
+        ..experts(steps, ep)
+    }
+}
+
 /// The same, whose tokens travel as `dispatch` says.
 fn experts_by(dispatch: ExpertDispatchName, steps: u64, ep: usize) -> RunConfig {
     RunConfig {
@@ -356,6 +364,9 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
                 (experts_by(all_to_all, 1, 2), 4),
                 (experts_by(all_gather, 1, 2), 2),
                 (experts_by(all_gather, 1, 2), 4),
+                (tensor_and_experts(1, 2, 2), 2),
+                (tensor_and_experts(1, 2, 2), 4),
+                (tensor_and_experts(1, 2, 4), 4),
             ],
             5e-6,
         ),
@@ -397,8 +408,14 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
 #[test]
 fn checkpoints_are_those_of_one_rank() {
     let corpus = corpus();
-    let mixture = [(experts(2, 2), 2), (experts(2, 4), 4), (experts(2, 2), 4)];
-    let dense = [
+    let mixture = vec![
+        (experts(2, 2), 2),
+        (experts(2, 4), 4),
+        (experts(2, 2), 4),
+        (tensor_and_experts(2, 2, 2), 4),
+        (tensor_and_experts(2, 2, 4), 4),
+    ];
+    let dense = vec![
         (tensor_parallel(2, 2), 2),
         (tensor_parallel(2, 4), 4),
         (tensor_parallel(2, 2), 4),
@@ -431,6 +448,8 @@ fn a_stopped_run_reaches_the_same_bytes() {
         (experts_by(ExpertDispatchName::AllGather, 6, 2), 2),
         (experts_by(ExpertDispatchName::AllGather, 6, 2), 4),
         (tensor_parallel(6, 2), 4),
+        (tensor_and_experts(6, 2, 2), 4),
+        (tensor_and_experts(6, 2, 4), 4),
     ] {
         let config = nvfp4(config);
         let [whole, stopped] = [Folder::new(), Folder::new()];
@@ -443,18 +462,29 @@ fn a_stopped_run_reaches_the_same_bytes() {
     }
 }
 
-/// In high precision ranks with other experts train as one rank with the whole batch.
+/// In high precision ranks with other experts train as one rank with the whole batch, in tensor
+/// groups too.
 #[test]
 fn expert_parallel_ranks_train_as_one() {
     let corpus = corpus();
     let steps = 50;
     let expected = losses(&experts(steps, 1), &corpus, &Folder::new(), 1);
     for dispatch in DISPATCHES {
-        for (ep, ranks) in [(2, 2), (4, 4), (2, 4)] {
-            let config = experts_by(dispatch, steps, ep);
+        for (tp, ep, ranks) in [
+            (1, 2, 2),
+            (1, 4, 4),
+            (1, 2, 4),
+            (2, 2, 2),
+            (2, 2, 4),
+            (2, 4, 4),
+        ] {
+            let config = RunConfig {
+                tp,
+                ..experts_by(dispatch, steps, ep)
+            };
             let found = losses(&config, &corpus, &Folder::new(), ranks);
             let error = largest_difference(&found, &expected);
-            let what = format!("{dispatch:?}, {ranks} ranks, ep {ep}");
+            let what = format!("{dispatch:?}, {ranks} ranks, tp {tp}, ep {ep}");
             eprintln!("{what}: {error:e}");
             assert!(error < 1e-6, "{what}: {error:e}");
         }

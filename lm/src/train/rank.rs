@@ -10,6 +10,7 @@ use anyhow::Result;
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, Device, Int, Tensor};
+use burn_nvfp4::nn::expert_parameters;
 use burn_nvfp4::parallel::{
     ExpertGroups, ProcessGroup, RankLoss, SMALLEST_ALONE, Shards, SplitParameters,
     average_expert_gradients, average_replicated_in_backward, fully_shard_experts,
@@ -77,13 +78,11 @@ struct Replicas {
 }
 
 impl Replicas {
-    /// Those of `groups` with a model of which parameters are `split`.
-    fn new(groups: &ParallelGroups, split: Option<&ModelPartition>) -> Self {
-        let experts = split.filter(|_| groups.expert().size() > 1);
-        let ids = experts.iter().flat_map(|split| &split.shards.ids);
+    /// Those of `groups` with `model`.
+    fn new<M: LanguageModel>(groups: &ParallelGroups, model: &M) -> Self {
         Self {
             batch: groups.batch().clone(),
-            experts: ids.map(|id| ParamId::from(*id)).collect(),
+            experts: expert_parameters(model),
             data: groups.data().clone(),
         }
     }
@@ -110,14 +109,12 @@ impl Replicas {
     fn level(&self, groups: &ParallelGroups, shards: &Shards, model: bool) -> Level {
         let is_of_experts =
             (shards.ids.first()).is_some_and(|id| self.experts.contains(&ParamId::from(*id)));
-        let mixture = if is_of_experts {
-            groups.expert().size()
-        } else {
-            1
-        };
         Level {
             ranks: shards.group.size(),
-            stride: groups.tensor().size() * mixture,
+            stride: match is_of_experts {
+                true => groups.expert().size(),
+                false => groups.tensor().size(),
+            },
             model,
             sharded: shards.ids.clone(),
             parameters: BTreeMap::new(),
@@ -158,10 +155,10 @@ impl<M: LanguageModel> Rank<M> {
         config: &RunConfig,
         names: BTreeMap<u64, String>,
     ) -> Result<()> {
-        let split = self.model().partition(groups);
-        let replicas = Replicas::new(groups, split.as_ref());
+        let splits = self.model().partitions(groups);
+        let replicas = Replicas::new(groups, self.model());
         let is_sharded = (config.fsdp || config.zero1) && groups.batch().size() > 1;
-        if split.is_none() && !is_sharded {
+        if splits.is_empty() && !is_sharded {
             self.average(replicas, config.decorate.is_some());
             return Ok(());
         }
@@ -176,7 +173,7 @@ impl<M: LanguageModel> Rank<M> {
             sharded = Shards::shardable_experts(self.model(), replicas.groups());
         }
         let partition = Partition {
-            levels: (split.iter().map(split_level))
+            levels: (splits.iter().map(split_level))
                 .chain(
                     sharded
                         .iter()
@@ -185,16 +182,16 @@ impl<M: LanguageModel> Rank<M> {
                 .collect(),
             rank: groups.world().rank(),
             // Sharding alone leaves them as they are.
-            names: if split.is_some() {
-                names
-            } else {
-                BTreeMap::new()
+            names: match splits.is_empty() {
+                true => BTreeMap::new(),
+                false => names,
             },
         };
-        let split = split.map(|split| SplitParameters {
+        let splits = splits.into_iter().map(|split| SplitParameters {
             shards: split.shards,
             all: groups.world().clone(),
         });
+        let splits: Vec<_> = splits.collect();
         let state = parts::slice(state, &partition)?;
         self.partition = Some(partition);
         let ids = sharded
@@ -203,11 +200,11 @@ impl<M: LanguageModel> Rank<M> {
             .copied()
             .collect();
         if is_sharded && config.zero1 {
-            self.optimizer = self.optimizer.sharded(replicas.groups(), split)?;
+            self.optimizer = self.optimizer.sharded(replicas.groups(), splits)?;
             self.averaging = Averaging::Optimizer(replicas);
         } else {
             self.optimizer = self.optimizer.fresh();
-            let sets = Shards::with_split(sharded, split.as_ref());
+            let sets = Shards::with_splits(sharded, &splits);
             self.optimizer.set_shards(sets)?;
             match is_sharded {
                 true => self.averaging = Averaging::Sharded(replicas, ids),

@@ -32,6 +32,9 @@ pub enum ExpertDispatch {
     AllGather,
 }
 
+/// What the expert of every token makes of tokens, if there is one.
+type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
+
 /// An [`Nvfp4Moe`] with its experts on several ranks: rank `r` of `n` has experts `r · experts / n`
 /// up to `(r + 1) · experts / n`. All ranks have the router and the shared expert.
 ///
@@ -268,6 +271,18 @@ impl ExpertParallelMoe {
     /// # Panics
     /// When the group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
+        self.try_forward_with(x, |x| self.parts().run_shared(x))
+    }
+
+    /// [`try_forward`](Self::try_forward) with this for the expert of every token.
+    ///
+    /// # Errors
+    /// As there, and those of `shared`.
+    pub(in crate::nn) fn try_forward_with<const D: usize>(
+        &self,
+        x: Tensor<D>,
+        shared: impl FnOnce(Tensor<2>) -> SharedOutput,
+    ) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
         let MoeOutput {
@@ -276,8 +291,8 @@ impl ExpertParallelMoe {
             z_loss,
             counts,
         } = match self.dispatch {
-            ExpertDispatch::AllToAll => self.by_all_to_all(x)?,
-            ExpertDispatch::AllGather => self.by_all_gather(x)?,
+            ExpertDispatch::AllToAll => self.by_all_to_all(x, shared)?,
+            ExpertDispatch::AllGather => self.by_all_gather(x, shared)?,
         };
         Ok(MoeOutput {
             output: output.reshape(dims),
@@ -288,7 +303,11 @@ impl ExpertParallelMoe {
     }
 
     /// Tokens to the ranks of their experts, and results back.
-    fn by_all_to_all(&self, x: Tensor<2>) -> Result<MoeOutput<2>, Nvfp4Error> {
+    fn by_all_to_all(
+        &self,
+        x: Tensor<2>,
+        shared: impl FnOnce(Tensor<2>) -> SharedOutput,
+    ) -> Result<MoeOutput<2>, Nvfp4Error> {
         let parts = self.parts();
         let experts = parts.experts();
         let logits = parts.logits(x.clone());
@@ -299,7 +318,7 @@ impl ExpertParallelMoe {
         // What needs no count is queued before the host waits for the counts, and what the experts
         // do not need is queued behind them: the device has work while it waits for the host.
         let sorted = routing.dispatch(x.clone());
-        let shared = parts.run_shared(x.clone())?;
+        let shared = shared(x.clone())?;
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
         let (tokens, arrived) = exchange.dispatch(sorted);
         let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
@@ -332,7 +351,11 @@ impl ExpertParallelMoe {
     }
 
     /// The tokens of all ranks to each, and the sums of what all experts make of them back.
-    fn by_all_gather(&self, x: Tensor<2>) -> Result<MoeOutput<2>, Nvfp4Error> {
+    fn by_all_gather(
+        &self,
+        x: Tensor<2>,
+        shared: impl FnOnce(Tensor<2>) -> SharedOutput,
+    ) -> Result<MoeOutput<2>, Nvfp4Error> {
         let parts = self.parts();
         let all = gather_tokens(x.clone(), &self.group);
         let logits = parts.logits(x.clone());
@@ -354,7 +377,7 @@ impl ExpertParallelMoe {
         let mut output = choices.combine(results);
         let losses = batch_losses(logits, (of, counts.clone()), top_k, &self.ranks);
         let [balance_loss, z_loss] = losses;
-        if let Some(shared) = parts.run_shared(x)? {
+        if let Some(shared) = shared(x)? {
             output = output + shared;
         }
         Ok(MoeOutput {

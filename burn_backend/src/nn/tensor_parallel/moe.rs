@@ -113,11 +113,10 @@ impl TensorParallelMoe {
     /// # Panics
     /// When a group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
-        let mut mixed = self.experts.try_forward(x.clone())?;
-        if let Some(shared) = &self.shared {
-            mixed.output = mixed.output + shared.try_forward(x)?;
-        }
-        Ok(mixed)
+        let shared = self.shared.as_ref();
+        (self.experts).try_forward_with(x, |x| {
+            shared.map(|shared| shared.try_forward(x)).transpose()
+        })
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.

@@ -3,8 +3,12 @@
 use super::*;
 
 /// Layouts of four ranks in which pairs share a part of the model.
-fn layouts(steps: u64) -> [RunConfig; 2] {
-    [tensor_parallel(steps, 2), experts(steps, 2)]
+fn layouts(steps: u64) -> [RunConfig; 3] {
+    [
+        tensor_parallel(steps, 2),
+        experts(steps, 2),
+        tensor_and_experts(steps, 2, 2),
+    ]
 }
 
 /// The norm of all gradients adds up in another order where ranks have parts of them.
@@ -34,9 +38,10 @@ fn trained(config: &RunConfig, corpus: &Corpus) -> (Vec<f64>, Checkpoint) {
 fn parts_that_are_sharded_train_as_whole_ones() {
     let corpus = corpus();
     let [dense, mixture] = [(20, 0), (50, 1)].map(|(steps, of)| layouts(steps)[of].clone());
-    let [of_tp, of_ep] = layouts(6);
-    let lone = nvfp4(lone_experts(6));
-    for config in [dense, mixture, nvfp4(of_tp), nvfp4(of_ep), lone] {
+    let [of_tp, of_ep, of_both] = layouts(6);
+    let lone = lone_experts(6);
+    let quantized = [of_tp, of_ep, of_both.clone(), lone].map(nvfp4);
+    for config in [dense, mixture, of_both].into_iter().chain(quantized) {
         let config = without_clipping(config);
         let (expected, at_end) = trained(&config, &corpus);
         for sharded in [fsdp(config.clone()), zero1(config.clone())] {
@@ -69,16 +74,22 @@ fn gradients_are_clipped_to_the_same_norm() {
     }
 }
 
-/// Of each matrix, and of each stack of experts, a rank has a quarter; gains are whole on the ranks
-/// of a tensor group.
+/// Of each matrix, and of each stack of experts, a rank has a quarter; gains and routers are whole
+/// on the ranks of a tensor group.
 #[test]
 fn a_rank_has_its_share_of_the_state() {
     let corpus = corpus();
-    let gains = 5 * 64;
+    // Of both blocks, and of the norm before the head.
+    let (gains, router) = (5 * 64, 2 * 64 * 4);
     for config in layouts(1).into_iter().chain([lone_experts(1)]) {
         let (all, experts) = (config.parameters(), config.model.expert_parameters());
         // Of a rank without sharding, and with it.
         let [split, shard] = match (config.tp, config.model.experts) {
+            (2, Some(_)) => {
+                let matrices = all - router - gains;
+                let whole = router + gains;
+                [matrices / 2 + whole, matrices / 4 + whole / 2]
+            }
             (1, Some(2)) => [all - experts / 2, (all - experts) / 4 + experts / 2],
             (1, _) => [all - experts / 2, all / 4],
             _ => {

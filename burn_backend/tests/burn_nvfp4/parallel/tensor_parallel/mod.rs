@@ -3,6 +3,7 @@
 mod gather;
 mod linear;
 mod model;
+mod moe;
 
 use burn_core::tensor::{DType, Tensor};
 
