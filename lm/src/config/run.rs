@@ -142,12 +142,13 @@ pub struct RunConfig {
     #[serde(default)]
     pub dp: Option<usize>,
     /// Split each matrix over this many ranks (tensor parallelism), and activations between them by
-    /// tokens (sequence parallelism) [default: 1]
+    /// tokens (sequence parallelism); with experts, which stay whole, --ep says where these are
+    /// [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub tp: usize,
-    /// Split the experts of each block over this many of the data-parallel ranks (expert
-    /// parallelism) [default: 1]
+    /// Split the experts of each block over this many ranks (expert parallelism): data-parallel
+    /// ones, or with --tp those of whole tensor groups, a multiple of --tp [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub ep: usize,
