@@ -47,10 +47,6 @@ impl ParallelGroups {
         // Experts are on whole tensor groups.
         let tensor_groups = (config.ep / config.tp).max(1);
         let layout = Layout::new(world.size(), config.tp, tensor_groups, 1)?;
-        let of_experts: &[Axis] = match config.ep {
-            1 => &[],
-            _ => &[Axis::Tensor, Axis::Expert],
-        };
         let along = |axes: &[Axis]| -> Result<ProcessGroup> {
             let members = layout.group(world.rank(), axes)?;
             Ok(match members.len() == world.size() {
@@ -58,11 +54,20 @@ impl ParallelGroups {
                 false => world.subgroup(&members)?,
             })
         };
+        let tensor = along(&[Axis::Tensor])?;
+        let batch = along(&[Axis::Expert, Axis::Data])?;
         Ok(Self {
-            tensor: along(&[Axis::Tensor])?,
-            expert: along(of_experts)?,
-            batch: along(&[Axis::Expert, Axis::Data])?,
-            data: along(&[Axis::Data])?,
+            expert: match config.ep {
+                ep if ep == config.tp => tensor.clone(),
+                1 => ProcessGroup::single(),
+                _ => along(&[Axis::Tensor, Axis::Expert])?,
+            },
+            data: match tensor_groups {
+                1 => batch.clone(),
+                _ => along(&[Axis::Data])?,
+            },
+            tensor,
+            batch,
             world,
         })
     }
