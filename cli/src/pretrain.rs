@@ -9,9 +9,11 @@ use nvfp4_lm::checkpoint::read_json;
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::finetune::{Objective, init::write_random};
 use nvfp4_lm::hf::DecoderConfig;
+use nvfp4_lm::ranks::agree;
 use nvfp4_lm::tokens::bpe;
 
 use crate::finetune::{Defaults, Session, Start, TrainingOptions};
+use crate::ranks::Ranks;
 
 /// Defaults where they differ between the commands.
 const DEFAULTS: Defaults = Defaults {
@@ -42,14 +44,38 @@ pub(crate) struct Pretrain {
 
 impl Pretrain {
     pub(crate) fn run(self) -> Result<ExitCode> {
+        let ranks = Ranks::join()?;
+        let result = self.run_rank(&ranks);
+        ranks.leave(result)
+    }
+
+    fn run_rank(&self, ranks: &Ranks) -> Result<ExitCode> {
         let options = &self.options;
         if let Some(folder) = &options.resume {
             ensure!(
                 self.config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
-            return Session::resume(folder, options, "pretrain")?.run();
+            return Session::resume(folder, options, "pretrain", ranks)?.run(ranks);
         }
+        let made = match ranks.is_first() {
+            true => self.model(),
+            false => Ok(PathBuf::new()),
+        };
+        let start = Start {
+            model: agree(ranks.group(), made)?,
+            objective: Objective::CrossEntropy,
+            lora: None,
+            frozen: FrozenForm::High,
+            merge: false,
+            defaults: DEFAULTS,
+        };
+        Session::begin(start, options, "pretrain", ranks)?.run(ranks)
+    }
+
+    /// The folder of the model of random weights, which is made.
+    fn model(&self) -> Result<PathBuf> {
+        let options = &self.options;
         let config = self.config.as_deref().context("config is not given")?;
         let out = options.out.as_deref().context("out is not given")?;
         let model = std::path::absolute(out.join(INIT))?;
@@ -67,14 +93,6 @@ impl Pretrain {
             }
         };
         write_random(config, &tokenizer, eos, &model, options.seed)?;
-        let start = Start {
-            model,
-            objective: Objective::CrossEntropy,
-            lora: None,
-            frozen: FrozenForm::High,
-            merge: false,
-            defaults: DEFAULTS,
-        };
-        Session::begin(start, options, "pretrain")?.run()
+        Ok(model)
     }
 }

@@ -75,12 +75,35 @@ impl Ranks {
     /// When the variable has another value, NCCL is not to be had, or the configuration does not
     /// fit the number of ranks.
     pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ParallelGroups> {
-        let is_gpu = config.device.starts_with("cuda");
         let groups = ParallelGroups::new(&self.group, config)?;
+        match self.travel(&config.device)? {
+            Travel::Host => Ok(groups),
+            Travel::Nccl { overlaps } => groups.connect(device, overlaps).with_context(without),
+        }
+    }
+
+    /// All ranks, whose tensors on `device`, called `name`, travel as [`connected`](Self::connected)
+    /// says.
+    ///
+    /// # Errors
+    /// When the variable has another value, or NCCL is not to be had.
+    pub(crate) fn connected_world(&self, device: &Device, name: &str) -> Result<ProcessGroup> {
+        let world = self.group.clone();
+        match self.travel(name)? {
+            Travel::Host => Ok(world),
+            Travel::Nccl { overlaps } => {
+                Ok(world.connect(device, overlaps).with_context(without)?)
+            }
+        }
+    }
+
+    /// How tensors on `device` travel.
+    fn travel(&self, device: &str) -> Result<Travel> {
+        let is_gpu = device.starts_with("cuda");
         let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
-            (HOST | NCCL | OVERLAPPED, 1) => Ok(groups),
+            (HOST | NCCL | OVERLAPPED, 1) => Ok(Travel::Host),
             (HOST, _) => {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
@@ -88,11 +111,11 @@ impl Ranks {
                          slow; {COLLECTIVES}={NCCL} sends them from GPU to GPU"
                     );
                 }
-                Ok(groups)
+                Ok(Travel::Host)
             }
-            (NCCL | OVERLAPPED, _) => groups
-                .connect(device, how == OVERLAPPED)
-                .with_context(|| format!("{COLLECTIVES}={HOST} does without NCCL")),
+            (NCCL | OVERLAPPED, _) => Ok(Travel::Nccl {
+                overlaps: how == OVERLAPPED,
+            }),
             (other, _) => {
                 bail!("{COLLECTIVES} is {other:?}, but it must be {HOST}, {NCCL} or {OVERLAPPED}")
             }
@@ -123,6 +146,17 @@ impl Ranks {
     }
 }
 
+/// How tensors travel between ranks.
+enum Travel {
+    Host,
+    Nccl { overlaps: bool },
+}
+
+/// What to do where NCCL fails.
+fn without() -> String {
+    format!("{COLLECTIVES}={HOST} does without NCCL")
+}
+
 /// Fails where a launcher has started several processes of a command that runs in one.
 ///
 /// # Errors
@@ -133,6 +167,14 @@ pub(crate) fn refuse(command: &str) -> Result<()> {
         bail!("nvfp4 {command} runs in one process, but {WORLD_SIZE} says that there are several");
     }
     Ok(())
+}
+
+/// How a command begins that runs in `ranks` processes.
+pub(crate) fn launch(ranks: usize) -> String {
+    match ranks {
+        1 => String::new(),
+        ranks => format!("launch --gpus {ranks} -- "),
+    }
 }
 
 /// Passes on that the user wants to stop, and shows nothing.

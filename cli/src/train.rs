@@ -26,7 +26,7 @@ use crate::kernels;
 use crate::options::Options;
 use crate::plot;
 use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
-use crate::ranks::{Quiet, Ranks};
+use crate::ranks::{Quiet, Ranks, launch};
 use crate::shell::{program, quoted};
 
 /// Folder in which runs without `--out` get theirs.
@@ -206,10 +206,7 @@ impl Train {
         if stopped || !results.iter().all(finished) {
             let interrupted = if stopped { INTERRUPTED } else { 0 };
             if ranks.is_first() {
-                let launch = match group.size() {
-                    1 => String::new(),
-                    size => format!("launch --gpus {size} -- "),
-                };
+                let launch = launch(group.size());
                 println!(
                     "stopped; to resume: {} {launch}train --resume {}",
                     program(),

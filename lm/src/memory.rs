@@ -79,6 +79,19 @@ impl MemoryNeed {
         }
     }
 
+    /// That of each of `ranks` ranks that share a batch, and parameters where `is_sharded`.
+    pub(crate) fn of_rank(self, ranks: usize, is_sharded: bool) -> Self {
+        let ranks = ranks as u64;
+        let shards = if is_sharded { ranks } else { 1 };
+        Self {
+            weights: self.weights / shards,
+            frozen: self.frozen,
+            gradients: self.gradients / shards,
+            optimizer: self.optimizer / shards,
+            activations: self.activations / ranks,
+        }
+    }
+
     /// What does not depend on the batch.
     fn fixed(&self) -> u64 {
         self.weights + self.frozen + self.gradients + self.optimizer
@@ -274,6 +287,8 @@ pub(crate) struct Finetuning<'a> {
     /// Rows of a forward, and tokens of each.
     pub batch: usize,
     pub context: usize,
+    /// Ranks that share the rows.
+    pub ranks: usize,
     /// Whether adapters alone are trained.
     pub has_adapters: bool,
     /// Whether the weights beside them are packed.
@@ -307,7 +322,7 @@ impl MemoryBudget {
             need: run.need,
             batch: run.batch,
             context: run.context,
-            ranks: 1,
+            ranks: run.ranks,
             command: Command::Finetune {
                 has_adapters: run.has_adapters,
                 is_packed: run.is_packed,

@@ -59,6 +59,15 @@ pub(crate) fn means(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>>
     Ok(own)
 }
 
+/// The sums over the ranks of numbers, of which all have as many.
+///
+/// # Errors
+/// When the group fails.
+pub(crate) fn sums(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>> {
+    (group.collective()).all_reduce(BufferMut::F32(&mut own), Reduction::Sum)?;
+    Ok(own)
+}
+
 /// The first `count` of numbers that the ranks have in turns: number `i` is number `i / size` of
 /// rank `i % size`. All have as many.
 ///
@@ -144,6 +153,7 @@ mod tests {
             let stops = any(group, rank == 1).unwrap();
             assert!(!any(group, false).unwrap());
             let mean = means(group, vec![rank as f32, 3.0]).unwrap();
+            assert_eq!(sums(group, vec![rank as f32, 2.0]).unwrap(), [3.0, 6.0]);
             // Five numbers in turns; the sixth is not counted.
             let turns = in_turns(group, &[rank as f32, 3.0 + rank as f32], 5).unwrap();
             let bytes = gathered_bytes(group, [rank as u8, 9]).unwrap();

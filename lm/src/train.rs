@@ -1,6 +1,6 @@
 //! One training run: step, evaluate, record, save, resume.
 
-mod digest;
+pub(crate) mod digest;
 #[cfg(all(test, feature = "flex"))]
 mod parallel_tests;
 pub(crate) mod rank;

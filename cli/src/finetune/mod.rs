@@ -15,6 +15,8 @@ use nvfp4_lm::finetune::Objective;
 pub(crate) use options::{Defaults, TrainingOptions};
 pub(crate) use session::{Session, Start};
 
+use crate::ranks::Ranks;
+
 /// Defaults where they differ between the commands.
 const DEFAULTS: Defaults = Defaults {
     lr: 1e-5,
@@ -76,6 +78,12 @@ pub(crate) struct Finetune {
 
 impl Finetune {
     pub(crate) fn run(self) -> Result<ExitCode> {
+        let ranks = Ranks::join()?;
+        let result = self.run_rank(&ranks);
+        ranks.leave(result)
+    }
+
+    fn run_rank(&self, ranks: &Ranks) -> Result<ExitCode> {
         if let Some(folder) = &self.options.resume {
             ensure!(
                 self.model.is_none()
@@ -86,7 +94,7 @@ impl Finetune {
                     && self.lora.is_none(),
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
-            return Session::resume(folder, &self.options, "finetune")?.run();
+            return Session::resume(folder, &self.options, "finetune", ranks)?.run(ranks);
         }
         let model = self.model.clone().context("model is not given")?;
         let objective = self.objective(&model)?;
@@ -112,7 +120,7 @@ impl Finetune {
                 Some(_) => LORA_DEFAULTS,
             },
         };
-        Session::begin(start, &self.options, "finetune")?.run()
+        Session::begin(start, &self.options, "finetune", ranks)?.run(ranks)
     }
 
     fn objective(&self, model: &PathBuf) -> Result<Objective> {

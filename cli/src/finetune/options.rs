@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use nvfp4::Nvfp4Recipe;
-use nvfp4_lm::config::{Activation, Preset, RecipeName, RunConfig};
+use nvfp4_lm::config::{Activation, GradReduce, Preset, RecipeName, RunConfig};
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
@@ -40,7 +40,7 @@ impl From<SavedType> for Dtype {
 }
 
 /// What the folder of a run says, when it is resumed.
-const SETTINGS: [&str; 26] = [
+const SETTINGS: [&str; 28] = [
     "out",
     "data",
     "valid",
@@ -64,6 +64,8 @@ const SETTINGS: [&str; 26] = [
     "activation",
     "recompute",
     "graph",
+    "fsdp",
+    "grad_reduce",
     "save_dtype",
     "export",
     "export_scheme",
@@ -108,7 +110,7 @@ pub(crate) struct TrainingOptions {
     /// Train for this many optimizer steps
     #[arg(long, value_name = "N", default_value_t = 1000)]
     pub(crate) steps: u64,
-    /// Compute this many rows at a time
+    /// Compute this many rows at a time, of which ranks take equal parts
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) batch: usize,
     /// Add up the gradients of this many batches for a step
@@ -162,6 +164,19 @@ pub(crate) struct TrainingOptions {
     /// launches
     #[arg(long)]
     pub(crate) graph: bool,
+    /// Shard parameters, gradients and the optimizer's state over the ranks of the launch, instead
+    /// of keeping all of them on each (FSDP)
+    #[arg(long)]
+    pub(crate) fsdp: bool,
+    /// Exchange gradients between ranks in this type, f32 or bf16: half the bytes, each gradient
+    /// rounded once before it travels
+    #[arg(
+        long,
+        value_name = "TYPE",
+        default_value = "f32",
+        hide_possible_values = true
+    )]
+    pub(crate) grad_reduce: GradReduce,
     /// Save the model with tensors of this type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub(crate) save_dtype: SavedType,

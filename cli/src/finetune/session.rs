@@ -13,12 +13,14 @@ use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
+use nvfp4_lm::ranks::{agree, text_of_first};
 use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
 use super::options::{Defaults, TrainingOptions};
 use crate::device::DeviceName;
 use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
+use crate::ranks::{Quiet, Ranks, launch};
 use crate::shell::{program, quoted};
 
 /// Where the trained model is, in the folder of the run.
@@ -104,12 +106,44 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// A new run, whose tokens are written to its folder.
+    /// A new run, whose tokens are written to its folder. All `ranks` call it; rank 0 writes.
     pub(crate) fn begin(
         start: Start,
         options: &TrainingOptions,
         command: &'static str,
+        ranks: &Ranks,
     ) -> Result<Self> {
+        let group = ranks.group();
+        let made = match ranks.is_first() {
+            true => Self::prepare(start, options, group.size()).map(Some),
+            false => Ok(None),
+        };
+        let made = match agree(group, made)? {
+            Some(made) => serde_json::to_string(&made)?,
+            None => String::new(),
+        };
+        let made: (FinetuneConfig, Written, PathBuf) =
+            serde_json::from_str(&text_of_first(group, &made)?)?;
+        let (mut config, written, folder) = made;
+        let device = ranks.device(named(&config.device)?);
+        config.device = device.to_string();
+        Ok(Self {
+            config,
+            written,
+            is_new: true,
+            folder,
+            stop_at: options.stop_at,
+            device,
+            command,
+        })
+    }
+
+    /// The configuration of a new run, what it is to write, and its folder, which has the tokens.
+    fn prepare(
+        start: Start,
+        options: &TrainingOptions,
+        ranks: usize,
+    ) -> Result<(FinetuneConfig, Written, PathBuf)> {
         let folder = options.out.clone().context("out is not given")?;
         ensure!(
             !folder.join(CONFIG).exists(),
@@ -161,9 +195,12 @@ impl Session {
             checkpoint_every: options.checkpoint_every,
             recompute: options.recompute,
             graph: options.graph,
+            fsdp: options.fsdp,
+            grad_reduce: options.grad_reduce,
             device: device.to_string(),
         };
         config.check()?;
+        config.check_ranks(ranks)?;
         let scheme = options.export_scheme.or(options.qat);
         let written = Written {
             dtype: match options.save_dtype.into() {
@@ -177,22 +214,24 @@ impl Session {
                 scheme: scheme.unwrap_or(Scheme::W4a16),
             }),
         };
-        Ok(Self {
-            config,
-            written,
-            is_new: true,
-            folder,
-            stop_at: options.stop_at,
-            device,
-            command,
-        })
+        Ok((config, written, folder))
     }
 
-    /// The run in `folder`.
+    /// The run in `folder`, on `ranks`, all of which call it.
     pub(crate) fn resume(
         folder: &Path,
         options: &TrainingOptions,
         command: &'static str,
+        ranks: &Ranks,
+    ) -> Result<Self> {
+        agree(ranks.group(), Self::read(folder, options, command, ranks))
+    }
+
+    fn read(
+        folder: &Path,
+        options: &TrainingOptions,
+        command: &'static str,
+        ranks: &Ranks,
     ) -> Result<Self> {
         let path = folder.join(CONFIG);
         ensure!(
@@ -203,14 +242,9 @@ impl Session {
         let mut config: FinetuneConfig = read_json(&path)?;
         let device = match options.device {
             Some(device) => device,
-            None => config.device.parse().map_err(|error| {
-                anyhow::anyhow!(
-                    "device in {} is {:?}, but {error}",
-                    path.display(),
-                    config.device
-                )
-            })?,
+            None => named(&config.device).with_context(|| path.display().to_string())?,
         };
+        let device = ranks.device(device);
         config.device = device.to_string();
         // It changes how fast steps are, not what they do.
         config.graph &= matches!(device, DeviceName::Cuda(_));
@@ -226,11 +260,70 @@ impl Session {
     }
 
     /// Trains, and writes the model.
-    pub(crate) fn run(self) -> Result<ExitCode> {
+    pub(crate) fn run(self, ranks: &Ranks) -> Result<ExitCode> {
         let config = &self.config;
-        let device = self.device.open()?;
-        let vocabulary = TextReader::read(&config.model)?.vocabulary();
-        let data = TrainingData::open(config, vocabulary)?;
+        let group = ranks.group();
+        let device = agree(group, self.device.open())?;
+        let world = agree(group, ranks.connected_world(&device, &config.device))?;
+        ranks.label("reading the tokens");
+        let open = || {
+            let vocabulary = TextReader::read(&config.model)?.vocabulary();
+            TrainingData::open(config, vocabulary)
+        };
+        let data = agree(group, open())?;
+        if ranks.is_first() {
+            self.describe(&data, group.size());
+        }
+        let interrupt = watch_interrupts()?;
+        ranks.label("loading the model");
+        let mut run = Finetune::open_rank(config, &data, &device, &self.folder, world)?;
+        if self.is_new {
+            // It has begun: from here on it can be resumed.
+            let write = || {
+                write_json(&self.folder.join(RESULT), &self.written)?;
+                write_json(&self.folder.join(CONFIG), config)
+            };
+            let written = match ranks.is_first() {
+                true => write(),
+                false => Ok(()),
+            };
+            agree(group, written)?;
+        }
+        let outcome = match ranks.is_first() {
+            false => run.train(self.stop_at, &mut Quiet(interrupt.clone())),
+            true => {
+                let mut progress = Progress::new(
+                    config.recipe_name.clone(),
+                    (run.step(), config.steps),
+                    interrupt.clone(),
+                    &device,
+                    matches!(self.device, DeviceName::Cuda(_)),
+                );
+                let outcome = run.train(self.stop_at, &mut progress);
+                progress.finish();
+                outcome
+            }
+        };
+        if outcome? == Outcome::Stopped {
+            if ranks.is_first() {
+                println!(
+                    "stopped; to resume: {} {}{} --resume {}",
+                    program(),
+                    launch(group.size()),
+                    self.command,
+                    quoted(&self.folder.to_string_lossy())
+                );
+            }
+            let stopped = interrupt.load(Ordering::Relaxed);
+            return Ok(ExitCode::from(if stopped { INTERRUPTED } else { 0 }));
+        }
+        self.report(&run, ranks)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Says what is trained on what.
+    fn describe(&self, data: &TrainingData, ranks: usize) {
+        let config = &self.config;
         let rows = [&data.train, &data.valid];
         let [train, valid] = rows.map(|rows| {
             let places = rows.len() * config.context;
@@ -241,7 +334,7 @@ impl Session {
             )
         });
         eprintln!(
-            "recipe {}{}, {} activations, device {}; training {train}, validation {valid}; {}",
+            "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}; {}",
             config.recipe_name,
             match config.frozen {
                 FrozenForm::High => String::new(),
@@ -252,60 +345,51 @@ impl Session {
                 _ => "f32",
             },
             config.device,
+            match ranks {
+                1 => String::new(),
+                ranks => format!(" and those of {} other ranks", ranks - 1),
+            },
             self.folder.display()
         );
-        let interrupt = watch_interrupts()?;
-        let mut run = Finetune::open(config, &data, &device, &self.folder)?;
-        if self.is_new {
-            // It has begun: from here on it can be resumed.
-            write_json(&self.folder.join(RESULT), &self.written)?;
-            write_json(&self.folder.join(CONFIG), config)?;
-        }
-        let mut progress = Progress::new(
-            config.recipe_name.clone(),
-            (run.step(), config.steps),
-            interrupt.clone(),
-            &device,
-            matches!(self.device, DeviceName::Cuda(_)),
-        );
-        let outcome = run.train(self.stop_at, &mut progress);
-        progress.finish();
-        if outcome? == Outcome::Stopped {
-            println!(
-                "stopped; to resume: {} {} --resume {}",
-                program(),
-                self.command,
-                quoted(&self.folder.to_string_lossy())
-            );
-            let stopped = interrupt.load(Ordering::Relaxed);
-            return Ok(ExitCode::from(if stopped { INTERRUPTED } else { 0 }));
-        }
-        self.report(&run)?;
-        Ok(ExitCode::SUCCESS)
     }
 
-    /// Writes what was trained, and says how good it is.
-    fn report(&self, run: &Finetune<'_>) -> Result<()> {
+    /// How good what was trained is.
+    fn perplexity(&self) -> Result<String> {
         // With the digits of the file, which are all that a resumed run has of its beginning.
         let rows = read_metrics(&self.folder.join(METRICS))?;
         let mut losses = rows.iter().filter_map(|row| row.valid_loss);
         let before = losses.next().context("the run has no validation loss")?;
         let after = losses.next_back().unwrap_or(before);
-        println!(
+        Ok(format!(
             "validation perplexity {:.4} before, {:.4} after; {before:.5} and {after:.5} nats a token",
             before.exp(),
             after.exp()
-        );
-        // A run that is resumed at its end has written it already.
+        ))
+    }
+
+    /// Writes what was trained, and says how good it is.
+    fn report(&self, run: &Finetune<'_>, ranks: &Ranks) -> Result<()> {
+        let say = |text: String| {
+            if ranks.is_first() {
+                println!("{text}");
+            }
+        };
+        let folders = [ADAPTER, MODEL, QUANTIZED].map(|name| self.folder.join(name));
+        // A run that is resumed at its end has written it already. All ranks look before one writes.
+        let is_missing = [0, 1, 2].map(|at| !folders[at].exists());
+        let perplexity = match ranks.is_first() {
+            true => self.perplexity(),
+            false => Ok(String::new()),
+        };
+        say(agree(ranks.group(), perplexity)?);
+        let [adapter, model, out] = folders;
         if self.config.lora.is_some() {
-            let adapter = self.folder.join(ADAPTER);
-            if !adapter.exists() {
+            if is_missing[0] {
                 run.save_adapter(&adapter)?;
             }
-            println!("adapter written to {}", adapter.display());
+            say(format!("adapter written to {}", adapter.display()));
         }
-        let model = self.folder.join(MODEL);
-        if self.written.model && !model.exists() {
+        if self.written.model && is_missing[1] {
             let dtype = match self.written.dtype {
                 Saved::F32 => Dtype::F32,
                 Saved::Bf16 => Dtype::BF16,
@@ -314,20 +398,21 @@ impl Session {
             run.save_model(&model, dtype)?;
         }
         if self.written.model {
-            println!("model written to {}", model.display());
+            say(format!("model written to {}", model.display()));
         }
         if let Some(Export { dialect, scheme }) = self.written.export {
-            let out = self.folder.join(QUANTIZED);
-            if !out.exists() {
+            if is_missing[2] {
                 run.export(&out, dialect, scheme)?;
             }
-            println!(
-                "{} {} written to {}",
-                dialect.name(),
-                scheme.name(),
-                out.display()
-            );
+            let (dialect, scheme) = (dialect.name(), scheme.name());
+            say(format!("{dialect} {scheme} written to {}", out.display()));
         }
         Ok(())
     }
+}
+
+/// The device that a configuration names.
+fn named(device: &str) -> Result<DeviceName> {
+    let parsed = device.parse();
+    parsed.map_err(|error| anyhow::anyhow!("device is {device:?}, but {error}"))
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn_nvfp4::Nvfp4Recipe;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Activation, RecipeName, Schedule, check_counts};
+use crate::config::{Activation, GradReduce, RecipeName, Schedule, check_counts};
 use crate::decoder::{FrozenForm, LoraConfig};
 
 /// The file with the configuration, in the folder of a run.
@@ -88,6 +88,13 @@ pub struct FinetuneConfig {
     /// launches.
     #[serde(default)]
     pub graph: bool,
+    /// Shard parameters, gradients and the optimizer's state over the ranks (FSDP), instead of
+    /// having all of them on each.
+    #[serde(default)]
+    pub fsdp: bool,
+    /// The type in which gradients travel between ranks.
+    #[serde(default)]
+    pub grad_reduce: GradReduce,
     /// `flex`, `cpu` or `cuda:N`; a run may be resumed on another.
     pub device: String,
 }
@@ -147,10 +154,29 @@ impl FinetuneConfig {
             self.device
         );
         ensure!(
+            !self.fsdp || self.lora.is_none(),
+            "fsdp is true and lora is given, but the weights beside adapters are not sharded: leave \
+             out fsdp, each rank then has the frozen weights"
+        );
+        ensure!(
             !self.data.is_empty(),
             "data is empty, but a run needs tokens"
         );
         Ok(self.recipe.check()?)
+    }
+
+    /// Fail unless `ranks` ranks, a process each, can share the rows of each forward.
+    ///
+    /// # Errors
+    /// Names the value that is wrong, what it is, and what it may be.
+    pub fn check_ranks(&self, ranks: usize) -> Result<()> {
+        ensure!(
+            self.batch.is_multiple_of(ranks),
+            "batch is {}, but it must be a multiple of the number of ranks ({ranks}), which take \
+             equal parts of its rows",
+            self.batch
+        );
+        Ok(())
     }
 
     /// Rows of a step.

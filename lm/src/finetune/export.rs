@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use burn::module::Module;
 use regex::Regex;
 
 use super::run::Finetune;
@@ -23,18 +22,32 @@ impl Finetune<'_> {
     /// readers of `dialect`. Layers that the recipe keeps in high precision stay there, as do those
     /// that are not packed beside packed ones; tensors that are not quantized are `f32`. Global
     /// scales of activations, which [`Scheme::W4a4`] needs, are calibrated on the rows of an
-    /// evaluation.
+    /// evaluation. All ranks call it together; rank 0 gets what it has written.
     ///
     /// # Errors
     /// When the folder has files, or the disk refuses.
-    pub fn export(&self, out: &Path, dialect: Dialect, scheme: Scheme) -> Result<Quantized> {
-        let model = self.model().valid();
+    pub fn export(
+        &self,
+        out: &Path,
+        dialect: Dialect,
+        scheme: Scheme,
+    ) -> Result<Option<Quantized>> {
+        self.with_model(|model| self.export_whole(&model, out, dialect, scheme))
+    }
+
+    fn export_whole(
+        &self,
+        model: &Decoder,
+        out: &Path,
+        dialect: Dialect,
+        scheme: Scheme,
+    ) -> Result<Quantized> {
         let calibration = match scheme {
             Scheme::W4a16 => Calibration::new(),
-            Scheme::W4a4 => self.calibration(&model)?,
+            Scheme::W4a4 => self.calibration(model)?,
         };
         let is_packed = self.config().frozen != FrozenForm::High;
-        let exclude = kept_modules(&model, is_packed)
+        let exclude = kept_modules(model, is_packed)
             .into_iter()
             .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
         let options = QuantizeOptions {
@@ -50,7 +63,7 @@ impl Finetune<'_> {
         let mut name = out.as_os_str().to_owned();
         name.push(".f32");
         let masters = Path::new(&name);
-        self.save_model(masters, Dtype::F32)?;
+        model.save(masters, Dtype::F32, Some(&self.config().model))?;
         let done = quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {});
         std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
         done

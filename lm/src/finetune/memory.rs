@@ -19,11 +19,12 @@ use crate::interchange::checkpoint::is_quantized;
 use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
 use crate::memory::{Finetuning, MemoryBudget, MemoryNeed};
 
-/// The budget of the run `config`, by the configurations of its model and its teacher.
+/// The budget of the run `config` on each of `ranks` ranks, by the configurations of its model and
+/// its teacher.
 ///
 /// # Errors
 /// When one of them cannot be read, or the adapters' targets are no regular expression.
-pub fn budget(config: &FinetuneConfig) -> Result<MemoryBudget> {
+pub fn budget(config: &FinetuneConfig, ranks: usize) -> Result<MemoryBudget> {
     let model = SizedModel::read(&config.model)?;
     let teacher = match &config.objective {
         Objective::CrossEntropy => None,
@@ -31,8 +32,9 @@ pub fn budget(config: &FinetuneConfig) -> Result<MemoryBudget> {
     };
     Ok(MemoryBudget::of_finetuning(Finetuning {
         device: &config.device,
-        need: need(config, &model, teacher.as_ref())?,
+        need: need(config, &model, teacher.as_ref())?.of_rank(ranks, config.fsdp),
         batch: config.batch,
+        ranks,
         context: config.context,
         has_adapters: config.lora.is_some(),
         is_packed: config.frozen != FrozenForm::High,
@@ -198,7 +200,7 @@ mod tests {
     use burn_nvfp4::nn::Nvfp4Weight;
 
     use super::*;
-    use crate::config::RecipeName;
+    use crate::config::{GradReduce, RecipeName};
     use crate::decoder::Decoder;
     use crate::decoder::feed_forward::FeedForward;
     use crate::decoder::lora::DEFAULT_TARGETS;
@@ -232,6 +234,8 @@ mod tests {
             checkpoint_every: 3,
             recompute: 0,
             graph: false,
+            fsdp: false,
+            grad_reduce: GradReduce::F32,
             device: "cpu".into(),
         }
     }
@@ -362,7 +366,10 @@ mod tests {
     fn a_run_that_cannot_fit_is_refused_with_what_to_change() {
         let mut config = config(&golden!("llama3-tiny"), 1 << 34);
         let says = |config: &FinetuneConfig, parts: &[&str]| {
-            let error = budget(config).unwrap().check(&Device::cpu()).unwrap_err();
+            let error = budget(config, 1)
+                .unwrap()
+                .check(&Device::cpu())
+                .unwrap_err();
             let error = error.to_string();
             for part in parts {
                 assert!(error.contains(part), "no {part:?}: {error}");
@@ -392,6 +399,6 @@ mod tests {
         };
         says(&config, &["frozen weights"]);
         config.batch = 2;
-        budget(&config).unwrap().check(&Device::cpu()).unwrap();
+        budget(&config, 1).unwrap().check(&Device::cpu()).unwrap();
     }
 }

@@ -6,6 +6,7 @@
 //! - [`memory`]: what a run needs of its device, before the model is loaded.
 //! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
+//! - `ranks`: the processes of a run, each with a part of the rows.
 //! - `step`: what a step reads, and steps as a CUDA graph.
 //! - `parameters`: the trained parameters of a model as a file.
 
@@ -15,6 +16,7 @@ pub mod export;
 pub mod init;
 pub mod memory;
 mod parameters;
+mod ranks;
 pub mod run;
 mod step;
 
@@ -26,5 +28,7 @@ pub use run::Finetune;
 mod frozen_tests;
 #[cfg(all(test, feature = "flex", any(feature = "cpu", feature = "cuda")))]
 mod graph_tests;
+#[cfg(all(test, feature = "flex"))]
+mod ranks_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

@@ -7,8 +7,8 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use burn_pack::{Reader, Writer};
 
-/// The parameters of `model` that are trained, as a burnpack container. They are read at once: the
-/// next step writes them in place.
+/// The parameters of `model` that are trained, as a burnpack container: this rank's parts of those
+/// that are sharded. They are read at once: the next step writes them in place.
 ///
 /// # Errors
 /// When the container cannot be made.
@@ -50,7 +50,7 @@ struct Collect(Vec<burn_pack::Tensor>);
 
 impl ModuleVisitor for Collect {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
+        let value = param.base();
         if value.is_require_grad() {
             let id = param.id.val();
             let (bytes, shape, dtype) = value.into_data().into_parts();

@@ -11,6 +11,7 @@ use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nvfp4::loss::{
     CHUNK_BYTES, CrossEntropy, Head, KlDivergence, Reduction, try_linear_kl_divergence,
 };
+use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4State, set_mode};
 use serde::{Deserialize, Serialize};
 
@@ -18,6 +19,7 @@ use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
 use super::memory::budget;
 use super::parameters;
+use super::ranks::Ranks;
 use super::step::{DeviceBatch, Graph, StepInput, most_documents};
 use crate::capture::GraphSteps;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
@@ -26,12 +28,13 @@ use crate::hf::Dtype;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
+use crate::ranks::{agree, any, in_turns};
 use crate::tokens::{Order, Position, RowBatch, Rows};
 use crate::train::{Observer, Outcome};
 
 /// What decides how a run continues, beside the parameters and the optimizer's moments.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct FinetuneState {
+pub(super) struct FinetuneState {
     format: u32,
     config: FinetuneConfig,
     /// Of the tokens.
@@ -79,6 +82,7 @@ pub struct Finetune<'a> {
     /// The steps as a graph, while they are taken so.
     graph: Option<Graph>,
     budget: MemoryBudget,
+    ranks: Ranks,
 }
 
 /// Why a run has its model: what fails between taking it out and putting it back ends the run.
@@ -98,17 +102,62 @@ impl<'a> Finetune<'a> {
         device: &Device,
         folder: &Path,
     ) -> Result<Self> {
-        config.check()?;
-        let budget = budget(config)?;
-        budget.check(device)?;
-        let parts = (config, data, device);
-        budget.guard(device, || Self::load(parts, budget.clone(), folder))
+        Self::open_rank(config, data, device, folder, ProcessGroup::single())
+    }
+
+    /// As [`open`](Self::open), as a rank of `world`: all ranks, a process with a device each, make
+    /// the same calls, and take equal parts of the rows of each forward. All see the same `folder`,
+    /// into which rank 0 writes.
+    ///
+    /// # Errors
+    /// As there, when the configuration does not fit the number of ranks, with a graph when tensors
+    /// travel through the memory of the host, or when another rank fails.
+    pub fn open_rank(
+        config: &'a FinetuneConfig,
+        data: &'a TrainingData,
+        device: &Device,
+        folder: &Path,
+        world: ProcessGroup,
+    ) -> Result<Self> {
+        let open = || {
+            config.check()?;
+            config.check_ranks(world.size())?;
+            ensure!(
+                !config.graph || world.size() == 1 || world.is_connected(),
+                "graph is true and the launch has {} ranks whose tensors travel through the memory \
+                 of the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
+                world.size()
+            );
+            let budget = budget(config, world.size())?;
+            budget.check(device)?;
+            let parts = (config, data, device);
+            budget.guard(device, || Self::load(parts, budget.clone(), folder, &world))
+        };
+        let mut run = agree(&world, open())?;
+        let device = run.device.clone();
+        let joined = (run.budget.clone()).guard(&device, || run.join());
+        agree(&world, joined)?;
+        // No rank writes before all have read.
+        if run.saved.is_none() {
+            run.metrics.write()?;
+        }
+        Ok(run)
+    }
+
+    /// Becomes the rank that it is: with its part of the parameters, or with gradients that are
+    /// added up over the ranks.
+    fn join(&mut self) -> Result<()> {
+        let model = self.model.take().expect(KEPT);
+        let (ranks, optimizer) = (&mut self.ranks, &mut self.optimizer);
+        self.model = Some(ranks.join(model, optimizer, self.config, &self.device)?);
+        Ok(())
     }
 
     fn load(
         (config, data, device): (&'a FinetuneConfig, &'a TrainingData, &Device),
         budget: MemoryBudget,
         folder: &Path,
+        world: &ProcessGroup,
     ) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let plain = device.clone().without_autodiff();
@@ -158,28 +207,29 @@ impl<'a> Finetune<'a> {
             step: 0,
             losses: Vec::new(),
             pending: Vec::new(),
-            metrics: MetricsLog::new(folder),
+            metrics: match world.rank() {
+                0 => MetricsLog::new(folder),
+                _ => MetricsLog::silent(folder),
+            },
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
             graph: None,
             budget,
             folder: folder.into(),
+            ranks: Ranks::new(world.clone().with_reduce_dtype(config.grad_reduce.into())),
         };
-        match checkpoint::latest(folder)? {
-            Some(path) => {
-                let saved = Saved::load(&path)?;
-                run.restore(saved)
-                    .with_context(|| format!("cannot resume from {}", path.display()))?;
-            }
-            None => run.metrics.write()?,
+        if let Some(path) = checkpoint::latest(folder)? {
+            let saved = Saved::load(&path)?;
+            run.restore(saved)
+                .with_context(|| format!("cannot resume from {}", path.display()))?;
         }
         Ok(run)
     }
 
     fn restore(&mut self, saved: Saved<FinetuneState>) -> Result<()> {
         let state = saved.state;
-        // The run may be resumed on another device, and by other launches.
+        // The run may be resumed on another device, by other launches, and on other ranks.
         let config = FinetuneConfig {
             device: self.config.device.clone(),
             graph: self.config.graph,
@@ -241,11 +291,11 @@ impl<'a> Finetune<'a> {
     }
 
     /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
-    /// stops it. Writes a checkpoint at the end in any case.
+    /// stops it. Writes a checkpoint at the end in any case. All ranks stop after the same step.
     ///
     /// # Errors
-    /// When the loss is no longer finite, the device runs out of memory, or a file cannot be
-    /// written.
+    /// When the loss is no longer finite, the device runs out of memory, the weights of the ranks are
+    /// not equal at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         let (budget, device) = (self.budget.clone(), self.device.clone());
         budget.guard(&device, || {
@@ -319,7 +369,10 @@ impl<'a> Finetune<'a> {
                 self.record(row, observer)?;
                 clock = Clock::start();
             }
-            interrupted = observer.interrupted();
+            interrupted = match self.ranks.world().size() {
+                1 => observer.interrupted(),
+                _ => any(self.ranks.world(), observer.interrupted())?,
+            };
             if is_due(checkpoint_every, self.step, steps) && !interrupted {
                 clock.pause();
                 self.save(observer)?;
@@ -346,8 +399,16 @@ impl<'a> Finetune<'a> {
         let batches: Vec<RowBatch> = batches
             .map(|rows| self.data.train.batch(rows))
             .collect::<Result<_>>()?;
+        let counted = batches.iter().map(RowBatch::counted).sum();
+        let own = match self.ranks.world().size() {
+            1 => batches,
+            _ => rows
+                .chunks(self.config.batch)
+                .map(|rows| self.data.train.batch(self.ranks.own(rows)))
+                .collect::<Result<_>>()?,
+        };
         let documents = self.graph.as_ref().map(|graph| graph.documents);
-        let input = StepInput::new(&batches, documents, &self.device)?;
+        let input = StepInput::new(&own, counted, documents, &self.device)?;
         let loss = match self.graph.take() {
             None => {
                 let (loss, gradients) = self.gradients(&input)?;
@@ -383,7 +444,8 @@ impl<'a> Finetune<'a> {
             );
         }
         let steps = GraphSteps::begin(self.model(), &self.device)?;
-        let documents = most_documents(&self.data.train, self.config.batch);
+        let rows = self.config.batch / self.ranks.world().size();
+        let documents = most_documents(&self.data.train, rows);
         self.graph = Some(Graph::new(steps, documents));
         Ok(())
     }
@@ -413,8 +475,8 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
-    /// The mean loss over the targets of a step, however they lie in its forwards, without
-    /// autodiff, and the gradients of all parameters.
+    /// This rank's share of the mean loss over the targets of a step, however they lie in its
+    /// forwards, without autodiff, and the gradients of all parameters by that mean.
     fn gradients(&self, input: &StepInput) -> Result<(Tensor<1>, GradientsParams)> {
         let scale = input.scale();
         let mut accumulator = GradientsAccumulator::new();
@@ -424,7 +486,9 @@ impl<'a> Finetune<'a> {
             accumulator.accumulate(self.model(), gradients);
             losses.push(loss);
         }
-        Ok((Tensor::cat(losses, 0).sum(), accumulator.grads()))
+        let mut gradients = accumulator.grads();
+        self.ranks.reduce(self.model(), &mut gradients);
+        Ok((Tensor::cat(losses, 0).sum(), gradients))
     }
 
     /// The share of a batch in the loss, the sum over its targets times `scale`, and the gradients
@@ -466,7 +530,7 @@ impl<'a> Finetune<'a> {
             return Ok(());
         }
         let losses = Tensor::cat(std::mem::take(&mut self.pending), 0).into_data();
-        let losses: Vec<f32> = losses.iter::<f32>().collect();
+        let losses = self.ranks.losses(losses.iter::<f32>().collect())?;
         let first = self.step + 1 - losses.len() as u64;
         for (step, loss) in (first..).zip(&losses) {
             ensure!(
@@ -489,7 +553,8 @@ impl<'a> Finetune<'a> {
         let &FinetuneConfig {
             batch, eval_rows, ..
         } = self.config;
-        let loss = cross_entropy_of(&model, &self.data.valid, [batch, eval_rows], &device)?;
+        let (rows, sizes) = (&self.data.valid, [batch, eval_rows]);
+        let loss = cross_entropy_of(&model, rows, sizes, &device, self.ranks.world())?;
         ensure!(
             loss.is_finite(),
             "the {} validation loss at step {} is {loss}",
@@ -499,24 +564,39 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
+    /// Has rank 0 do something with the whole model, without autodiff; the others get none. All
+    /// ranks call it together.
+    ///
+    /// # Errors
+    /// Those of `write`, on all ranks.
+    pub(super) fn with_model<T>(
+        &self,
+        write: impl FnOnce(Decoder) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let model = self.ranks.whole(self.model());
+        let written = self.ranks.is_first().then(|| write(model));
+        agree(self.ranks.world(), written.transpose())
+    }
+
     /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
+    /// All ranks call it together.
     ///
     /// # Errors
     /// When the folder has files, or the disk refuses.
     pub fn save_model(&self, out: &Path, dtype: Dtype) -> Result<()> {
-        let model = self.model().valid();
-        model.save(out, dtype, Some(&self.config.model))
+        let save = |model: Decoder| model.save(out, dtype, Some(&self.config.model));
+        self.with_model(save).map(drop)
     }
 
-    /// Writes the adapters to the new folder `out`, as PEFT loads them.
+    /// Writes the adapters to the new folder `out`, as PEFT loads them. All ranks call it together.
     ///
     /// # Errors
     /// When there is none, the folder has files, or the disk refuses.
     pub fn save_adapter(&self, out: &Path) -> Result<()> {
         let lora = self.config.lora.as_ref();
         let lora = lora.context("the run trains all parameters: there is no adapter")?;
-        let model = self.model().valid();
-        model.save_adapter(out, lora, &self.config.model)
+        let save = |model: Decoder| model.save_adapter(out, lora, &self.config.model);
+        self.with_model(save).map(drop)
     }
 
     fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
@@ -529,6 +609,9 @@ impl<'a> Finetune<'a> {
         self.read_losses()?;
         // Rows reach the disk before the checkpoint that relies on them.
         self.metrics.write()?;
+        let world = self.ranks.world();
+        let model = parameters::to_bytes(self.model())?;
+        agree(world, self.ranks.check_equal(&model, self.step))?;
         let saved = Saved {
             state: FinetuneState {
                 format: FORMAT,
@@ -542,10 +625,19 @@ impl<'a> Finetune<'a> {
             timing: Timing {
                 seconds: self.seconds(),
             },
-            model: parameters::to_bytes(self.model())?,
+            model,
             optimizer: self.optimizer.to_bytes()?,
         };
-        let path = saved.save(&self.folder)?;
+        let path = match self.ranks.partition() {
+            Some(partition) => saved.save_parts(&self.folder, world, partition)?,
+            None => agree(
+                world,
+                match self.ranks.is_first() {
+                    true => saved.save(&self.folder),
+                    false => Ok(self.folder.clone()),
+                },
+            )?,
+        };
         self.saved = Some(self.step);
         observer.checkpoint(&path);
         Ok(())
@@ -561,24 +653,32 @@ const SUM: CrossEntropy = CrossEntropy {
 };
 
 /// The mean cross entropy of `model` on the first rows of `rows`, with the sizes of a batch and of
-/// the evaluation.
+/// the evaluation. The ranks of `world`, which all call it, take the batches in turns.
 pub(super) fn cross_entropy_of(
     model: &Decoder,
     rows: &Rows,
     [batch, most]: [usize; 2],
     device: &Device,
+    world: &ProcessGroup,
 ) -> Result<f64> {
     let indices: Vec<usize> = (0..rows.len().min(most)).collect();
-    let (mut sums, mut counted) = (Vec::new(), 0);
-    for indices in indices.chunks(batch) {
-        let batch = rows.batch(indices)?;
-        counted += batch.counted();
+    let batches = indices.chunks(batch).map(|indices| rows.batch(indices));
+    let batches: Vec<RowBatch> = batches.collect::<Result<_>>()?;
+    let counted: usize = batches.iter().map(RowBatch::counted).sum();
+    // All ranks have as many forwards, which sharded models need; the last ones are not counted
+    // where there are fewer batches.
+    let (rank, size) = (world.rank(), world.size());
+    let sum_of = |round: usize| {
+        let batch = &batches[(round * size + rank).min(batches.len() - 1)];
         let (inputs, targets, packed): (Tensor<2, Int>, _, PackedRows) = batch.tensors(device)?;
         let features = flat(model.features_packed(inputs, &packed)?);
-        sums.push(model.cross_entropy(features, targets, SUM)?);
-    }
-    let sums = Tensor::cat(sums, 0).into_data();
-    Ok(sums.iter::<f32>().map(f64::from).sum::<f64>() / counted as f64)
+        model.cross_entropy(features, targets, SUM)
+    };
+    let sums = (0..batches.len().div_ceil(size)).map(sum_of);
+    let sums = Tensor::cat(sums.collect::<Result<_>>()?, 0).into_data();
+    let sums: Vec<f32> = sums.iter::<f32>().collect();
+    let sums = in_turns(world, &sums, batches.len())?;
+    Ok(sums.into_iter().map(f64::from).sum::<f64>() / counted as f64)
 }
 
 /// What the logits of a teacher are made of, as constants to autodiff.

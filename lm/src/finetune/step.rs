@@ -19,18 +19,23 @@ pub(super) struct DeviceBatch {
 /// What a step reads.
 pub(super) struct StepInput {
     pub batches: Vec<DeviceBatch>,
-    /// Targets of all batches that count, `i32[1]`.
+    /// Targets of the step that count, `i32[1]`.
     counted: Tensor<1, Int>,
 }
 
 impl StepInput {
-    /// `batches` on `device`, which is one of autodiff. With `documents`, all tensors have the
-    /// shapes of any step: there is room for so many documents in a batch.
+    /// `batches` on `device`, which is one of autodiff; `counted` are the targets that count in the
+    /// step, on all ranks. With `documents`, all tensors have the shapes of any step: there is room
+    /// for so many documents in a batch.
     ///
     /// # Errors
     /// When a batch has no row, or more documents.
-    pub fn new(batches: &[RowBatch], documents: Option<usize>, device: &Device) -> Result<Self> {
-        let counted = batches.iter().map(RowBatch::counted).sum::<usize>();
+    pub fn new(
+        batches: &[RowBatch],
+        counted: usize,
+        documents: Option<usize>,
+        device: &Device,
+    ) -> Result<Self> {
         let counted = TensorData::new(vec![counted as i32], [1]);
         let on_device = |batch: &RowBatch| {
             let (inputs, targets, rows) = batch.tensors_with_room(documents, device)?;

@@ -4,12 +4,13 @@ use std::path::{Path, PathBuf};
 use burn::module::{Module, ParamGroup};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::parallel::ProcessGroup;
 
 use super::data::TextReader;
 use super::frozen_tests::some_adapters;
 use super::run::cross_entropy_of;
 use super::*;
-use crate::config::{Activation, RecipeName};
+use crate::config::{Activation, GradReduce, RecipeName};
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig, PackedRows};
 use crate::hf::Dtype;
@@ -65,6 +66,8 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         checkpoint_every: 3,
         recompute: 0,
         graph: false,
+        fsdp: false,
+        grad_reduce: GradReduce::F32,
         device: "flex".into(),
     }
 }
@@ -270,7 +273,8 @@ fn losses_are_of_the_targets_that_count() {
         let rows = Rows::pack(shards, &places(shards), 64).unwrap();
         assert_eq!(rows.len(), 1);
         let counted = rows.batch(&[0]).unwrap().counted();
-        let loss = cross_entropy_of(&decoder, &rows, [1, 9], &Device::flex()).unwrap();
+        let alone = ProcessGroup::single();
+        let loss = cross_entropy_of(&decoder, &rows, [1, 9], &Device::flex(), &alone).unwrap();
         (loss, counted)
     };
     let apart = [("a", &lines[..1]), ("b", &lines[1..])];
@@ -469,7 +473,10 @@ fn packed_models_have_the_losses_of_validation() {
         }
         assert!(packed.layers[0].attention.out.is_packed());
         let device = Device::flex();
-        let loss = |model: &Decoder| cross_entropy_of(model, &data.valid, [2, 8], &device).unwrap();
+        let alone = ProcessGroup::single();
+        let loss = |model: &Decoder| {
+            cross_entropy_of(model, &data.valid, [2, 8], &device, &alone).unwrap()
+        };
         let (found, expected) = (loss(&packed), loss(&model));
         assert!(
             (found - expected).abs() < 2e-6 * expected,
@@ -492,6 +499,7 @@ fn exports_keep_what_training_keeps() {
     let run = finished(&config, &data, &folder.join("run"));
     let out = folder.join("nvfp4");
     let done = run.export(&out, Dialect::ModelOpt, Scheme::W4a4).unwrap();
+    let done = done.expect("rank 0 writes");
     let excluded: Vec<&str> = done
         .kept
         .iter()

@@ -15,7 +15,7 @@ use crate::ranks::gathered;
 /// # Errors
 /// When one has others: its gradients were not averaged with the others' at some step before `step`.
 /// All ranks get the same error.
-pub(super) fn check_equal(
+pub(crate) fn check_equal(
     record: &Bytes,
     group: &ProcessGroup,
     step: u64,

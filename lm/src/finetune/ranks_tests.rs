@@ -1,0 +1,265 @@
+//! Runs of several ranks, as threads over loopback, against a run of one rank.
+
+use std::fs;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use burn::tensor::{Bytes, Device};
+use burn_nvfp4::parallel::ProcessGroup;
+use burn_pack::Reader;
+
+use super::tests::{config, data, files};
+use super::*;
+use crate::checkpoint::{latest, resolve};
+use crate::config::GradReduce;
+use crate::decoder::{FrozenForm, LoraConfig};
+use crate::hf::Dtype;
+use crate::hf::golden::{Scratch, golden};
+use crate::interchange::{Dialect, Scheme};
+
+/// What each of `ranks` ranks does with its run, in the order of ranks.
+fn on_ranks<T: Send>(
+    config: &FinetuneConfig,
+    folder: &Path,
+    ranks: usize,
+    body: impl Fn(&mut Finetune<'_>) -> T + Sync,
+) -> Vec<T> {
+    let (body, data) = (&body, &data(config));
+    let worlds = ProcessGroup::loopback(ranks, Duration::from_secs(120));
+    thread::scope(|scope| {
+        let threads = worlds.into_iter().map(|world| {
+            let open = move || Finetune::open_rank(config, data, &Device::flex(), folder, world);
+            scope.spawn(move || body(&mut open().unwrap()))
+        });
+        let threads: Vec<_> = threads.collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        results
+            .map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// The losses of training and validation, the same on all ranks.
+fn losses(config: &FinetuneConfig, folder: &Path, ranks: usize) -> Vec<f64> {
+    let mut all = on_ranks(config, folder, ranks, |run| {
+        run.train(None, &mut ()).unwrap();
+        let rows = run.rows().iter();
+        let training = rows.clone().filter_map(|row| row.train_loss);
+        let valid = rows.filter_map(|row| row.valid_loss);
+        training.chain(valid).collect::<Vec<f64>>()
+    });
+    let first = all.swap_remove(0);
+    assert!(all.iter().all(|losses| *losses == first));
+    first
+}
+
+fn largest_difference(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let errors = found.iter().zip(expected).map(|(a, b)| (a / b - 1.0).abs());
+    errors.fold(0.0, f64::max)
+}
+
+/// Four rows in a forward.
+fn four_rows(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
+    FinetuneConfig {
+        batch: 4,
+        ..config(model, folder, recipe)
+    }
+}
+
+fn fsdp(config: &FinetuneConfig) -> FinetuneConfig {
+    FinetuneConfig {
+        fsdp: true,
+        ..config.clone()
+    }
+}
+
+fn lora() -> Option<LoraConfig> {
+    Some(LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        targets: r"\.(q|v|down)_proj$".into(),
+    })
+}
+
+/// The tensors of the latest checkpoint: of parameters and moments.
+fn tensors(folder: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    let saved = crate::checkpoint::Saved::<run::FinetuneState>::load(&resolve(folder).unwrap());
+    let saved = saved.unwrap();
+    let read = |container: Bytes| {
+        let tensors = Reader::from_bytes(container).unwrap().into_tensors();
+        let tensors = tensors.unwrap().into_iter().map(|tensor| {
+            let (name, _, shape, _, bytes) = tensor.into_parts().unwrap();
+            let values = bytes.chunks_exact(4);
+            let values = values.map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+            (name, shape.to_vec(), values.collect())
+        });
+        tensors.collect::<Vec<_>>()
+    };
+    [read(saved.model), read(saved.optimizer)].concat()
+}
+
+/// In high precision ranks train as one rank with all rows does, to the order of sums: with tied
+/// heads, experts, adapters and a teacher, whole and sharded, with accumulation.
+#[test]
+fn ranks_train_as_one() {
+    let accumulated = |config: FinetuneConfig| FinetuneConfig {
+        accumulate: 2,
+        steps: 4,
+        ..config
+    };
+    for (name, change) in [
+        ("llama3-tiny", None),
+        ("qwen3-tiny", None),
+        ("qwen3moe-tiny", None),
+        ("llama3-tiny", Some("lora")),
+        ("llama3-tiny", Some("teacher")),
+    ] {
+        let folder = Scratch::new(&format!(
+            "finetune-ranks-{name}-{}",
+            change.unwrap_or("all")
+        ));
+        let model = golden!(name);
+        let config = four_rows(&model, &folder, "bf16");
+        let config = match change {
+            Some("lora") => FinetuneConfig {
+                lora: lora(),
+                ..config
+            },
+            Some(_) => FinetuneConfig {
+                objective: Objective::Distillation {
+                    teacher: model.clone(),
+                    form: FrozenForm::High,
+                    temperature: 2.0,
+                },
+                ..config
+            },
+            None => config,
+        };
+        for config in [config.clone(), accumulated(config)] {
+            let layout = |name: &str| folder.join(format!("{name}-{}", config.accumulate));
+            let expected = losses(&config, &layout("one"), 1);
+            for ranks in [2, 4] {
+                let whole = layout(&format!("whole-{ranks}"));
+                let found = losses(&config, &whole, ranks);
+                let error = largest_difference(&found, &expected);
+                let what = format!("{name}, {change:?}, {ranks} ranks of {}", config.accumulate);
+                eprintln!("{what}: {error:e}");
+                assert!(error < 2e-6, "{what}: {error:e}");
+                if config.lora.is_some() {
+                    continue;
+                }
+                let sharded = layout(&format!("sharded-{ranks}"));
+                let found = losses(&fsdp(&config), &sharded, ranks);
+                let error = largest_difference(&found, &expected);
+                eprintln!("{what}, sharded: {error:e}");
+                assert!(error < 2e-6, "{what}, sharded: {error:e}");
+            }
+        }
+    }
+}
+
+/// In NVFP4, with the random bits of each rank, ranks with parts of the parameters have the bits of
+/// ranks with whole ones, where gradients are not clipped: the norm adds up in another order. Other
+/// numbers of ranks read the checkpoint, and write the same.
+#[test]
+fn sharded_runs_have_the_bits_of_whole_ones() {
+    for name in ["llama3-tiny", "mixtral-tiny"] {
+        let folder = Scratch::new(&format!("finetune-sharded-{name}"));
+        let config = FinetuneConfig {
+            grad_clip: 1e9,
+            steps: 4,
+            ..four_rows(&golden!(name), &folder, "nvidia")
+        };
+        let [whole, sharded] = ["whole", "sharded"].map(|name| folder.join(name));
+        let expected = losses(&config, &whole, 2);
+        assert_eq!(losses(&fsdp(&config), &sharded, 2), expected, "{name}");
+        assert!(tensors(&sharded) == tensors(&whole), "{name}");
+        let parts = latest(&sharded).unwrap().unwrap();
+        assert!(parts.join("model-1.bpk").exists());
+        assert!(
+            !latest(&whole)
+                .unwrap()
+                .unwrap()
+                .join("model-1.bpk")
+                .exists()
+        );
+    }
+}
+
+/// A run that was stopped reaches the same bytes on as many ranks.
+#[test]
+fn a_resumed_run_of_ranks_is_the_same() {
+    let folder = Scratch::new("finetune-ranks-resume");
+    let config = FinetuneConfig {
+        accumulate: 2,
+        steps: 6,
+        grad_reduce: GradReduce::Bf16,
+        ..four_rows(&golden!("llama3-tiny"), &folder, "nvidia")
+    };
+    for (name, config) in [("whole", config.clone()), ("sharded", fsdp(&config))] {
+        let [whole, parts] = ["a", "b"].map(|part| folder.join(format!("{name}-{part}")));
+        losses(&config, &whole, 2);
+        on_ranks(&config, &parts, 2, |run| {
+            run.train(Some(3), &mut ()).unwrap();
+        });
+        losses(&config, &parts, 2);
+        assert!(tensors(&parts) == tensors(&whole), "{name}");
+        if name == "whole" {
+            for ((file, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
+                assert!(whole == parts, "{file} differs");
+            }
+        }
+        // On one rank the checkpoint reads as it is.
+        on_ranks(&config, &parts, 1, |run| assert_eq!(run.step(), 6));
+    }
+}
+
+/// What is written at the end is that of one process, whoever has the parameters.
+#[test]
+fn rank_zero_writes_the_model() {
+    let folder = Scratch::new("finetune-ranks-saved");
+    let config = FinetuneConfig {
+        steps: 2,
+        ..four_rows(&golden!("qwen3moe-tiny"), &folder, "weight_only_qat")
+    };
+    let written = |config: &FinetuneConfig, name: &str| {
+        let out = folder.join(name);
+        let exports = on_ranks(config, &out, 2, |run| {
+            run.train(None, &mut ()).unwrap();
+            run.save_model(&out.join("model"), Dtype::F32).unwrap();
+            let quantized = out.join("nvfp4");
+            let export = run.export(&quantized, Dialect::CompressedTensors, Scheme::W4a16);
+            export.unwrap().is_some()
+        });
+        assert_eq!(exports, [true, false]);
+        ["model", "nvfp4"].map(|name| fs::read(out.join(name).join("model.safetensors")).unwrap())
+    };
+    let config = FinetuneConfig {
+        grad_clip: 1e9,
+        ..config
+    };
+    assert!(written(&config, "whole") == written(&fsdp(&config), "sharded"));
+}
+
+#[test]
+fn what_ranks_cannot_share_is_named() {
+    let folder = Scratch::new("finetune-ranks-errors");
+    let config = four_rows(&golden!("llama3-tiny"), &folder, "bf16");
+    config.check_ranks(4).unwrap();
+    let error = config.check_ranks(3).unwrap_err().to_string();
+    assert!(
+        error.contains("batch is 4") && error.contains("(3)"),
+        "{error}"
+    );
+    let adapters = FinetuneConfig {
+        lora: lora(),
+        ..fsdp(&config)
+    };
+    let error = adapters.check().unwrap_err().to_string();
+    assert!(
+        error.contains("fsdp is true") && error.contains("lora"),
+        "{error}"
+    );
+}
