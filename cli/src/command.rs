@@ -25,7 +25,8 @@ enum Task {
     /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
     /// that cargo has downloaded.
     Train(Box<train::Train>),
-    /// Start `train` as several ranks, a process with a GPU each, and end all when one fails
+    /// Start `train`, `finetune` or `pretrain` as several ranks, a process with a GPU each, and end
+    /// all when one fails
     ///
     /// For example `nvfp4 launch --gpus 2 -- train --fsdp`, or with --tp 2 in place of --fsdp. On a
     /// cluster torchrun (--no-python), Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR,

@@ -124,6 +124,61 @@ fn a_model_is_finetuned_and_resumed() {
     }
 }
 
+/// Two processes share the rows of each forward, and the parameters: one goes on from what they have
+/// written. Both kinds of runs leave a model that the other commands read.
+#[test]
+fn ranks_finetune_together() {
+    let test = "ranks_finetune_together";
+    let Some(model) = golden("finetune", test, "llama3-tiny") else {
+        return;
+    };
+    let data = lines(&folder("finetune-ranks-data"));
+    let [one, two] = ["finetune-ranks-one", "finetune-ranks-two"].map(folder);
+    let begin =
+        |command: &str, arguments: &[&str]| nvfp4(command, &[&[&*model], arguments].concat());
+    let said = succeeds(begin("finetune", &arguments(&data, &one, "--recipe f32")));
+    let [_, expected] = perplexities(&said);
+    let ranks = "launch --gpus 2 -- finetune";
+    let stopped = arguments(&data, &two, "--recipe f32 --fsdp --stop-at 4");
+    let said = succeeds(begin(ranks, &stopped));
+    assert!(
+        said.contains("launch --gpus 2 -- finetune --resume"),
+        "{said}"
+    );
+    for file in ["model-1.bpk", "optimizer-1.bpk"] {
+        assert!(saved(&two).join(file).exists(), "{file}");
+    }
+    // The rest on one rank, which has all parts.
+    let said = succeeds(nvfp4("finetune", &["--resume", two.to_str().unwrap()]));
+    let [_, found] = perplexities(&said);
+    assert!((found / expected - 1.0).abs() < 1e-4, "{found}, {expected}");
+    let trained = two.join("model");
+    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+    let generate = [&[trained.to_str().unwrap()], &generated[..]].concat();
+    succeeds(nvfp4("generate", &generate));
+
+    let refused = folder("finetune-ranks-refused").join("out");
+    fails(
+        begin(
+            "launch --gpus 3 -- finetune",
+            &arguments(&data, &refused, ""),
+        ),
+        &["batch is 2", "(3)"],
+    );
+    fails(
+        begin(ranks, &arguments(&data, &refused, "--fsdp --lora 4")),
+        &["fsdp is true", "lora"],
+    );
+    assert!(!refused.join("finetune.json").exists());
+    let pretrained = folder("pretrain-ranks");
+    let config = Path::new(&*model).join("config.json");
+    let of = ["--config", config.to_str().unwrap(), "--tokenizer", &*model];
+    let run = [&of[..], &arguments(&data, &pretrained, "--fsdp")].concat();
+    let said = succeeds(nvfp4("launch --gpus 2 -- pretrain", &run));
+    let [before, after] = perplexities(&said);
+    assert!(after < before, "{said}");
+}
+
 /// QAT and distillation, and an export that the other commands read.
 #[test]
 fn models_are_trained_for_serving() {

@@ -347,7 +347,7 @@ impl Session {
             config.device,
             match ranks {
                 1 => String::new(),
-                ranks => format!(" and those of {} other ranks", ranks - 1),
+                ranks => format!(" ({ranks} ranks)"),
             },
             self.folder.display()
         );
