@@ -322,6 +322,6 @@ fn what_ranks_cannot_do_is_said() {
     fails(train(&out, "--dp 2"), &["dp is 2", "1 ranks"]);
     fails(
         train(&out, "--ep 2 --experts 4"),
-        &["ep is 2", "1 data-parallel ranks"],
+        &["ep is 2", "1 ranks"],
     );
 }
