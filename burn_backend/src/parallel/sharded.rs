@@ -12,7 +12,7 @@ use super::ProcessGroup;
 use super::functions::gather_beside;
 use super::shards::{ExpertGroups, Shards};
 use crate::ops::LinearSpec;
-use crate::ops::sharding::GatheredWeight;
+use crate::ops::sharding::{GatheredWeight, WeightPart};
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
@@ -51,22 +51,17 @@ impl Sharded {
         &self.group
     }
 
-    /// How quantized operands of the parameter, a weight of which this rank has `rows` rows, are
-    /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
-    /// is this parameter and nothing else.
+    /// How quantized operands of the parameter, a weight of which this rank has `part`, are gathered
+    /// for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer is this
+    /// parameter and nothing else.
     pub(crate) fn operands(
         &self,
         is_alone: bool,
-        rows: usize,
+        part: WeightPart,
         spec: &LinearSpec,
     ) -> Option<GatheredWeight> {
-        let reduction = self.reduction;
-        GatheredWeight::new(
-            &self.group,
-            (is_alone.then_some(self.id), reduction),
-            rows,
-            spec,
-        )
+        let parameter = is_alone.then_some(self.id);
+        GatheredWeight::new(&self.group, (parameter, self.reduction), part, spec)
     }
 }
 

@@ -28,12 +28,12 @@ use crate::parallel::ProcessGroup;
 pub(crate) enum SavedWeight<B: Backend> {
     /// All of it.
     Whole(SavedOperand<B>),
-    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model
+    /// This rank's part, of which it is gathered again: a rank does not hold the whole model
     /// between forward and backward.
-    Rows {
+    Part {
         gathered: GatheredWeight,
-        rows: FloatTensor<B>,
-        /// Of all rows, if dgrad's operand is made from it.
+        part: FloatTensor<B>,
+        /// Of the whole matrix, if dgrad's operand is made from it.
         amax: Option<FoundAmax<B>>,
         forms: WeightForms,
     },
@@ -53,12 +53,12 @@ impl<B: Nvfp4KernelOps> SavedWeight<B> {
                 let asked = (&spec.dgrad_w, form);
                 w.operand(&groups.of_weights(), asked, Usage::Rowwise, dtype)
             }
-            Self::Rows {
+            Self::Part {
                 gathered,
-                rows,
+                part,
                 amax,
                 forms,
-            } => gathered.dgrad_operand(rows, amax, spec, forms, dtype),
+            } => gathered.dgrad_operand(part, amax, spec, forms, dtype),
         }
     }
 }
@@ -97,9 +97,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         };
         let asked = (&self.spec.fprop_w, forms.fprop);
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
-        let saved = self.requires_grad.x.then(|| SavedWeight::Rows {
+        let saved = self.requires_grad.x.then(|| SavedWeight::Part {
             gathered: gathered.clone(),
-            rows: self.w.clone(),
+            part: self.w.clone(),
             amax: self.amax_of_dgrad(&forward),
             forms,
         });
@@ -132,7 +132,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// The amax that `forward`, the gathered operand of fprop, was made from, if that of dgrad is
     /// made from it too.
     fn amax_of_dgrad(&self, forward: &Operand<B>) -> Option<FoundAmax<B>> {
-        let Operand::Quantized(forward) = forward else {
+        let (RowGroups::Whole, Operand::Quantized(forward)) = (&self.groups, forward) else {
             return None;
         };
         let specs = [&self.spec.fprop_w, &self.spec.dgrad_w];

@@ -1,51 +1,91 @@
-//! A weight of which each rank has some rows (FSDP): what is gathered are its quantized operands.
+//! A weight of which each rank has a part (FSDP): what is gathered are its quantized operands.
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
+use super::places::Axis;
 use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Step, exchange_beside};
 use crate::ops::dtype::cast;
 use crate::ops::form::WeightForms;
-use crate::ops::operands::requantize;
+use crate::ops::operands::{QuantSource, quantize, requantize};
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::tensors::{Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
-/// How the rows of a weight become those of all ranks.
+/// What of a weight each rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WeightPart {
+    /// So many rows of a matrix.
+    Rows(usize),
+    /// So many matrices of a stack, which has one for each expert.
+    Experts(usize),
+}
+
+impl WeightPart {
+    /// That of a rank whose part has these dimensions.
+    ///
+    /// # Panics
+    /// When it is neither of a matrix nor of a stack.
+    pub(crate) fn of(dims: &[usize]) -> Self {
+        match *dims {
+            [rows, _] => Self::Rows(rows),
+            [experts, _, _] => Self::Experts(experts),
+            _ => panic!("a weight of the dimensions {dims:?}"),
+        }
+    }
+}
+
+/// How the part of a weight that each rank has becomes that of all ranks.
 ///
-/// Each rank quantizes its rows to the bytes that one device would: with the amax of all rows, and
-/// with the random bits of their place. Codes and block scales travel, 0.5625 bytes an element and
+/// Each rank quantizes its part to the bytes that one device would: with the random bits of its
+/// place, and of a matrix with the amax of all rows. Experts of a stack have amax values of their
+/// own, which travel with the codes. Codes and block scales travel, 0.5625 bytes an element and
 /// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight
 /// travels in the type of the activations.
 #[derive(Clone, Debug)]
 pub(crate) struct GatheredWeight {
     group: ProcessGroup,
     /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
-    /// gradient goes to this rank's rows, which are made of those of several parameters.
+    /// gradient goes to this rank's part, which is made of those of several parameters.
     parameter: Option<u64>,
     /// How the gradients of ranks become one.
     reduction: Reduction,
+    part: WeightPart,
 }
 
 impl GatheredWeight {
-    /// The weight of which each rank of `group` has `rows` rows, for the operands of `spec`; none
-    /// if blocks or rotation groups of an operand would have rows of two ranks.
+    /// The weight of which each rank of `group` has `part`, for the operands of `spec`; none where
+    /// parts of an operand that ranks quantize are not those of the whole:
+    ///
+    /// - where blocks or rotation groups would have rows of two ranks;
+    /// - where the weight is rotated by signs that each rank draws for itself, which have to be
+    ///   those of the gradient that its operand is multiplied with.
     pub(crate) fn new(
         group: &ProcessGroup,
         (parameter, reduction): (Option<u64>, Reduction),
-        rows: usize,
+        part: WeightPart,
         spec: &LinearSpec,
     ) -> Option<Self> {
         let operands = [&spec.fprop_w, &spec.dgrad_w];
-        let fits = |spec: &OperandSpec| rows.is_multiple_of(spec.unit());
-        operands.into_iter().all(fits).then(|| Self {
+        let has_whole_blocks = |spec: &OperandSpec| match part {
+            WeightPart::Rows(rows) => rows.is_multiple_of(spec.unit()),
+            WeightPart::Experts(_) => true,
+        };
+        let is_rotated = |spec: &OperandSpec| {
+            let params = spec.params();
+            params.is_some_and(|params| params.hadamard.is_some())
+        };
+        let is_rotated = spec.has_weight_pair() && is_rotated(&spec.dgrad_w);
+        let fits = operands.into_iter().all(has_whole_blocks) && !is_rotated;
+        fits.then(|| Self {
             group: group.clone(),
             parameter,
             reduction,
+            part,
         })
     }
 
@@ -54,23 +94,22 @@ impl GatheredWeight {
         &self.group
     }
 
-    /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if
-    /// it was found before and the operand is made from it.
+    /// The operand of fprop of the weight of which this rank has `part`; `known` is the amax of
+    /// that, if it was found before and the operand is made from it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
-        rows: FloatTensor<B>,
+        part: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
         asked: FormedSpec<'_>,
         dtype: FloatDType,
     ) -> Operand<B> {
-        let (_, w) = self.quantize(rows, known, (None, Some(asked)), dtype);
-        w.expect("asked for")
+        self.quantize(part, known, (asked, Usage::Columnwise), dtype)
     }
 
     /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can be.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
-        rows: FloatTensor<B>,
+        part: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
         spec: &LinearSpec,
         forms: WeightForms,
@@ -78,38 +117,51 @@ impl GatheredWeight {
     ) -> Operand<B> {
         let asked = (&spec.dgrad_w, forms.dgrad);
         if spec.has_weight_pair() {
-            let (w, _) = self.quantize(rows, known, (Some(asked), None), dtype);
-            return w.expect("asked for");
+            return self.quantize(part, known, (asked, Usage::Rowwise), dtype);
         }
-        let forward = self.fprop_operand(rows, known, (&spec.fprop_w, forms.fprop), dtype);
+        let forward = self.fprop_operand(part, known, (&spec.fprop_w, forms.fprop), dtype);
+        let groups = match self.part {
+            WeightPart::Rows(_) => RowGroups::Whole,
+            WeightPart::Experts(held) => RowGroups::Batch(held * self.group.size()),
+        };
         let (spec, form) = asked;
-        requantize::<B>(
-            forward,
-            &RowGroups::Whole,
-            spec,
-            Usage::Rowwise,
-            dtype,
-            form,
-        )
+        requantize::<B>(forward, &groups, spec, Usage::Rowwise, dtype, form)
     }
 
-    /// The operands, as far as they are asked for, of the weight of which this rank has the rows
-    /// `w`; `known` is their amax, if it was found before and the operands are made from it.
+    /// The operand along `usage` of the weight of which this rank has the part `w`; `known` is the
+    /// amax of that, if it was found before and the operand is made from it.
     fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
-        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        (asked, usage): (FormedSpec<'_>, Usage),
         dtype: FloatDType,
-    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let rows = LinearSharding::of_rows(&self.group);
-        // Rows of a weight are gathered as rows of tokens are.
-        let part = rows.part(Role::Input, w.shape()[0]);
-        let specs = rows.readable(Role::Input, specs);
-        rows.quantize_part(w, known, &part, specs, dtype)
+    ) -> Operand<B> {
+        let sharding = LinearSharding::of_rows(&self.group);
+        match self.part {
+            WeightPart::Rows(rows) => {
+                // Rows of a weight are gathered as rows of tokens are.
+                let part = sharding.part(Role::Input, rows);
+                let specs = match usage {
+                    Usage::Rowwise => (Some(asked), None),
+                    Usage::Columnwise => (None, Some(asked)),
+                };
+                let specs = sharding.readable(Role::Input, specs);
+                let (row, col) = sharding.quantize_part(w, known, &part, specs, dtype);
+                row.or(col).expect("one usage was asked for")
+            }
+            WeightPart::Experts(held) => {
+                let (shape, (spec, form)) = (w.shape(), asked);
+                let earlier = self.group.rank() * held;
+                let spec = spec.behind_weights(earlier, usage, [shape[1], shape[2]]);
+                let (w, groups) = (QuantSource::Matrix(w), RowGroups::Batch(held));
+                let part = quantize::<B>(w, &groups, &spec, usage, dtype, form);
+                sharding.gathered(part, Axis::Stack, &[held])
+            }
+        }
     }
 
-    /// The gradient of this rank's rows, of type `dtype`, of `grad`, that of the whole weight: the
+    /// The gradient of this rank's part, of type `dtype`, of `grad`, that of the whole weight: the
     /// mean over the ranks, which have a part of the batch each, or their sum. None if it
     /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
     pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
