@@ -87,8 +87,12 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// A forward gathers a parameter when it uses it and frees it afterwards. An [`Nvfp4Linear`], by
 /// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', and
 /// gathers codes and block scales, in the forward and again in the backward: bit for bit those of
-/// the whole, if a part has a multiple of 16 rows (of the recipe's blocks and rotations). Other
-/// layers gather the parameter in its type, and keep it. Its gradient is this rank's part of the
+/// the whole, if a part has a multiple of 16 rows (of the recipe's blocks and rotations). An
+/// [`Nvfp4GroupedLinear`], by itself or in a mixture, has a part of whole experts, which have global
+/// scales of their own: codes, block scales and amax values travel, with any number of rows. In high
+/// precision values travel in the type of the activations. While telemetry is on, and where a recipe
+/// rotates weights by MS-EDEN that are no codes yet (each rank draws signs of its own), and in other
+/// layers, the parameter is gathered in its type, and kept. Its gradient is this rank's part of the
 /// mean over the ranks, which have a part of the batch each. The mean is taken beside the rest of
 /// the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits
 /// for it, and averages the gradients of parameters that stay whole. All ranks call `module` at the
@@ -99,6 +103,7 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// back.
 ///
 /// [`Nvfp4Linear`]: crate::Nvfp4Linear
+/// [`Nvfp4GroupedLinear`]: crate::Nvfp4GroupedLinear
 ///
 /// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
@@ -110,7 +115,8 @@ pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
 /// [`batch`](ExpertGroups::batch).
 /// [`reduce_expert_gradients`](super::reduce_expert_gradients) has to follow each backward.
 ///
-/// A stack of experts is sharded by whole experts: as many on each rank.
+/// A stack of experts is sharded by whole experts, as many on each rank, which travel as operands
+/// as [`fully_shard`] says.
 pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M {
     if groups.batch.size() == 1 {
         return module;

@@ -193,3 +193,148 @@ impl LinearSharding {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Int, Tensor};
+    use nvfp4_kernels::{AmaxGranularity, Layout, RandomStream, Rounding};
+
+    use super::*;
+    use crate::Nvfp4Recipe;
+    use crate::ops::context::tests::{device, spec};
+    use crate::ops::spec::{BackwardSource, QuantParams};
+    use crate::ops::stored::StoredForm;
+    use crate::ops::tensors::{QuantizedData, QuantizedMatrix};
+
+    /// The layout, if it is quantized, and the bytes of all tensors.
+    fn parts(operand: Operand<Dispatch>) -> (Option<Layout>, Vec<Vec<u8>>) {
+        let float = |x| Tensor::<2>::from_dispatch(x).into_data();
+        let int = |x| Tensor::<2, Int>::from_dispatch(x).into_data();
+        let (layout, tensors) = match operand {
+            Operand::Float(x, _) => (None, vec![float(x)]),
+            Operand::Quantized(QuantizedMatrix { data, amax, layout }) => {
+                let QuantizedData::Packed { codes, scales } = data else {
+                    panic!("operands of experts are packed");
+                };
+                let amax = amax.into_option();
+                let amax = amax.map(|amax| Tensor::<1>::from_dispatch(amax).into_data());
+                let tensors = [int(codes), int(scales)].into_iter().chain(amax);
+                (Some(layout), tensors.collect())
+            }
+            other => panic!("{other:?} is no operand of a layer"),
+        };
+        let bytes = tensors.into_iter().map(|data| data.as_bytes().to_vec());
+        (layout, bytes.collect())
+    }
+
+    /// The operands of fprop and of dgrad in this form.
+    fn operands(
+        spec: &LinearSpec,
+        form: StoredForm,
+        w: Tensor<3>,
+        gathered: Option<&GatheredWeight>,
+    ) -> [(Option<Layout>, Vec<Vec<u8>>); 2] {
+        let dtype = FloatDType::F32;
+        let [fprop, dgrad] = [form; 2];
+        let forms = WeightForms { fprop, dgrad };
+        let [experts, ..] = w.dims();
+        let w = w.into_dispatch();
+        let (fprop, dgrad) = match gathered {
+            Some(gathered) => {
+                let asked = (&spec.fprop_w, form);
+                let fprop = gathered.fprop_operand(w.clone(), None, asked, dtype);
+                let dgrad = gathered.dgrad_operand(w, None, spec, forms, dtype);
+                (fprop, dgrad)
+            }
+            None => {
+                let groups = RowGroups::Batch(experts);
+                let made = |spec, usage| {
+                    let w = QuantSource::Matrix(w.clone());
+                    quantize::<Dispatch>(w, &groups, spec, usage, dtype, form)
+                };
+                let fprop = made(&spec.fprop_w, Usage::Columnwise);
+                let dgrad = match spec.has_weight_pair() {
+                    true => made(&spec.dgrad_w, Usage::Rowwise),
+                    false => {
+                        let (from, usage) = (fprop.clone(), Usage::Rowwise);
+                        requantize(from, &groups, &spec.dgrad_w, usage, dtype, form)
+                    }
+                };
+                (fprop, dgrad)
+            }
+        };
+        [fprop, dgrad].map(parts)
+    }
+
+    /// What two ranks quantize of a stack, in rows and in tiles, is the whole stack's, byte by byte.
+    fn operands_of_ranks_are_those_of_the_whole(what: &str, spec: &LinearSpec) {
+        let (device, ..) = device();
+        let normal = Distribution::Normal(0.0, 1.0);
+        for [d_in, d_out] in [[48, 80], [128, 256]] {
+            let w = Tensor::<3>::random([4, d_in, d_out], normal, (&device, DType::F32));
+            for form in [StoredForm::ROWS, StoredForm::TILES] {
+                let expected = operands(spec, form, w.clone(), None);
+                thread::scope(|scope| {
+                    for group in ProcessGroup::loopback(2, Duration::from_secs(60)) {
+                        let (w, expected) = (w.clone(), &expected);
+                        scope.spawn(move || {
+                            let part = WeightPart::Experts(2);
+                            let of = (None, Reduction::Avg);
+                            let gathered = GatheredWeight::new(&group, of, part, spec);
+                            let gathered = gathered.expect("experts are whole");
+                            let w = w.narrow(0, 2 * group.rank(), 2);
+                            let found = operands(spec, form, w, Some(&gathered));
+                            let is_same = found == *expected;
+                            assert!(is_same, "{what}, {form:?}, {d_in} x {d_out}");
+                        });
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn of_each_preset() {
+        for preset in Nvfp4Recipe::preset_names() {
+            operands_of_ranks_are_those_of_the_whole(preset, &spec(preset));
+        }
+    }
+
+    #[test]
+    fn with_random_bits() {
+        let stream = RandomStream::new(1, 2, 3);
+        let drawn = OperandSpec::nvfp4(Rounding::Stochastic(stream));
+        let mut spec = spec("nvidia");
+        (spec.fprop_w, spec.dgrad_w) = (drawn, drawn);
+        operands_of_ranks_are_those_of_the_whole("random bits", &spec);
+    }
+
+    #[test]
+    fn with_an_amax_for_each_row() {
+        let per_row = OperandSpec::Quantized(QuantParams {
+            amax: AmaxGranularity::PerRow,
+            ..QuantParams::nvfp4(Rounding::Nearest)
+        });
+        let mut spec = spec("nvidia");
+        (spec.fprop_w, spec.dgrad_w) = (per_row, per_row);
+        operands_of_ranks_are_those_of_the_whole("amax of rows", &spec);
+    }
+
+    /// Signs that ranks draw for themselves rotate nothing that they put together.
+    #[test]
+    fn rotated_experts_are_not_gathered() {
+        let mut spec = spec("quartet2");
+        let is_gathered = |spec: &LinearSpec, part| {
+            let group = &ProcessGroup::loopback(2, Duration::ZERO)[0];
+            GatheredWeight::new(group, (None, Reduction::Avg), part, spec).is_some()
+        };
+        let parts = [WeightPart::Rows(128), WeightPart::Experts(2)];
+        assert!(parts.iter().all(|&part| is_gathered(&spec, part)));
+        spec.source = BackwardSource::Original;
+        assert!(!parts.iter().any(|&part| is_gathered(&spec, part)));
+    }
+}

@@ -6,7 +6,8 @@ use burn_core::module::{Module, ModuleVisitor, Param};
 use burn_core::tensor::{DType, Device, Int, Tensor};
 use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
 use burn_nvfp4::parallel::{
-    ExpertGroups, ProcessGroup, RankLoss, Shards, fully_shard_experts, reduce_expert_gradients,
+    ExpertGroups, ProcessGroup, RankLoss, Shards, fully_shard, fully_shard_experts,
+    reduce_expert_gradients, reduce_gradients,
 };
 use burn_nvfp4::recipe::{BackwardSource, QuantSpec};
 use burn_nvfp4::state::{assign_layer_ids, set_rank};
@@ -336,4 +337,47 @@ fn with_telemetry() {
     // each, where three values travel.
     let more = of_codes.iter().zip(&of_values).map(|(a, b)| a - b);
     assert_eq!(more.collect::<Vec<_>>(), [2 * 3 * 3 - 3; 2]);
+}
+
+/// The collectives of a forward, and of a backward with its means, of a mixture.
+fn collectives(preset: &str, recompute: bool) -> [u64; 2] {
+    let mut case = Case::preset(preset);
+    case.recompute = recompute;
+    let found = on_ranks(2, |group| {
+        let device = device().autodiff();
+        let moe = fully_shard(case.moe(&device), &group);
+        let x = case.tokens(24, group.rank(), &device).require_grad();
+        let before = group.collective().calls();
+        let loss = moe.forward(x).output.square().mean();
+        let forward = group.collective().calls() - before;
+        let mut gradients = GradientsParams::from_grads(loss.backward(), &moe);
+        reduce_gradients(&moe, &mut gradients, &Shards::of(&moe, &group));
+        [forward, group.collective().calls() - before - forward]
+    });
+    assert_eq!(found[0], found[1]);
+    found[0]
+}
+
+/// No rank keeps the experts of others between forward and backward: operands are gathered for
+/// each GEMM, as codes, block scales and amax values (where the format has a global scale), or as
+/// values in high precision. Where gate and up are computed again, two GEMMs share what serves both.
+#[test]
+fn operands_are_gathered_for_each_gemm() {
+    let [router, means] = [1, 3];
+    for (preset, tensors, again) in [
+        ("nvidia", 3, 1),
+        ("mxfp8", 2, 1),
+        ("bf16", 1, 1),
+        ("quartet2", 3, 0),
+    ] {
+        if small_only() && preset != "nvidia" {
+            continue;
+        }
+        let layers = 2 * tensors;
+        let expected = [router + layers, means + layers];
+        assert_eq!(collectives(preset, false), expected, "{preset}");
+        let expected = [router + layers, means + layers + again * tensors];
+        let found = collectives(preset, true);
+        assert_eq!(found, expected, "{preset}, computed again");
+    }
 }
