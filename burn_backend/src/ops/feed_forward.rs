@@ -103,7 +103,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
         };
         let x = match hidden {
             Hidden::Kept(x) => x,
-            Hidden::Recomputed(fprop) => fprop.run_again(&mut input),
+            Hidden::Recomputed(fprop) => input.run_again(*fprop),
         };
         let dy = QuantSource::Activation {
             activation,

@@ -3,9 +3,7 @@
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 
-use super::SavedForBackward;
-use super::saved::SavedOperand;
-use super::weight::{SavedPart, SavedWeight};
+use super::weight::SavedPart;
 use crate::ops::sharding::LinearSharding;
 use crate::ops::{GemmGroups, MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec};
 
@@ -14,12 +12,11 @@ use crate::ops::{GemmGroups, MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec};
 pub(super) enum FpropWeight<B: Backend> {
     /// Its operand.
     Made(Operand<B>),
-    /// The operand by this spec, which is gathered again from this rank's part where it is not
+    /// The operand, which is gathered again from this rank's part, by this spec, where it is not
     /// there.
     Gathered {
         made: Option<Operand<B>>,
-        part: SavedPart<B>,
-        spec: OperandSpec,
+        again: Box<(SavedPart<B>, OperandSpec)>,
     },
 }
 
@@ -53,17 +50,14 @@ impl<B: Nvfp4KernelOps> Fprop<B> {
         }
     }
 
-    /// The output, once more, in front of the backward of its `layer`.
-    pub(in crate::ops) fn run_again(mut self, layer: &mut SavedForBackward<B>) -> FloatTensor<B> {
-        if let FpropWeight::Gathered { .. } = &self.w {
-            let w = self.w.operand(self.dtype);
-            // Gathered once for both GEMMs, where the operand of dgrad is made from that of fprop.
-            if layer.w.is_some() && !layer.spec.has_weight_pair() {
-                layer.w = Some(SavedWeight::Whole(SavedOperand::Forward(w.clone())));
-            }
-            self.w = FpropWeight::Made(w);
-        }
-        self.run()
+    /// The same GEMM with its weight, and the operand of that, if it was gathered again.
+    pub(super) fn gathered(mut self) -> (Self, Option<Operand<B>>) {
+        let FpropWeight::Gathered { .. } = &self.w else {
+            return (self, None);
+        };
+        let w = self.w.operand(self.dtype);
+        self.w = FpropWeight::Made(w.clone());
+        (self, Some(w))
     }
 }
 
@@ -71,11 +65,10 @@ impl<B: Nvfp4KernelOps> FpropWeight<B> {
     fn operand(self, dtype: FloatDType) -> Operand<B> {
         match self {
             Self::Made(w) | Self::Gathered { made: Some(w), .. } => w,
-            Self::Gathered {
-                made: None,
-                part,
-                spec,
-            } => part.fprop_operand(&spec, dtype),
+            Self::Gathered { made: None, again } => {
+                let (part, spec) = *again;
+                part.fprop_operand(&spec, dtype)
+            }
         }
     }
 }

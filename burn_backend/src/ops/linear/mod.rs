@@ -74,6 +74,19 @@ fn probed<B: Nvfp4KernelOps>(
 }
 
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
+    /// The output of `fprop`, the layer's, once more.
+    pub(super) fn run_again(&mut self, fprop: Fprop<B>) -> FloatTensor<B> {
+        let (fprop, gathered) = fprop.gathered();
+        // Gathered once for both GEMMs, where the operand of dgrad is made from that of fprop.
+        if let Some(w) = gathered
+            && self.w.is_some()
+            && !self.spec.has_weight_pair()
+        {
+            self.w = Some(SavedWeight::Whole(SavedOperand::Forward(w)));
+        }
+        fprop.run()
+    }
+
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
@@ -394,8 +407,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             w: match part {
                 Some(part) => FpropWeight::Gathered {
                     made: Some(w),
-                    part,
-                    spec: spec.fprop_w,
+                    again: Box::new((part, spec.fprop_w)),
                 },
                 None => FpropWeight::Made(w),
             },

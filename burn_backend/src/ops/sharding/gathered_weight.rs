@@ -326,7 +326,7 @@ mod tests {
 
     /// Signs that ranks draw for themselves rotate nothing that they put together.
     #[test]
-    fn rotated_experts_are_not_gathered() {
+    fn rotated_weights_are_not_gathered() {
         let mut spec = spec("quartet2");
         let is_gathered = |spec: &LinearSpec, part| {
             let group = &ProcessGroup::loopback(2, Duration::ZERO)[0];
