@@ -312,8 +312,8 @@ impl OperandSpec {
         }
     }
 
-    /// The same, along `usage` of experts' weights `[d_in, d_out]`, for some that stand behind those
-    /// of `experts` others in the tensor of all of them.
+    /// The same, along `usage` of experts' weights `[d_in, d_out]`, for some that stand behind
+    /// those of `experts` others in the tensor of all of them.
     pub(super) fn behind_weights(
         mut self,
         experts: usize,

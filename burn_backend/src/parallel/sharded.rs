@@ -51,9 +51,9 @@ impl Sharded {
         &self.group
     }
 
-    /// How quantized operands of the parameter, a weight of which this rank has `part`, are gathered
-    /// for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer is this
-    /// parameter and nothing else.
+    /// How quantized operands of the parameter, a weight of which this rank has `part`, are
+    /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
+    /// is this parameter and nothing else.
     pub(crate) fn operands(
         &self,
         is_alone: bool,
@@ -84,19 +84,25 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// the first axis of each of them, and all that follows from them, gradients and optimizer state,
 /// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
 ///
-/// A forward gathers a parameter when it uses it and frees it afterwards. An [`Nvfp4Linear`], by
-/// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', and
-/// gathers codes and block scales, in the forward and again in the backward: bit for bit those of
-/// the whole, if a part has a multiple of 16 rows (of the recipe's blocks and rotations). An
-/// [`Nvfp4GroupedLinear`], by itself or in a mixture, has a part of whole experts, which have global
-/// scales of their own: codes, block scales and amax values travel, with any number of rows. In high
-/// precision values travel in the type of the activations. While telemetry is on, and where a recipe
-/// rotates weights by MS-EDEN that are no codes yet (each rank draws signs of its own), and in other
-/// layers, the parameter is gathered in its type, and kept. Its gradient is this rank's part of the
-/// mean over the ranks, which have a part of the batch each. The mean is taken beside the rest of
-/// the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits
-/// for it, and averages the gradients of parameters that stay whole. All ranks call `module` at the
-/// same points of their program.
+/// A forward gathers a parameter when it uses it and frees it afterwards:
+///
+/// - An [`Nvfp4Linear`], by itself or in a feed-forward, quantizes this rank's part, with the amax
+///   of all ranks', and gathers codes and block scales, in the forward and again in the backward:
+///   bit for bit those of the whole, if a part has a multiple of 16 rows (of the recipe's blocks
+///   and rotations).
+/// - An [`Nvfp4GroupedLinear`], by itself or in a mixture, has a part of whole experts, each with
+///   global scales of its own. It quantizes them, and gathers codes, block scales and amax values
+///   in the same way, whatever their rows.
+/// - In high precision both gather values in the type of the activations.
+/// - Other layers gather the parameter in its type, and keep it. So do these two while telemetry is
+///   on, and where the recipe rotates the values of weights by MS-EDEN, for which each rank draws
+///   signs of its own.
+///
+/// The gradient of a parameter is this rank's part of the mean over the ranks, which have a part of
+/// the batch each. The mean is taken beside the rest of the backward:
+/// [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits for it, and
+/// averages the gradients of parameters that stay whole. All ranks call `module` at the same points
+/// of their program.
 ///
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole

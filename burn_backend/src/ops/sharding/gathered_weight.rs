@@ -106,7 +106,8 @@ impl GatheredWeight {
         self.quantize(part, known, (asked, Usage::Columnwise), dtype)
     }
 
-    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can be.
+    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can
+    /// be.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
         part: FloatTensor<B>,
@@ -270,7 +271,7 @@ mod tests {
         [fprop, dgrad].map(parts)
     }
 
-    /// What two ranks quantize of a stack, in rows and in tiles, is the whole stack's, byte by byte.
+    /// What two ranks quantize of a stack, in rows and in tiles, has the bytes of the whole.
     fn operands_of_ranks_are_those_of_the_whole(what: &str, spec: &LinearSpec) {
         let (device, ..) = device();
         let normal = Distribution::Normal(0.0, 1.0);
