@@ -8,14 +8,14 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
 use nvfp4_kernels::Nvfp4Error;
 
-use super::parts::{LinearPart, PartIds, apart, constant, identity_of};
+use super::operand_weight::{OperandWeight, gathered_weight};
+use super::parts::{LinearPart, PartIds, apart, constant};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
-use crate::ops::LinearContext;
-use crate::parallel::{ProcessGroup, reduce_dtype_of, warn_of_distributed_weight, whole_dims};
+use crate::parallel::{ProcessGroup, whole_dims};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -250,20 +250,11 @@ impl Nvfp4GroupedLinear {
 
     /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<3, 2>, Nvfp4Error> {
-        let weight = self.weight.val();
-        let draws = is_tracked || weight.is_tracked();
-        if draws {
-            warn_of_distributed_weight(&weight);
-        }
-        let identity = identity_of([&self.weight], &[&weight]);
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
-        let context = LinearContext {
-            reduce_dtype: reduce_dtype_of(&self.weight),
-            ..context
-        };
-        let spec = (spec, context);
+        let of_layer = (&self.state, &self.recipe);
+        let gathered = gathered_weight(&self.weight, of_layer, true);
+        let weight = OperandWeight::new(&self.weight, gathered);
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        Ok(LinearPart { weight, bias, spec })
+        weight.part((&self.weight, bias), of_layer, is_tracked)
     }
 
     /// Fail unless the layer is on `device` and its weights have `shape`. `names` are those of its

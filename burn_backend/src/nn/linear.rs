@@ -8,13 +8,12 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_kernels::Nvfp4Error;
 
+use super::operand_weight::{OperandWeight, gathered_weight};
 use super::parts::{LinearPart, identity_of};
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::sharding::GatheredWeight;
-use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
-use crate::parallel::{
-    ReduceDtype, Sharded, reduce_dtype_of, warn_of_distributed_weight, whole_dims,
-};
+use crate::ops::{LinearSpec, WeightIdentity};
+use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
@@ -138,9 +137,9 @@ impl Nvfp4Linear {
     /// type is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
-        let weight = self.operand_weight(self.gathered_weight(true));
+        let weight = OperandWeight::new(&self.weight, self.gathered_weight(true));
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let identity = identity_of([&self.weight], &[&weight.rows]);
+        let identity = identity_of([&self.weight], &[&weight.held]);
         self.forward_with(weight, identity, bias, input)
     }
 
@@ -168,59 +167,20 @@ impl Nvfp4Linear {
     /// [`validate::linear`].
     fn forward_with<const D: usize>(
         &self,
-        weight: OperandWeight,
+        weight: OperandWeight<2>,
         identity: Option<WeightIdentity>,
         bias: Option<Tensor<1>>,
         input: Tensor<D>,
     ) -> Result<Tensor<D>, Nvfp4Error> {
-        let (spec, context) = self.begin(&weight, identity, input.is_tracked())?;
-        Ok(linear_unchecked(input, weight.rows, bias, spec, context))
-    }
-
-    /// The operands of the next forward with `weight`, and its context; whether the input
-    /// `is_tracked`.
-    fn begin(
-        &self,
-        weight: &OperandWeight,
-        identity: Option<WeightIdentity>,
-        is_tracked: bool,
-    ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
-        let draws = is_tracked || weight.rows.is_tracked();
-        if draws {
-            warn_of_distributed_weight(&weight.rows);
-        }
-        let (spec, context) = self.state.for_forward(&self.recipe, identity, draws)?;
-        let gathered = weight.gathered.clone();
-        Ok((
-            spec,
-            LinearContext {
-                gathered,
-                reduce_dtype: weight.reduce_dtype,
-                ..context
-            },
-        ))
+        let of_layer = (&self.state, &self.recipe);
+        let (spec, context) = weight.begin(of_layer, identity, input.is_tracked())?;
+        Ok(linear_unchecked(input, weight.held, bias, spec, context))
     }
 
     /// How operands of the weight are gathered in the next forward, if they are. `is_alone` says
     /// whether it is the whole weight of that.
     fn gathered_weight(&self, is_alone: bool) -> Option<GatheredWeight> {
-        // Telemetry compares operands with the values that they are made from.
-        let sharded = self.weight.reparameterization::<Sharded>();
-        let sharded = sharded.filter(|_| self.state.probe().is_none());
-        let rows = self.weight.lazy_shape()[0];
-        sharded.and_then(|of| of.operands(is_alone, rows, &self.next_spec()))
-    }
-
-    /// The weight for the next forward, so gathered.
-    fn operand_weight(&self, gathered: Option<GatheredWeight>) -> OperandWeight {
-        OperandWeight {
-            rows: match gathered {
-                Some(_) => self.weight.base(),
-                None => self.weight.val(),
-            },
-            gathered,
-            reduce_dtype: reduce_dtype_of(&self.weight),
-        }
+        gathered_weight(&self.weight, (&self.state, &self.recipe), is_alone)
     }
 
     /// The same layer with other parameters.
@@ -256,12 +216,13 @@ impl Nvfp4Linear {
         gathered: Option<GatheredWeight>,
         is_tracked: bool,
     ) -> Result<LinearPart<2, 1>, Nvfp4Error> {
-        let weight = self.operand_weight(gathered);
-        let identity = identity_of([&self.weight], &[&weight.rows]);
-        let spec = self.begin(&weight, identity, is_tracked)?;
+        let weight = OperandWeight::new(&self.weight, gathered);
         let bias = self.bias.as_ref().map(|bias| bias.val());
-        let weight = weight.rows;
-        Ok(LinearPart { weight, bias, spec })
+        weight.part(
+            (&self.weight, bias),
+            (&self.state, &self.recipe),
+            is_tracked,
+        )
     }
 
     /// [`try_forward`](Self::try_forward), panicking where it fails.
@@ -295,9 +256,9 @@ impl Nvfp4Linear {
             other.check_beside(first, index)?;
             other.check(&input)?;
         }
-        let weights = OperandWeight::of_each(layers);
-        let widths = weights.iter().map(|weight| weight.rows.dims()[1]).collect();
-        let parts: Vec<&Tensor<2>> = weights.iter().map(|weight| &weight.rows).collect();
+        let weights = weights_of_each(layers);
+        let widths = weights.iter().map(|weight| weight.held.dims()[1]).collect();
+        let parts: Vec<&Tensor<2>> = weights.iter().map(|weight| &weight.held).collect();
         let identity = identity_of(layers.iter().map(|layer| &layer.weight), &parts);
         let biases = layers
             .iter()
@@ -365,37 +326,15 @@ impl Nvfp4Linear {
     }
 }
 
-/// The weight of a forward.
-struct OperandWeight {
-    /// All of its rows, or those of this rank.
-    rows: Tensor<2>,
-    /// How operands that are made of this rank's rows become those of all.
-    gathered: Option<GatheredWeight>,
-    /// The type in which its gradient is exchanged, if it is one parameter.
-    reduce_dtype: ReduceDtype,
-}
-
-impl OperandWeight {
-    /// Those of `layers` that are computed together: all are whole, or none is.
-    fn of_each(layers: &[&Nvfp4Linear]) -> Vec<Self> {
-        let gathered = layers.iter().map(|layer| layer.gathered_weight(false));
-        let gathered: Option<Vec<_>> = gathered.collect();
-        let weights = layers.iter().enumerate().map(|(index, layer)| {
-            layer.operand_weight(gathered.as_ref().map(|all| all[index].clone()))
-        });
-        weights.collect()
-    }
-
-    /// The weight of `weights` of one number of rows, side by side.
-    fn side_by_side(weights: Vec<Self>) -> Self {
-        let gathered = weights.first().and_then(|weight| weight.gathered.clone());
-        let rows = weights.into_iter().map(|weight| weight.rows).collect();
-        Self {
-            rows: Tensor::cat(rows, 1),
-            gathered,
-            reduce_dtype: ReduceDtype::default(),
-        }
-    }
+/// The weights of `layers` that are computed together: all are whole, or none is.
+fn weights_of_each(layers: &[&Nvfp4Linear]) -> Vec<OperandWeight<2>> {
+    let gathered = layers.iter().map(|layer| layer.gathered_weight(false));
+    let gathered: Option<Vec<_>> = gathered.collect();
+    let weights = layers.iter().enumerate().map(|(index, layer)| {
+        let gathered = gathered.as_ref().map(|all| all[index].clone());
+        OperandWeight::new(&layer.weight, gathered)
+    });
+    weights.collect()
 }
 
 impl ModuleDisplay for Nvfp4Linear {
@@ -435,9 +374,9 @@ mod tests {
                     let layer = config.init(&Device::flex().autodiff());
                     assert!(layer.gathered_weight(true).is_none());
                     let layer = fully_shard(layer, &group);
-                    let weight = layer.operand_weight(layer.gathered_weight(true));
+                    let weight = OperandWeight::new(&layer.weight, layer.gathered_weight(true));
                     let rows = if weight.gathered.is_some() { 2 } else { 1 };
-                    assert_eq!(weight.rows.dims(), [d_in / rows, 32]);
+                    assert_eq!(weight.held.dims(), [d_in / rows, 32]);
                     rows == 2
                 })
             });

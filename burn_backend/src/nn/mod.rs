@@ -22,6 +22,7 @@ mod head;
 mod linear;
 mod moe;
 mod norm;
+mod operand_weight;
 mod packed;
 mod parts;
 mod routing;

@@ -26,8 +26,8 @@ pub struct LinearContext {
     pub(crate) reads: Option<PackedReads>,
     /// The ranks over which the layer is sharded, if it is.
     pub(crate) sharding: Option<LinearSharding>,
-    /// The ranks of which each has some rows of the weight, if the weight that the layer is given
-    /// are those of this rank.
+    /// The ranks of which each has a part of the weight, if the weight that the layer is given is
+    /// that of this rank.
     pub(crate) gathered: Option<GatheredWeight>,
     /// The type in which ranks exchange the gradient of the weight, if it is that of one parameter:
     /// what takes it from the layer takes it in this type, too.

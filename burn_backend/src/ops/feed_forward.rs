@@ -88,7 +88,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
     ) {
         let SavedFeedForward {
             activation,
-            input,
+            mut input,
             hidden,
             output,
         } = ops.state;
@@ -103,7 +103,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
         };
         let x = match hidden {
             Hidden::Kept(x) => x,
-            Hidden::Recomputed(fprop) => fprop.run(),
+            Hidden::Recomputed(fprop) => input.run_again(*fprop),
         };
         let dy = QuantSource::Activation {
             activation,
@@ -182,7 +182,7 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
         spec.input,
     );
     let (fprop, saved_input) = first.quantize(recompute);
-    let kept = recompute.then(|| Box::new(fprop.clone()));
+    let kept = recompute.then(|| Box::new(fprop.kept()));
     let hidden = fprop.run();
     let source = QuantSource::Activation {
         activation: spec.activation,

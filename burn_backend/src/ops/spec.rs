@@ -1,13 +1,11 @@
 //! How the operands of a linear layer's GEMMs are quantized, with every random draw made.
 
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::reference::EDEN_GROUP;
 use nvfp4_kernels::{
     AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
-    HadamardSize, Nvfp4Error, RandomStream, Rounding,
+    HadamardSize, Nvfp4Error, RandomStream, Rounding, Usage,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::{Layout, Usage};
+use nvfp4_kernels::{Layout, reference::EDEN_GROUP};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
@@ -20,22 +18,6 @@ pub enum QuantRounding {
     Elements(Rounding),
     /// MS-EDEN: elements to nearest, block scales corrected and rounded stochastically.
     MsEden(EdenDraw),
-}
-
-impl QuantRounding {
-    /// The same for a tensor whose blocks stand at `position`.
-    fn at(self, position: BlockPosition) -> Self {
-        match self {
-            Self::Elements(Rounding::Nearest) => self,
-            Self::Elements(Rounding::Stochastic(stream)) => {
-                Self::Elements(Rounding::Stochastic(stream.at(position)))
-            }
-            Self::MsEden(draw) => Self::MsEden(EdenDraw {
-                stream: draw.stream.at(position),
-                ..draw
-            }),
-        }
-    }
 }
 
 /// What MS-EDEN draws.
@@ -317,15 +299,30 @@ impl OperandSpec {
         self.params().is_none_or(QuantParams::is_deterministic)
     }
 
-    /// Numbers its blocks from what `first` gives for its [`unit`](Self::unit) on.
-    fn start(&mut self, first: impl FnOnce(usize) -> usize) {
-        if let Self::Quantized(params) = self {
-            let first = first(params.unit()) as u64;
-            params.rounding = params.rounding.at(BlockPosition {
+    /// Numbers its blocks behind as many more as `earlier` gives for its [`unit`](Self::unit).
+    fn advance(&mut self, earlier: impl FnOnce(usize) -> usize) {
+        if let Self::Quantized(params) = self
+            && let Some(stream) = params.stream()
+        {
+            let first = stream.position.first + earlier(params.unit()) as u64;
+            *params = params.at(BlockPosition {
                 first,
-                ..BlockPosition::default()
+                ..stream.position
             });
         }
+    }
+
+    /// The same, along `usage` of experts' weights `[d_in, d_out]`, for some that stand behind
+    /// those of `experts` others in the tensor of all of them.
+    pub(super) fn behind_weights(
+        mut self,
+        experts: usize,
+        usage: Usage,
+        [d_in, d_out]: [usize; 2],
+    ) -> Self {
+        let (outer, inner) = usage.stored_shape(d_in, d_out);
+        self.advance(|unit| experts * outer * blocks(inner, unit));
+        self
     }
 
     /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
@@ -463,21 +460,22 @@ impl LinearSpec {
         let rows = earlier.iter().sum::<usize>();
         let along_tokens = |unit| earlier.iter().map(|&len| blocks(len, unit)).sum::<usize>();
         self = self.behind_weights(earlier.len(), [d_in, d_out]);
-        self.fprop_x.start(|unit| rows * blocks(d_in, unit));
-        self.dgrad_dy.start(|unit| rows * blocks(d_out, unit));
-        self.wgrad_x.start(|unit| d_in * along_tokens(unit));
-        self.wgrad_dy.start(|unit| d_out * along_tokens(unit));
+        self.fprop_x.advance(|unit| rows * blocks(d_in, unit));
+        self.dgrad_dy.advance(|unit| rows * blocks(d_out, unit));
+        self.wgrad_x.advance(|unit| d_in * along_tokens(unit));
+        self.wgrad_dy.advance(|unit| d_out * along_tokens(unit));
         self
     }
 
     /// The same with weights alone behind those of `experts` earlier experts: where their tokens
     /// stand is in device memory ([`RowGroups::Window`](super::RowGroups::Window)).
-    pub(crate) fn behind_weights(mut self, experts: usize, [d_in, d_out]: [usize; 2]) -> Self {
-        self.fprop_w
-            .start(|unit| experts * d_out * blocks(d_in, unit));
-        self.dgrad_w
-            .start(|unit| experts * d_in * blocks(d_out, unit));
-        self
+    pub(crate) fn behind_weights(self, experts: usize, dims: [usize; 2]) -> Self {
+        let behind = |w: OperandSpec, usage| w.behind_weights(experts, usage, dims);
+        Self {
+            fprop_w: behind(self.fprop_w, Usage::Columnwise),
+            dgrad_w: behind(self.dgrad_w, Usage::Rowwise),
+            ..self
+        }
     }
 
     /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 blocks, `dy`

@@ -12,7 +12,7 @@ use super::ProcessGroup;
 use super::functions::gather_beside;
 use super::shards::{ExpertGroups, Shards};
 use crate::ops::LinearSpec;
-use crate::ops::sharding::GatheredWeight;
+use crate::ops::sharding::{GatheredWeight, WeightPart};
 use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
@@ -51,22 +51,17 @@ impl Sharded {
         &self.group
     }
 
-    /// How quantized operands of the parameter, a weight of which this rank has `rows` rows, are
+    /// How quantized operands of the parameter, a weight of which this rank has `part`, are
     /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
     /// is this parameter and nothing else.
     pub(crate) fn operands(
         &self,
         is_alone: bool,
-        rows: usize,
+        part: WeightPart,
         spec: &LinearSpec,
     ) -> Option<GatheredWeight> {
-        let reduction = self.reduction;
-        GatheredWeight::new(
-            &self.group,
-            (is_alone.then_some(self.id), reduction),
-            rows,
-            spec,
-        )
+        let parameter = is_alone.then_some(self.id);
+        GatheredWeight::new(&self.group, (parameter, self.reduction), part, spec)
     }
 }
 
@@ -89,21 +84,32 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
 /// the first axis of each of them, and all that follows from them, gradients and optimizer state,
 /// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
 ///
-/// A forward gathers a parameter when it uses it and frees it afterwards. An [`Nvfp4Linear`], by
-/// itself or in a feed-forward, quantizes this rank's part, with the amax of all ranks', and
-/// gathers codes and block scales, in the forward and again in the backward: bit for bit those of
-/// the whole, if a part has a multiple of 16 rows (of the recipe's blocks and rotations). Other
-/// layers gather the parameter in its type, and keep it. Its gradient is this rank's part of the
-/// mean over the ranks, which have a part of the batch each. The mean is taken beside the rest of
-/// the backward: [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits
-/// for it, and averages the gradients of parameters that stay whole. All ranks call `module` at the
-/// same points of their program.
+/// A forward gathers a parameter when it uses it and frees it afterwards:
+///
+/// - An [`Nvfp4Linear`], by itself or in a feed-forward, quantizes this rank's part, with the amax
+///   of all ranks', and gathers codes and block scales, in the forward and again in the backward:
+///   bit for bit those of the whole, if a part has a multiple of 16 rows (of the recipe's blocks
+///   and rotations).
+/// - An [`Nvfp4GroupedLinear`], by itself or in a mixture, has a part of whole experts, each with
+///   global scales of its own. It quantizes them, and gathers codes, block scales and amax values
+///   in the same way, whatever their rows.
+/// - In high precision both gather values in the type of the activations.
+/// - Other layers gather the parameter in its type, and keep it. So do these two while telemetry is
+///   on, and where the recipe rotates the values of weights by MS-EDEN, for which each rank draws
+///   signs of its own.
+///
+/// The gradient of a parameter is this rank's part of the mean over the ranks, which have a part of
+/// the batch each. The mean is taken beside the rest of the backward:
+/// [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits for it, and
+/// averages the gradients of parameters that stay whole. All ranks call `module` at the same points
+/// of their program.
 ///
 /// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
 /// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
 /// back.
 ///
 /// [`Nvfp4Linear`]: crate::Nvfp4Linear
+/// [`Nvfp4GroupedLinear`]: crate::Nvfp4GroupedLinear
 ///
 /// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
@@ -115,7 +121,8 @@ pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
 /// [`batch`](ExpertGroups::batch).
 /// [`reduce_expert_gradients`](super::reduce_expert_gradients) has to follow each backward.
 ///
-/// A stack of experts is sharded by whole experts: as many on each rank.
+/// A stack of experts is sharded by whole experts, as many on each rank, which travel as operands
+/// as [`fully_shard`] says.
 pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M {
     if groups.batch.size() == 1 {
         return module;

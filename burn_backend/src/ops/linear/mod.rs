@@ -5,6 +5,7 @@
 //! each group of rows.
 
 mod branch;
+mod fprop;
 mod request;
 mod saved;
 mod weight;
@@ -25,11 +26,12 @@ use super::{
     Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
 };
 use branch::MadeBeside;
+pub(super) use fprop::Fprop;
+use fprop::FpropWeight;
 use request::LinearForms;
 pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
-pub(crate) use weight::SavedWeight;
-use weight::{CachedOperands, weight_slot};
+use weight::{CachedOperands, SavedWeight, weight_slot};
 
 /// Gradients of `x`, `w` and the bias, as far as they are required and do not
 /// [wait](super::collective::Waiting).
@@ -72,6 +74,19 @@ fn probed<B: Nvfp4KernelOps>(
 }
 
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
+    /// The output of `fprop`, the layer's, once more.
+    pub(super) fn run_again(&mut self, fprop: Fprop<B>) -> FloatTensor<B> {
+        let (fprop, gathered) = fprop.gathered();
+        // Gathered once for both GEMMs, where the operand of dgrad is made from that of fprop.
+        if let Some(w) = gathered
+            && self.w.is_some()
+            && !self.spec.has_weight_pair()
+        {
+            self.w = Some(SavedWeight::Whole(SavedOperand::Forward(w)));
+        }
+        fprop.run()
+    }
+
     /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
@@ -248,27 +263,6 @@ impl<B: Backend> LayerGemms<'_, B> {
     }
 }
 
-/// The GEMM of a forward: whenever it runs, its bits are the same.
-#[derive(Clone, Debug)]
-pub(super) struct Fprop<B: Backend> {
-    x: Operand<B>,
-    w: Operand<B>,
-    bias: MaybeTensor<B>,
-    groups: GemmGroups<B>,
-    dtype: FloatDType,
-    sharding: Option<LinearSharding>,
-}
-
-impl<B: Nvfp4KernelOps> Fprop<B> {
-    /// The output.
-    pub(super) fn run(self) -> FloatTensor<B> {
-        match self.sharding {
-            Some(sharding) => sharding.fprop(self.x, self.w, self.bias, self.dtype),
-            None => B::nvfp4_gemm(self.x, self.w, self.bias, self.groups, self.dtype),
-        }
-    }
-}
-
 /// The output of a layer whose gradients are not required.
 pub(super) fn infer<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
@@ -334,6 +328,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let branch = self.weight_branch();
         let (w, saved_w) = self.weight(x_dtype, &forms);
         let w = branch::at(branch.as_ref(), BranchPoint::End, w);
+        let part = self.part(&w, &forms);
         let Self {
             x,
             w: w_source,
@@ -406,9 +401,16 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 probe.record(columns, operand, col);
             }
         }
+        let w = branch::at(branch.as_ref(), BranchPoint::Join, w);
         let fprop = Fprop {
             x,
-            w: branch::at(branch.as_ref(), BranchPoint::Join, w),
+            w: match part {
+                Some(part) => FpropWeight::Gathered {
+                    made: Some(w),
+                    again: Box::new((part, spec.fprop_w)),
+                },
+                None => FpropWeight::Made(w),
+            },
             bias,
             groups: groups.of_rows(),
             dtype: x_dtype,

@@ -28,15 +28,41 @@ use crate::parallel::ProcessGroup;
 pub(crate) enum SavedWeight<B: Backend> {
     /// All of it.
     Whole(SavedOperand<B>),
-    /// This rank's rows, of which it is gathered again: a rank does not hold the whole model
-    /// between forward and backward.
-    Rows {
-        gathered: GatheredWeight,
-        rows: FloatTensor<B>,
-        /// Of all rows, if dgrad's operand is made from it.
-        amax: Option<FoundAmax<B>>,
-        forms: WeightForms,
-    },
+    /// This rank's part.
+    Part(SavedPart<B>),
+}
+
+/// A rank's part of a weight, of which operands are gathered again: a rank does not hold the whole
+/// model between forward and backward.
+#[derive(Clone, Debug)]
+pub(crate) struct SavedPart<B: Backend> {
+    gathered: GatheredWeight,
+    part: FloatTensor<B>,
+    /// Of the whole matrix, if fprop's operand is made from it.
+    amax: Option<FoundAmax<B>>,
+    forms: WeightForms,
+}
+
+impl<B: Nvfp4KernelOps> SavedPart<B> {
+    /// The operand of fprop.
+    pub(super) fn fprop_operand(self, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
+        let asked = (spec, self.forms.fprop);
+        self.gathered
+            .fprop_operand(self.part, self.amax, asked, dtype)
+    }
+
+    /// The operand of dgrad.
+    fn dgrad_operand(self, spec: &LinearSpec, dtype: FloatDType) -> Operand<B> {
+        let is_known = !spec.has_weight_pair() || shares_amax(&spec.dgrad_w);
+        let amax = self.amax.filter(|_| is_known);
+        self.gathered
+            .dgrad_operand(self.part, amax, spec, self.forms, dtype)
+    }
+}
+
+/// Whether one amax of the matrix serves the operand.
+fn shares_amax(spec: &OperandSpec) -> bool {
+    spec.params().is_some_and(QuantParams::shares_amax)
 }
 
 impl<B: Nvfp4KernelOps> SavedWeight<B> {
@@ -53,12 +79,7 @@ impl<B: Nvfp4KernelOps> SavedWeight<B> {
                 let asked = (&spec.dgrad_w, form);
                 w.operand(&groups.of_weights(), asked, Usage::Rowwise, dtype)
             }
-            Self::Rows {
-                gathered,
-                rows,
-                amax,
-                forms,
-            } => gathered.dgrad_operand(rows, amax, spec, forms, dtype),
+            Self::Part(part) => part.dgrad_operand(spec, dtype),
         }
     }
 }
@@ -91,19 +112,25 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             return (forward, backward.map(SavedWeight::Whole));
         };
         let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
-        let forms = WeightForms {
-            fprop: forms.fprop.kept,
-            dgrad: forms.dgrad.kept,
-        };
-        let asked = (&self.spec.fprop_w, forms.fprop);
+        let asked = (&self.spec.fprop_w, forms.fprop.kept);
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
-        let saved = self.requires_grad.x.then(|| SavedWeight::Rows {
-            gathered: gathered.clone(),
-            rows: self.w.clone(),
-            amax: self.amax_of_dgrad(&forward),
-            forms,
-        });
-        (forward, saved)
+        let part = self.requires_grad.x.then(|| self.part(&forward, forms));
+        (forward, part.flatten().map(SavedWeight::Part))
+    }
+
+    /// `w`, if it is this rank's part of the weight, to gather operands of again; `forward` is that
+    /// of fprop.
+    pub(super) fn part(&self, forward: &Operand<B>, forms: &LinearForms) -> Option<SavedPart<B>> {
+        let gathered = self.context.gathered.clone()?;
+        Some(SavedPart {
+            gathered,
+            part: self.w.clone(),
+            amax: self.amax_of(forward),
+            forms: WeightForms {
+                fprop: forms.fprop.kept,
+                dgrad: forms.dgrad.kept,
+            },
+        })
     }
 
     /// The amax that the optimizer found of `w`, a part of a weight of which the ranks of `group`
@@ -129,19 +156,14 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         })
     }
 
-    /// The amax that `forward`, the gathered operand of fprop, was made from, if that of dgrad is
-    /// made from it too.
-    fn amax_of_dgrad(&self, forward: &Operand<B>) -> Option<FoundAmax<B>> {
-        let Operand::Quantized(forward) = forward else {
+    /// The amax that `forward`, the gathered operand of fprop, was made from, if it is one of a
+    /// matrix.
+    fn amax_of(&self, forward: &Operand<B>) -> Option<FoundAmax<B>> {
+        let (RowGroups::Whole, Operand::Quantized(forward)) = (&self.groups, forward) else {
             return None;
         };
-        let specs = [&self.spec.fprop_w, &self.spec.dgrad_w];
-        let shares = |spec: &OperandSpec| spec.params().is_some_and(QuantParams::shares_amax);
-        if !specs.into_iter().all(shares) {
-            return None;
-        }
         let amax = forward.amax.clone().into_option()?;
-        Some(FoundAmax {
+        shares_amax(&self.spec.fprop_w).then(|| FoundAmax {
             of_part: AmaxPair::of_both(amax.clone()),
             of_group: Some(amax),
         })
@@ -234,8 +256,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let RowGroups::Whole = self.groups else {
             return None;
         };
-        let is_shared = |spec: &OperandSpec| spec.params().is_some_and(QuantParams::shares_amax);
-        if !specs.all(is_shared) {
+        if !specs.all(shares_amax) {
             return None;
         }
         let weight = self.context.weight.as_ref()?;

@@ -25,6 +25,8 @@ impl LinearSharding {
                 let dim = match (usage, axis) {
                     (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => 0,
                     (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => 1,
+                    // The matrices are one below the other, whichever axis is contracted.
+                    (_, Axis::Stack) => 0,
                 };
                 Operand::Float(self.gathered_floats::<B>(x, dim, lens), usage)
             }
@@ -37,7 +39,8 @@ impl LinearSharding {
         }
     }
 
-    /// The same of a quantized operand, whose scales are in rows.
+    /// The same of a quantized operand, whose scales are in rows; those of a stack may be in tiles,
+    /// which begin anew at each matrix.
     pub(super) fn gathered_matrix<B: Nvfp4KernelOps>(
         &self,
         quantized: QuantizedMatrix<B>,
@@ -49,9 +52,18 @@ impl LinearSharding {
         match (layout.usage, axis) {
             (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => layout.rows *= size,
             (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => layout.cols *= size,
+            (_, Axis::Stack) => {
+                assert_eq!(layout.usage, Usage::Rowwise, "a stack is stored so");
+                layout.rows *= size;
+            }
         }
-        let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
-        let amax = quantized.amax.clone().map(|amax| match per_row {
+        // One amax for each stored row, or for each matrix, follows them; any other is that of all.
+        let per_part = match axis {
+            Axis::Outer => layout.amax == AmaxGranularity::PerRow,
+            Axis::Inner => false,
+            Axis::Stack => true,
+        };
+        let amax = quantized.amax.clone().map(|amax| match per_part {
             true => self.gathered_rows::<B>(amax),
             false => amax,
         });
@@ -113,7 +125,7 @@ impl LinearSharding {
         let size = self.group.size();
         let [outer, width] = [x.shape()[0], x.shape()[1]];
         let all = B::nvfp4_exchange_int(x, self.constant(Step::AllGather));
-        if axis == Axis::Outer {
+        if matches!(axis, Axis::Outer | Axis::Stack) {
             return all;
         }
         let all = B::int_reshape(all, Shape::new([size, outer, width]));

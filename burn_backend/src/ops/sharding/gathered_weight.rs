@@ -1,51 +1,91 @@
-//! A weight of which each rank has some rows (FSDP): what is gathered are its quantized operands.
+//! A weight of which each rank has a part (FSDP): what is gathered are its quantized operands.
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 use nvfp4_parallel::Reduction;
 
+use super::places::Axis;
 use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Step, exchange_beside};
 use crate::ops::dtype::cast;
 use crate::ops::form::WeightForms;
-use crate::ops::operands::requantize;
+use crate::ops::operands::{QuantSource, quantize, requantize};
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::tensors::{Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
-/// How the rows of a weight become those of all ranks.
+/// What of a weight each rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WeightPart {
+    /// So many rows of a matrix.
+    Rows(usize),
+    /// So many matrices of a stack, which has one for each expert.
+    Experts(usize),
+}
+
+impl WeightPart {
+    /// That of a rank whose part has these dimensions.
+    ///
+    /// # Panics
+    /// When it is neither of a matrix nor of a stack.
+    pub(crate) fn of(dims: &[usize]) -> Self {
+        match *dims {
+            [rows, _] => Self::Rows(rows),
+            [experts, _, _] => Self::Experts(experts),
+            _ => panic!("a weight of the dimensions {dims:?}"),
+        }
+    }
+}
+
+/// How the part of a weight that each rank has becomes that of all ranks.
 ///
-/// Each rank quantizes its rows to the bytes that one device would: with the amax of all rows, and
-/// with the random bits of their place. Codes and block scales travel, 0.5625 bytes an element and
+/// Each rank quantizes its part to the bytes that one device would: with the random bits of its
+/// place, and of a matrix with the amax of all rows. Experts of a stack have amax values of their
+/// own, which travel with the codes. Codes and block scales travel, 0.5625 bytes an element and
 /// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight
 /// travels in the type of the activations.
 #[derive(Clone, Debug)]
 pub(crate) struct GatheredWeight {
     group: ProcessGroup,
     /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
-    /// gradient goes to this rank's rows, which are made of those of several parameters.
+    /// gradient goes to this rank's part, which is made of those of several parameters.
     parameter: Option<u64>,
     /// How the gradients of ranks become one.
     reduction: Reduction,
+    part: WeightPart,
 }
 
 impl GatheredWeight {
-    /// The weight of which each rank of `group` has `rows` rows, for the operands of `spec`; none
-    /// if blocks or rotation groups of an operand would have rows of two ranks.
+    /// The weight of which each rank of `group` has `part`, for the operands of `spec`; none where
+    /// parts of an operand that ranks quantize are not those of the whole:
+    ///
+    /// - where blocks or rotation groups would have rows of two ranks;
+    /// - where the weight is rotated by signs that each rank draws for itself, which have to be
+    ///   those of the gradient that its operand is multiplied with.
     pub(crate) fn new(
         group: &ProcessGroup,
         (parameter, reduction): (Option<u64>, Reduction),
-        rows: usize,
+        part: WeightPart,
         spec: &LinearSpec,
     ) -> Option<Self> {
         let operands = [&spec.fprop_w, &spec.dgrad_w];
-        let fits = |spec: &OperandSpec| rows.is_multiple_of(spec.unit());
-        operands.into_iter().all(fits).then(|| Self {
+        let has_whole_blocks = |spec: &OperandSpec| match part {
+            WeightPart::Rows(rows) => rows.is_multiple_of(spec.unit()),
+            WeightPart::Experts(_) => true,
+        };
+        let is_rotated = |spec: &OperandSpec| {
+            let params = spec.params();
+            params.is_some_and(|params| params.hadamard.is_some())
+        };
+        let is_rotated = spec.has_weight_pair() && is_rotated(&spec.dgrad_w);
+        let fits = operands.into_iter().all(has_whole_blocks) && !is_rotated;
+        fits.then(|| Self {
             group: group.clone(),
             parameter,
             reduction,
+            part,
         })
     }
 
@@ -54,23 +94,23 @@ impl GatheredWeight {
         &self.group
     }
 
-    /// The operand of fprop of the weight of which this rank has `rows`; `known` is their amax, if
-    /// it was found before and the operand is made from it.
+    /// The operand of fprop of the weight of which this rank has `part`; `known` is the amax of
+    /// that, if it was found before and the operand is made from it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
-        rows: FloatTensor<B>,
+        part: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
         asked: FormedSpec<'_>,
         dtype: FloatDType,
     ) -> Operand<B> {
-        let (_, w) = self.quantize(rows, known, (None, Some(asked)), dtype);
-        w.expect("asked for")
+        self.quantize(part, known, (asked, Usage::Columnwise), dtype)
     }
 
-    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can be.
+    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can
+    /// be.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
-        rows: FloatTensor<B>,
+        part: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
         spec: &LinearSpec,
         forms: WeightForms,
@@ -78,38 +118,51 @@ impl GatheredWeight {
     ) -> Operand<B> {
         let asked = (&spec.dgrad_w, forms.dgrad);
         if spec.has_weight_pair() {
-            let (w, _) = self.quantize(rows, known, (Some(asked), None), dtype);
-            return w.expect("asked for");
+            return self.quantize(part, known, (asked, Usage::Rowwise), dtype);
         }
-        let forward = self.fprop_operand(rows, known, (&spec.fprop_w, forms.fprop), dtype);
+        let forward = self.fprop_operand(part, known, (&spec.fprop_w, forms.fprop), dtype);
+        let groups = match self.part {
+            WeightPart::Rows(_) => RowGroups::Whole,
+            WeightPart::Experts(held) => RowGroups::Batch(held * self.group.size()),
+        };
         let (spec, form) = asked;
-        requantize::<B>(
-            forward,
-            &RowGroups::Whole,
-            spec,
-            Usage::Rowwise,
-            dtype,
-            form,
-        )
+        requantize::<B>(forward, &groups, spec, Usage::Rowwise, dtype, form)
     }
 
-    /// The operands, as far as they are asked for, of the weight of which this rank has the rows
-    /// `w`; `known` is their amax, if it was found before and the operands are made from it.
+    /// The operand along `usage` of the weight of which this rank has the part `w`; `known` is the
+    /// amax of that, if it was found before and the operand is made from it.
     fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
-        specs: (Option<FormedSpec<'_>>, Option<FormedSpec<'_>>),
+        (asked, usage): (FormedSpec<'_>, Usage),
         dtype: FloatDType,
-    ) -> (Option<Operand<B>>, Option<Operand<B>>) {
-        let rows = LinearSharding::of_rows(&self.group);
-        // Rows of a weight are gathered as rows of tokens are.
-        let part = rows.part(Role::Input, w.shape()[0]);
-        let specs = rows.readable(Role::Input, specs);
-        rows.quantize_part(w, known, &part, specs, dtype)
+    ) -> Operand<B> {
+        let sharding = LinearSharding::of_rows(&self.group);
+        match self.part {
+            WeightPart::Rows(rows) => {
+                // Rows of a weight are gathered as rows of tokens are.
+                let part = sharding.part(Role::Input, rows);
+                let specs = match usage {
+                    Usage::Rowwise => (Some(asked), None),
+                    Usage::Columnwise => (None, Some(asked)),
+                };
+                let specs = sharding.readable(Role::Input, specs);
+                let (row, col) = sharding.quantize_part(w, known, &part, specs, dtype);
+                row.or(col).expect("one usage was asked for")
+            }
+            WeightPart::Experts(held) => {
+                let (shape, (spec, form)) = (w.shape(), asked);
+                let earlier = self.group.rank() * held;
+                let spec = spec.behind_weights(earlier, usage, [shape[1], shape[2]]);
+                let (w, groups) = (QuantSource::Matrix(w), RowGroups::Batch(held));
+                let part = quantize::<B>(w, &groups, &spec, usage, dtype, form);
+                sharding.gathered(part, Axis::Stack, &[held])
+            }
+        }
     }
 
-    /// The gradient of this rank's rows, of type `dtype`, of `grad`, that of the whole weight: the
+    /// The gradient of this rank's part, of type `dtype`, of `grad`, that of the whole weight: the
     /// mean over the ranks, which have a part of the batch each, or their sum. None if it
     /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
     pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
@@ -139,5 +192,150 @@ impl LinearSharding {
             group_amax: true,
             deterministic: false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use burn_core::backend::Dispatch;
+    use burn_core::tensor::{DType, Distribution, Int, Tensor};
+    use nvfp4_kernels::{AmaxGranularity, Layout, RandomStream, Rounding};
+
+    use super::*;
+    use crate::Nvfp4Recipe;
+    use crate::ops::context::tests::{device, spec};
+    use crate::ops::spec::{BackwardSource, QuantParams};
+    use crate::ops::stored::StoredForm;
+    use crate::ops::tensors::{QuantizedData, QuantizedMatrix};
+
+    /// The layout, if it is quantized, and the bytes of all tensors.
+    fn parts(operand: Operand<Dispatch>) -> (Option<Layout>, Vec<Vec<u8>>) {
+        let float = |x| Tensor::<2>::from_dispatch(x).into_data();
+        let int = |x| Tensor::<2, Int>::from_dispatch(x).into_data();
+        let (layout, tensors) = match operand {
+            Operand::Float(x, _) => (None, vec![float(x)]),
+            Operand::Quantized(QuantizedMatrix { data, amax, layout }) => {
+                let QuantizedData::Packed { codes, scales } = data else {
+                    panic!("operands of experts are packed");
+                };
+                let amax = amax.into_option();
+                let amax = amax.map(|amax| Tensor::<1>::from_dispatch(amax).into_data());
+                let tensors = [int(codes), int(scales)].into_iter().chain(amax);
+                (Some(layout), tensors.collect())
+            }
+            other => panic!("{other:?} is no operand of a layer"),
+        };
+        let bytes = tensors.into_iter().map(|data| data.as_bytes().to_vec());
+        (layout, bytes.collect())
+    }
+
+    /// The operands of fprop and of dgrad in this form.
+    fn operands(
+        spec: &LinearSpec,
+        form: StoredForm,
+        w: Tensor<3>,
+        gathered: Option<&GatheredWeight>,
+    ) -> [(Option<Layout>, Vec<Vec<u8>>); 2] {
+        let dtype = FloatDType::F32;
+        let [fprop, dgrad] = [form; 2];
+        let forms = WeightForms { fprop, dgrad };
+        let [experts, ..] = w.dims();
+        let w = w.into_dispatch();
+        let (fprop, dgrad) = match gathered {
+            Some(gathered) => {
+                let asked = (&spec.fprop_w, form);
+                let fprop = gathered.fprop_operand(w.clone(), None, asked, dtype);
+                let dgrad = gathered.dgrad_operand(w, None, spec, forms, dtype);
+                (fprop, dgrad)
+            }
+            None => {
+                let groups = RowGroups::Batch(experts);
+                let made = |spec, usage| {
+                    let w = QuantSource::Matrix(w.clone());
+                    quantize::<Dispatch>(w, &groups, spec, usage, dtype, form)
+                };
+                let fprop = made(&spec.fprop_w, Usage::Columnwise);
+                let dgrad = match spec.has_weight_pair() {
+                    true => made(&spec.dgrad_w, Usage::Rowwise),
+                    false => {
+                        let (from, usage) = (fprop.clone(), Usage::Rowwise);
+                        requantize(from, &groups, &spec.dgrad_w, usage, dtype, form)
+                    }
+                };
+                (fprop, dgrad)
+            }
+        };
+        [fprop, dgrad].map(parts)
+    }
+
+    /// What two ranks quantize of a stack, in rows and in tiles, has the bytes of the whole.
+    fn operands_of_ranks_are_those_of_the_whole(what: &str, spec: &LinearSpec) {
+        let (device, ..) = device();
+        let normal = Distribution::Normal(0.0, 1.0);
+        for [d_in, d_out] in [[48, 80], [128, 256]] {
+            let w = Tensor::<3>::random([4, d_in, d_out], normal, (&device, DType::F32));
+            for form in [StoredForm::ROWS, StoredForm::TILES] {
+                let expected = operands(spec, form, w.clone(), None);
+                thread::scope(|scope| {
+                    for group in ProcessGroup::loopback(2, Duration::from_secs(60)) {
+                        let (w, expected) = (w.clone(), &expected);
+                        scope.spawn(move || {
+                            let part = WeightPart::Experts(2);
+                            let of = (None, Reduction::Avg);
+                            let gathered = GatheredWeight::new(&group, of, part, spec);
+                            let gathered = gathered.expect("experts are whole");
+                            let w = w.narrow(0, 2 * group.rank(), 2);
+                            let found = operands(spec, form, w, Some(&gathered));
+                            let is_same = found == *expected;
+                            assert!(is_same, "{what}, {form:?}, {d_in} x {d_out}");
+                        });
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn of_each_preset() {
+        for preset in Nvfp4Recipe::preset_names() {
+            operands_of_ranks_are_those_of_the_whole(preset, &spec(preset));
+        }
+    }
+
+    #[test]
+    fn with_random_bits() {
+        let stream = RandomStream::new(1, 2, 3);
+        let drawn = OperandSpec::nvfp4(Rounding::Stochastic(stream));
+        let mut spec = spec("nvidia");
+        (spec.fprop_w, spec.dgrad_w) = (drawn, drawn);
+        operands_of_ranks_are_those_of_the_whole("random bits", &spec);
+    }
+
+    #[test]
+    fn with_an_amax_for_each_row() {
+        let per_row = OperandSpec::Quantized(QuantParams {
+            amax: AmaxGranularity::PerRow,
+            ..QuantParams::nvfp4(Rounding::Nearest)
+        });
+        let mut spec = spec("nvidia");
+        (spec.fprop_w, spec.dgrad_w) = (per_row, per_row);
+        operands_of_ranks_are_those_of_the_whole("amax of rows", &spec);
+    }
+
+    /// Signs that ranks draw for themselves rotate nothing that they put together.
+    #[test]
+    fn rotated_weights_are_not_gathered() {
+        let mut spec = spec("quartet2");
+        let is_gathered = |spec: &LinearSpec, part| {
+            let group = &ProcessGroup::loopback(2, Duration::ZERO)[0];
+            GatheredWeight::new(group, (None, Reduction::Avg), part, spec).is_some()
+        };
+        let parts = [WeightPart::Rows(128), WeightPart::Experts(2)];
+        assert!(parts.iter().all(|&part| is_gathered(&spec, part)));
+        spec.source = BackwardSource::Original;
+        assert!(!parts.iter().any(|&part| is_gathered(&spec, part)));
     }
 }

@@ -33,7 +33,7 @@ use super::tensors::{
     RowGroups,
 };
 use crate::parallel::ProcessGroup;
-pub(crate) use gathered_weight::GatheredWeight;
+pub(crate) use gathered_weight::{GatheredWeight, WeightPart};
 use places::{Axis, GapsBetween, Segment, concatenated, positioned};
 
 /// Which dimension of a weight `[d_in, d_out]` is sharded.

@@ -14,6 +14,8 @@ pub(super) enum Axis {
     Outer,
     /// The contraction.
     Inner,
+    /// Stored rows, of whole matrices of a stack, which are quantized each by itself.
+    Stack,
 }
 
 /// Where a segment of a rank's part lies: its first row or column in the part and in the whole, and

@@ -3,6 +3,7 @@
 mod data;
 mod experts;
 mod functions;
+mod gathered_experts;
 mod gathered_weights;
 #[cfg(feature = "cuda")]
 mod nccl;

@@ -177,3 +177,44 @@ fn gradients_in_bf16_are_half_the_bytes() {
         assert_eq!(rest + 2 * narrow, wide);
     }
 }
+
+/// What ranks gather of a stack of experts that they share is what a GEMM reads: codes and block
+/// scales for fprop and for dgrad, and values in the type of the activations where nothing is
+/// quantized; nothing of a stack travels in `f32` but the amax values of its experts.
+#[test]
+fn shared_experts_travel_as_operands() {
+    let corpus = corpus();
+    for (ranks, ep) in [(2, 1), (4, 1), (4, 2)] {
+        let config = fsdp(RunConfig {
+            activation: Activation::Bf16,
+            ..experts(4, ep)
+        });
+        let (model, layers) = (&config.model, 2);
+        // Elements that a rank brings to a gather: of its experts, and of matrices of attention.
+        let of_experts = model.expert_parameters() / ranks;
+        let of_attention = 4 * layers * model.width * model.width / ranks;
+        let elements = (2 * (of_experts + of_attention)) as u64;
+        let of_others = config.parameters() / ranks - of_experts - of_attention;
+        let gathered = |recipe: RecipeName, dtype: &str| {
+            let config = RunConfig {
+                recipe,
+                ..config.clone()
+            };
+            let found = traffic(&config, &corpus, ranks);
+            found[&("all_gather".into(), dtype.into())].0
+        };
+        let what = format!("{ranks} ranks, {ep} with other experts");
+        assert_eq!(gathered(RecipeName::nvfp4(), "U32"), elements / 2, "{what}");
+        assert_eq!(gathered(RecipeName::nvfp4(), "U8"), elements / 16, "{what}");
+        for recipe in [RecipeName::nvfp4(), RecipeName::bf16()] {
+            let found = gathered(recipe, "F32");
+            // The rest: amax values, weights of choices, sums for the norm of all gradients.
+            let most = 4 * of_others as u64 + 2048;
+            assert!(found < most, "{what}: {found} bytes of {most}");
+        }
+        if ep == 1 {
+            let found = gathered(RecipeName::bf16(), "BF16");
+            assert_eq!(found, 2 * elements, "{what}");
+        }
+    }
+}
