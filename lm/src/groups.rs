@@ -145,13 +145,8 @@ impl ParallelGroups {
     /// When it travels through the memory of the host.
     pub(crate) fn check_graph(&self) -> Result<()> {
         let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
-        ensure!(
-            (groups.iter()).all(|group| group.size() == 1 || group.is_connected()),
-            "graph is true and the launch has {} ranks whose tensors travel through the memory of \
-             the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
-            self.world.size()
-        );
-        Ok(())
+        let mut groups = groups.into_iter();
+        groups.try_for_each(|group| check_graph(group, self.world.size()))
     }
 
     /// Has the layers of `model` draw the random bits of this rank's part of the batch.
@@ -175,6 +170,19 @@ impl ParallelGroups {
         set_rank(&moe.down, self.data.rank())?;
         Ok(())
     }
+}
+
+/// Fail unless what the ranks of `group`, of a launch of `ranks` ranks, exchange can be in a graph.
+///
+/// # Errors
+/// When it travels through the memory of the host.
+pub(crate) fn check_graph(group: &ProcessGroup, ranks: usize) -> Result<()> {
+    ensure!(
+        group.size() == 1 || group.is_connected(),
+        "graph is true and the launch has {ranks} ranks whose tensors travel through the memory of \
+         the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL"
+    );
+    Ok(())
 }
 
 #[cfg(test)]

@@ -320,8 +320,5 @@ fn what_ranks_cannot_do_is_said() {
         &["NVFP4_COLLECTIVES", "carrier", "host"],
     );
     fails(train(&out, "--dp 2"), &["dp is 2", "1 ranks"]);
-    fails(
-        train(&out, "--ep 2 --experts 4"),
-        &["ep is 2", "1 ranks"],
-    );
+    fails(train(&out, "--ep 2 --experts 4"), &["ep is 2", "1 ranks"]);
 }

@@ -6,6 +6,7 @@
 //! - [`memory`]: what a run needs of its device, before the model is loaded.
 //! - [`export`]: what was trained, as a quantized folder.
 //! - [`init`]: a model folder of random weights.
+//! - `loss`: the loss of rows, and of the validation rows.
 //! - `ranks`: the processes of a run, each with a part of the rows.
 //! - `step`: what a step reads, and steps as a CUDA graph.
 //! - `parameters`: the trained parameters of a model as a file.
@@ -14,6 +15,7 @@ pub mod config;
 pub mod data;
 pub mod export;
 pub mod init;
+mod loss;
 pub mod memory;
 mod parameters;
 mod ranks;

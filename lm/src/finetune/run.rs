@@ -7,28 +7,28 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::{Device, FloatDType, Int, Tensor};
-use burn_nvfp4::loss::{
-    CHUNK_BYTES, CrossEntropy, Head, KlDivergence, Reduction, try_linear_kl_divergence,
-};
+use burn::tensor::{Device, FloatDType, Tensor};
+use burn_nvfp4::loss::{CHUNK_BYTES, Head, KlDivergence, try_linear_kl_divergence};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4State, set_mode};
 use serde::{Deserialize, Serialize};
 
 use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
+use super::loss::{SUM, cross_entropy_of, flat, head};
 use super::memory::budget;
 use super::parameters;
 use super::ranks::Ranks;
 use super::step::{DeviceBatch, Graph, StepInput, most_documents};
 use crate::capture::GraphSteps;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
-use crate::decoder::{Decoder, FrozenForm, PackedRows};
+use crate::decoder::{Decoder, FrozenForm};
+use crate::groups::check_graph;
 use crate::hf::Dtype;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
-use crate::ranks::{agree, any, in_turns};
+use crate::ranks::{agree, any};
 use crate::tokens::{Order, Position, RowBatch, Rows};
 use crate::train::{Observer, Outcome};
 
@@ -122,12 +122,9 @@ impl<'a> Finetune<'a> {
         let open = || {
             config.check()?;
             config.check_ranks(world.size())?;
-            ensure!(
-                !config.graph || world.size() == 1 || world.is_connected(),
-                "graph is true and the launch has {} ranks whose tensors travel through the memory \
-                 of the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL",
-                world.size()
-            );
+            if config.graph {
+                check_graph(&world, world.size())?;
+            }
             let budget = budget(config, world.size())?;
             budget.check(device)?;
             let parts = (config, data, device);
@@ -642,60 +639,6 @@ impl<'a> Finetune<'a> {
         observer.checkpoint(&path);
         Ok(())
     }
-}
-
-/// The sum over targets that count.
-const SUM: CrossEntropy = CrossEntropy {
-    ignore: -100,
-    smoothing: 0.0,
-    z_loss: 0.0,
-    reduction: Reduction::Sum,
-};
-
-/// The mean cross entropy of `model` on the first rows of `rows`, with the sizes of a batch and of
-/// the evaluation. The ranks of `world`, which all call it, take the batches in turns.
-pub(super) fn cross_entropy_of(
-    model: &Decoder,
-    rows: &Rows,
-    [batch, most]: [usize; 2],
-    device: &Device,
-    world: &ProcessGroup,
-) -> Result<f64> {
-    let indices: Vec<usize> = (0..rows.len().min(most)).collect();
-    let batches = indices.chunks(batch).map(|indices| rows.batch(indices));
-    let batches: Vec<RowBatch> = batches.collect::<Result<_>>()?;
-    let counted: usize = batches.iter().map(RowBatch::counted).sum();
-    // All ranks have as many forwards, which sharded models need; the last ones are not counted
-    // where there are fewer batches.
-    let (rank, size) = (world.rank(), world.size());
-    let sum_of = |round: usize| {
-        let batch = &batches[(round * size + rank).min(batches.len() - 1)];
-        let (inputs, targets, packed): (Tensor<2, Int>, _, PackedRows) = batch.tensors(device)?;
-        let features = flat(model.features_packed(inputs, &packed)?);
-        model.cross_entropy(features, targets, SUM)
-    };
-    let sums = (0..batches.len().div_ceil(size)).map(sum_of);
-    let sums = Tensor::cat(sums.collect::<Result<_>>()?, 0).into_data();
-    let sums: Vec<f32> = sums.iter::<f32>().collect();
-    let sums = in_turns(world, &sums, batches.len())?;
-    Ok(sums.into_iter().map(f64::from).sum::<f64>() / counted as f64)
-}
-
-/// What the logits of a teacher are made of, as constants to autodiff.
-fn head(teacher: &Decoder, batch: &DeviceBatch) -> Result<Head> {
-    let inputs = batch.inputs.clone().without_autodiff();
-    let rows = batch.rows.without_autodiff();
-    let features = flat(teacher.features_packed(inputs, &rows)?);
-    Ok(Head {
-        features: Tensor::from_inner(features),
-        weight: Tensor::from_inner(teacher.head_weight()),
-    })
-}
-
-/// Rows of sequences one behind another.
-fn flat(features: Tensor<3>) -> Tensor<2> {
-    let [batch, time, width] = features.dims();
-    features.reshape([batch * time, width])
 }
 
 /// Whether `metrics.csv` has a row of step `step`.

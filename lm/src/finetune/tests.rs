@@ -8,7 +8,7 @@ use burn_nvfp4::parallel::ProcessGroup;
 
 use super::data::TextReader;
 use super::frozen_tests::some_adapters;
-use super::run::cross_entropy_of;
+use super::loss::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, GradReduce, RecipeName};
 use crate::decoder::feed_forward::FeedForward;
