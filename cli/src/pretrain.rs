@@ -9,7 +9,7 @@ use nvfp4_lm::checkpoint::read_json;
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::finetune::{Objective, init::write_random};
 use nvfp4_lm::hf::DecoderConfig;
-use nvfp4_lm::ranks::agree;
+use nvfp4_lm::ranks::first_does;
 use nvfp4_lm::tokens::bpe;
 
 use crate::finetune::{Defaults, Session, Start, TrainingOptions};
@@ -58,12 +58,10 @@ impl Pretrain {
             );
             return Session::resume(folder, options, "pretrain", ranks)?.run(ranks);
         }
-        let made = match ranks.is_first() {
-            true => self.model(),
-            false => Ok(PathBuf::new()),
-        };
+        let made = first_does(ranks.group(), || self.model())?;
         let start = Start {
-            model: agree(ranks.group(), made)?,
+            // Rank 0 says what is trained.
+            model: made.unwrap_or_default(),
             objective: Objective::CrossEntropy,
             lora: None,
             frozen: FrozenForm::High,

@@ -1,5 +1,9 @@
 //! The ranks of a run: what they agree on.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
 use anyhow::{Result, anyhow, bail};
 use burn_nvfp4::parallel::ProcessGroup;
 use nvfp4_parallel::{Buffer, BufferMut, Collective, Reduction};
@@ -24,6 +28,45 @@ pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
         0 => Ok(own),
         rank => bail!("rank {} failed; its message says why", size - rank),
     }
+}
+
+/// How often ranks that wait for rank 0 hear from it.
+const STILL_AT_WORK: Duration = Duration::from_secs(1);
+
+/// What rank 0 makes by `work`, in a thread of its own; none on the others, which wait for it. They
+/// hear from it all the time, so that it may take longer than a collective may.
+///
+/// # Errors
+/// That of `work`, on all ranks, and when the group fails.
+pub fn first_does<T: Send>(
+    group: &ProcessGroup,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> Result<Option<T>> {
+    if group.size() == 1 {
+        return work().map(Some);
+    }
+    if group.rank() != 0 {
+        while any(group, false)? {}
+        return agree(group, Ok(None));
+    }
+    thread::scope(|scope| {
+        let (done, finished) = mpsc::channel();
+        let worker = scope.spawn(move || {
+            let made = work();
+            // Nobody listens where the group has failed.
+            let _ = done.send(());
+            made
+        });
+        loop {
+            let waited = finished.recv_timeout(STILL_AT_WORK);
+            if !any(group, waited == Err(RecvTimeoutError::Timeout))? {
+                break;
+            }
+        }
+        let made = worker.join();
+        let made = made.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        agree(group, made.map(Some))
+    })
 }
 
 /// The text of rank 0.
@@ -108,9 +151,6 @@ pub(crate) fn gathered(group: &ProcessGroup, own: &[u8]) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-    use std::time::Duration;
-
     use anyhow::anyhow;
 
     use super::*;
@@ -144,6 +184,38 @@ mod tests {
             ]
         );
         assert!(on_ranks(2, |group| agree(group, Ok(3)).unwrap()) == [3, 3]);
+    }
+
+    /// Longer than a collective of these ranks may take.
+    #[test]
+    fn ranks_wait_for_the_first_one() {
+        let patience = 2 * STILL_AT_WORK;
+        let wait_for = |work: fn() -> Result<u32>| {
+            let groups = ProcessGroup::loopback(3, patience);
+            thread::scope(|scope| {
+                let threads = groups.iter().map(|group| {
+                    scope.spawn(move || {
+                        first_does(group, || {
+                            thread::sleep(2 * patience);
+                            work()
+                        })
+                    })
+                });
+                let threads: Vec<_> = threads.collect();
+                let results = threads.into_iter().map(|thread| thread.join());
+                results.map(Result::unwrap).collect::<Vec<_>>()
+            })
+        };
+        let made = wait_for(|| Ok(7)).into_iter().map(Result::unwrap);
+        assert_eq!(made.collect::<Vec<_>>(), [Some(7), None, None]);
+        let failed = wait_for(|| bail!("the disk is full")).into_iter();
+        let failed: Vec<String> = failed.map(|made| made.unwrap_err().to_string()).collect();
+        assert_eq!(failed[0], "the disk is full");
+        assert!(
+            failed[1..]
+                .iter()
+                .all(|error| error.starts_with("rank 0 failed"))
+        );
     }
 
     #[test]

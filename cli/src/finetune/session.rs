@@ -13,7 +13,7 @@ use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
-use nvfp4_lm::ranks::{agree, text_of_first};
+use nvfp4_lm::ranks::{agree, first_does, text_of_first};
 use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
@@ -114,11 +114,9 @@ impl Session {
         ranks: &Ranks,
     ) -> Result<Self> {
         let group = ranks.group();
-        let made = match ranks.is_first() {
-            true => Self::prepare(start, options, group.size()).map(Some),
-            false => Ok(None),
-        };
-        let made = match agree(group, made)? {
+        // Tokenizing may take long.
+        let made = first_does(group, || Self::prepare(start, options, group.size()))?;
+        let made = match made {
             Some(made) => serde_json::to_string(&made)?,
             None => String::new(),
         };

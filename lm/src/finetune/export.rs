@@ -16,6 +16,7 @@ use crate::quantize::text::{CalibrationText, calibrate};
 use crate::quantize::{
     Calibration, Method, QuantizeOptions, Quantized, Smoothing, quantize_folder,
 };
+use crate::ranks::first_does;
 
 impl Finetune<'_> {
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
@@ -32,16 +33,33 @@ impl Finetune<'_> {
         dialect: Dialect,
         scheme: Scheme,
     ) -> Result<Option<Quantized>> {
-        self.with_model(|model| self.export_whole(&model, out, dialect, scheme))
+        // The masters themselves are rounded, not a bf16 copy of them.
+        let mut name = out.as_os_str().to_owned();
+        name.push(".f32");
+        let masters = Path::new(&name);
+        let saved = self.with_model(|model| {
+            let made = self.quantization(&model, dialect, scheme)?;
+            model.save(masters, Dtype::F32, Some(&self.config().model))?;
+            Ok(made)
+        })?;
+        // On the CPU, which may take long.
+        let done = first_does(self.world(), || {
+            let (options, calibration) = saved.expect("rank 0 has saved it");
+            quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {})
+        });
+        if self.is_first() {
+            std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
+        }
+        done
     }
 
-    fn export_whole(
+    /// How `model` is quantized.
+    fn quantization(
         &self,
         model: &Decoder,
-        out: &Path,
         dialect: Dialect,
         scheme: Scheme,
-    ) -> Result<Quantized> {
+    ) -> Result<(QuantizeOptions, Calibration)> {
         let calibration = match scheme {
             Scheme::W4a16 => Calibration::new(),
             Scheme::W4a4 => self.calibration(model)?,
@@ -59,14 +77,7 @@ impl Finetune<'_> {
             kv_cache_fp8: false,
             smooth: Smoothing::None,
         };
-        // The masters themselves are rounded, not a bf16 copy of them.
-        let mut name = out.as_os_str().to_owned();
-        name.push(".f32");
-        let masters = Path::new(&name);
-        model.save(masters, Dtype::F32, Some(&self.config().model))?;
-        let done = quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {});
-        std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
-        done
+        Ok((options, calibration))
     }
 
     fn calibration(&self, model: &Decoder) -> Result<Calibration> {

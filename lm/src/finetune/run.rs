@@ -272,6 +272,16 @@ impl<'a> Finetune<'a> {
         self.config
     }
 
+    /// All ranks of the run.
+    pub(super) fn world(&self) -> &ProcessGroup {
+        self.ranks.world()
+    }
+
+    /// Whether this rank writes what ranks share.
+    pub(super) fn is_first(&self) -> bool {
+        self.ranks.is_first()
+    }
+
     /// The rows of evaluations.
     pub fn valid_rows(&self) -> &Rows {
         &self.data.valid
