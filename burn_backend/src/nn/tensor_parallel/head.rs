@@ -3,24 +3,26 @@
 use burn_core as burn;
 
 use burn_core::module::{Module, Param, ParamId};
-use burn_core::tensor::{FloatDType, Int, Tensor};
+use burn_core::tensor::{Bool, DType, Int, Tensor};
 use nvfp4_kernels::{CrossEntropy, Nvfp4Error};
-use nvfp4_parallel::Reduction;
 
-use super::super::{LmHead, cast};
-use super::embedding::{OwnNumbers, own_numbers};
+use super::super::LmHead;
+use super::embedding::own_numbers;
 use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
+use crate::loss::CHUNK_BYTES;
+use crate::ops::loss::{VocabLoss, VocabTargets, vocab_parallel_cross_entropy};
 use crate::ops::{LinearContext, LinearSpec};
-use crate::parallel::{ProcessGroup, functions, whole_dims};
+use crate::parallel::{functions, whole_dims};
 use crate::validate;
 
 /// [`LmHead`] with a part of the vocabulary on each rank: a weight `[d_model, vocab / ranks]`.
 ///
 /// Of the softmax, ranks exchange the largest logit of each token and the sum of its exponentials,
 /// never the logits. The loss is the same number on all ranks; it differs from that of one device
-/// by the order of its sums. The logits of all tokens are in memory, in `f32`, for the rank's part
-/// of the vocabulary.
+/// by the order of its sums. Tokens go through in chunks, whose logits and gradients take
+/// [`CHUNK_BYTES`](crate::loss::CHUNK_BYTES) at most (or 128 rows). Gradients of features and weight
+/// are computed in the forward, and kept.
 #[derive(Module, Debug)]
 pub struct VocabParallelHead {
     /// The rank's columns.
@@ -73,18 +75,34 @@ impl VocabParallelHead {
     /// # Errors
     /// When the type of `x` is not supported, or its last axis is not `d_model`.
     pub fn try_logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
-        validate::operand("x", &x)?;
+        self.check_features(&x)?;
+        let (spec, context) = (LinearSpec::high_precision(), LinearContext::default());
+        let weight = self.weight.val();
+        Ok(linear_of_rows(
+            self.all_features(x),
+            weight,
+            None,
+            spec,
+            context,
+        ))
+    }
+
+    /// Fail unless the head takes `x`.
+    fn check_features(&self, x: &Tensor<2>) -> Result<(), Nvfp4Error> {
+        validate::operand("x", x)?;
         validate::parameter(&x.device(), "weight", &self.weight)?;
         let ([rows, width], [d_model, _]) = (x.dims(), whole_dims(&self.weight));
         let why = || "the d_model of the head".into();
-        validate::shape("x", [rows, width], [rows, d_model], why)?;
+        validate::shape("x", [rows, width], [rows, d_model], why)
+    }
+
+    /// Features of all tokens, given the rank's.
+    fn all_features(&self, x: Tensor<2>) -> Tensor<2> {
         let group = &self.parallel.group;
-        let x = match self.parallel.sequence_parallel {
+        match self.parallel.sequence_parallel {
             true => functions::gather_sum(x, 0, group),
             false => functions::copy(x, group),
-        };
-        let (spec, context) = (LinearSpec::high_precision(), LinearContext::default());
-        Ok(linear_of_rows(x, self.weight.val(), None, spec, context))
+        }
     }
 
     /// The cross entropy, `f32[1]`, of the logits of `x` ([`try_logits`](Self::try_logits)) with
@@ -104,58 +122,39 @@ impl VocabParallelHead {
         validate::shape("targets", targets.dims(), [tokens], why)?;
         validate::same_device(("x", &x.device()), ("targets", &targets.device()))?;
         let [_, cols] = whole_dims(&self.weight);
+        self.check_features(&x)?;
         let numbers = own_numbers(targets.clone(), cols, &self.parallel)?;
-        let logits = cast(self.try_logits(x)?, FloatDType::F32);
-        Ok(self.loss_of(logits, targets, numbers, group))
+        let targets = VocabTargets {
+            weights: self.weights_of(targets, numbers.nowhere),
+            own: numbers.own,
+        };
+        let of = VocabLoss {
+            params: self.params,
+            group,
+            chunk_bytes: CHUNK_BYTES,
+        };
+        let operands = [self.all_features(x), self.weight.val()];
+        Ok(vocab_parallel_cross_entropy(operands, targets, of))
     }
 
-    /// The loss of the rank's logits, `f32[tokens, vocab / ranks]`.
-    fn loss_of(
-        &self,
-        logits: Tensor<2>,
-        targets: Tensor<1, Int>,
-        numbers: OwnNumbers,
-        group: &ProcessGroup,
-    ) -> Tensor<1> {
+    /// What the losses of tokens are multiplied with, `f32[tokens]`: zeros where the target is
+    /// ignored, and NaN, in loss and gradient, where it is no class, or `nowhere`.
+    fn weights_of(&self, targets: Tensor<1, Int>, nowhere: Tensor<1, Bool>) -> Tensor<1> {
         let CrossEntropy {
-            ignore,
-            smoothing,
-            z_loss,
-            reduction,
+            ignore, reduction, ..
         } = self.params;
-        let [tokens, cols] = logits.dims();
-        let largest = group.all_reduce(logits.clone().detach().max_dim(1), Reduction::Max);
-        let exponentials = (logits.clone() - largest.clone()).exp().sum_dim(1);
-        let lse = (functions::reduce(exponentials, group).log() + largest).reshape([tokens]);
-        // The logit of the target is on one rank; the others add zeros.
-        let absent = numbers.own.clone().equal_elem(-1);
-        let place = numbers
-            .own
-            .mask_fill(absent.clone(), 0)
-            .reshape([tokens, 1]);
-        let own = logits.clone().gather(1, place).reshape([tokens]);
-        let of_target = functions::reduce(own.mask_fill(absent, 0), group);
-        let mut losses = (lse.clone() - of_target).mul_scalar(1.0 - smoothing);
-        if smoothing > 0.0 {
-            let sums = functions::reduce(logits.sum_dim(1), group).reshape([tokens]);
-            let mean = sums.div_scalar((cols * group.size()) as f32);
-            losses = losses + (lse.clone() - mean).mul_scalar(smoothing);
-        }
-        if z_loss > 0.0 {
-            losses = losses + lse.square().mul_scalar(z_loss);
-        }
         let ignored = targets.equal_elem(ignore);
-        let counted = Tensor::<1>::ones([tokens], &losses.device().without_autodiff());
-        let counted = counted.cast(FloatDType::F32).mask_fill(ignored.clone(), 0);
-        let count = counted.clone().sum().clamp_min(1.0);
-        // NaN, in loss and gradient, for a target that is no class.
-        let wrong = numbers.nowhere.bool_and(ignored.bool_not());
-        let weights = counted.mask_fill(wrong, f32::NAN);
+        let device = nowhere.device().without_autodiff();
+        let counted = Tensor::<1>::ones(nowhere.dims(), (&device, DType::F32));
+        let counted = counted.mask_fill(ignored.clone(), 0);
         let weights = match reduction {
-            nvfp4_kernels::Reduction::Mean => weights / count,
-            nvfp4_kernels::Reduction::Sum => weights,
+            nvfp4_kernels::Reduction::Mean => {
+                let count = counted.clone().sum().clamp_min(1.0);
+                counted / count
+            }
+            nvfp4_kernels::Reduction::Sum => counted,
         };
-        (losses * Tensor::from_inner(weights)).sum()
+        weights.mask_fill(nowhere.bool_and(ignored.bool_not()), f32::NAN)
     }
 
     /// [`try_loss`](Self::try_loss), panicking where it fails.

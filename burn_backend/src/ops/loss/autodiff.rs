@@ -251,6 +251,27 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
         }
     }
 
+    fn loss_with_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        loss: FloatTensor<Self>,
+        dx: MaybeTensor<Self>,
+        dw: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let (_x, x_node) = x.into_parts();
+        let (_w, w_node) = w.into_parts();
+        let inner = |tensor: MaybeTensor<Self>| -> MaybeTensor<B> {
+            tensor.into_option().map(|it| it.into_primitive()).into()
+        };
+        let (dx, dw) = (inner(dx), inner(dw));
+        let loss = loss.into_primitive();
+        let step = LinearLossStep.prepare::<C>([x_node, w_node]);
+        match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(HeadGradients { dx, dw }, loss),
+            OpsKind::UnTracked(prep) => prep.finish(loss),
+        }
+    }
+
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
         let (x, factor) = (x.into_primitive(), factor.into_primitive());
         Self::from_inner(B::scale_gradient(x, factor))

@@ -91,7 +91,7 @@ pub(super) fn linear_kl<B: LossOps>(
 }
 
 /// Features and head, whose product are logits.
-struct ChunkedHead<B: LossOps> {
+pub(super) struct ChunkedHead<B: LossOps> {
     x: FloatTensor<B>,
     /// In the type of `x`.
     w: FloatTensor<B>,
@@ -101,7 +101,7 @@ struct ChunkedHead<B: LossOps> {
 }
 
 impl<B: LossOps> ChunkedHead<B> {
-    fn new(x: FloatTensor<B>, w: FloatTensor<B>, request: LinearLossRequest) -> Self {
+    pub(super) fn new(x: FloatTensor<B>, w: FloatTensor<B>, request: LinearLossRequest) -> Self {
         let w_dtype = float_dtype(w.dtype());
         let w = cast::<B>(w, float_dtype(x.dtype()));
         Self {
@@ -112,7 +112,8 @@ impl<B: LossOps> ChunkedHead<B> {
         }
     }
 
-    fn dtype(&self) -> FloatDType {
+    /// The type of the features and of the logits.
+    pub(super) fn dtype(&self) -> FloatDType {
         float_dtype(self.x.dtype())
     }
 
@@ -121,7 +122,7 @@ impl<B: LossOps> ChunkedHead<B> {
     }
 
     /// Features and logits of some rows.
-    fn logits(&self, rows: Slice) -> (FloatTensor<B>, FloatTensor<B>) {
+    pub(super) fn logits(&self, rows: Slice) -> (FloatTensor<B>, FloatTensor<B>) {
         let all = Slice::from(0..self.x.shape()[1]);
         let part = B::float_slice(self.x.clone(), &[rows, all]);
         let a = Operand::Float(part.clone(), Usage::Rowwise);
@@ -131,7 +132,7 @@ impl<B: LossOps> ChunkedHead<B> {
 }
 
 /// What chunks give.
-struct HeadSums<B: LossOps> {
+pub(super) struct HeadSums<B: LossOps> {
     loss: Option<FloatTensor<B>>,
     dx: Vec<FloatTensor<B>>,
     dw: Option<FloatTensor<B>>,
@@ -149,7 +150,7 @@ impl<B: LossOps> Default for HeadSums<B> {
 
 impl<B: LossOps> HeadSums<B> {
     /// Adds the loss of a chunk, and what its features and the gradient of its logits give.
-    fn add(
+    pub(super) fn add(
         &mut self,
         head: &ChunkedHead<B>,
         loss: FloatTensor<B>,
@@ -177,7 +178,7 @@ impl<B: LossOps> HeadSums<B> {
     }
 
     /// All of it, zeros where there was no chunk.
-    fn of(mut self, head: &ChunkedHead<B>) -> LinearLoss<B> {
+    pub(super) fn of(mut self, head: &ChunkedHead<B>) -> LinearLoss<B> {
         let (d, vocab) = (head.x.shape()[1], head.w.shape()[1]);
         let device = head.x.device();
         let zeros = |shape: &[usize], dtype| B::float_zeros(Shape::from(shape), &device, dtype);

@@ -11,6 +11,7 @@ mod cube;
 mod flex;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
+mod vocab_parallel;
 
 use burn_core as burn;
 
@@ -21,6 +22,7 @@ use burn_core::backend::{
 use burn_core::tensor::FloatDType;
 pub use nvfp4_kernels::reference::TablePart;
 pub use nvfp4_kernels::{CrossEntropy, KlDivergence};
+pub(crate) use vocab_parallel::{VocabLoss, VocabTargets, vocab_parallel_cross_entropy};
 
 #[cfg(feature = "cubecl-backend")]
 use super::MaybeTensorMetadata;
@@ -74,7 +76,8 @@ pub struct LinearLoss<B: Backend> {
 /// Losses and embeddings on the primitives of a backend.
 ///
 /// Floats are `f32`, `bf16` or `f16`. [`cross_entropy`](Self::cross_entropy),
-/// [`linear_cross_entropy`](Self::linear_cross_entropy) and
+/// [`linear_cross_entropy`](Self::linear_cross_entropy),
+/// [`loss_with_gradients`](Self::loss_with_gradients) and
 /// [`embedding_rows`](Self::embedding_rows) are differentiable; under `Autodiff` the results of the
 /// other operations are constants.
 #[backend_extension(
@@ -180,6 +183,20 @@ pub trait LossOps: Nvfp4Ops {
         request: LinearKl,
     ) -> FloatTensor<Self> {
         Self::linear_kl_gradients(x, w, teacher_x, teacher_w, targets, scale, request).loss
+    }
+
+    /// `loss` (`f32[1]`), which was computed of `x` and `w` with its gradients `dx` and `dw`, as far
+    /// as they are asked for: differentiable in `x` and `w` by these.
+    #[fusion(default)]
+    fn loss_with_gradients(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        loss: FloatTensor<Self>,
+        #[extension_type] dx: MaybeTensor<Self>,
+        #[extension_type] dw: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        drop((x, w, dx, dw));
+        loss
     }
 
     /// `x` times `factor` (`f32[1]`), in place where nobody else has it; a kernel leaves all as it
