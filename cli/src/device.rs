@@ -1,9 +1,10 @@
 //! Devices by name.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
 
@@ -49,6 +50,15 @@ impl DeviceName {
     /// The one that was asked for, else [`best`](Self::best).
     pub(crate) fn or_best(asked: Option<Self>) -> Result<Self> {
         asked.map_or_else(Self::best, Ok)
+    }
+
+    /// `device`, which the configuration at `path` names.
+    ///
+    /// # Errors
+    /// When there is no such kind of device.
+    pub(crate) fn of_config(path: &Path, device: &str) -> Result<Self> {
+        let parsed = device.parse();
+        parsed.map_err(|error| anyhow!("device in {} is {device:?}, but {error}", path.display()))
     }
 
     /// The first GPU if there is one, else the CPU.

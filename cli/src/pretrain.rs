@@ -9,7 +9,7 @@ use nvfp4_lm::checkpoint::read_json;
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::finetune::{Objective, init::write_random};
 use nvfp4_lm::hf::DecoderConfig;
-use nvfp4_lm::ranks::first_does;
+use nvfp4_lm::ranks::on_first_at_length;
 use nvfp4_lm::tokens::bpe;
 
 use crate::finetune::{Defaults, Session, Start, TrainingOptions};
@@ -44,9 +44,7 @@ pub(crate) struct Pretrain {
 
 impl Pretrain {
     pub(crate) fn run(self) -> Result<ExitCode> {
-        let ranks = Ranks::join()?;
-        let result = self.run_rank(&ranks);
-        ranks.leave(result)
+        Ranks::run(|ranks| self.run_rank(ranks))
     }
 
     fn run_rank(&self, ranks: &Ranks) -> Result<ExitCode> {
@@ -58,7 +56,7 @@ impl Pretrain {
             );
             return Session::resume(folder, options, "pretrain", ranks)?.run(ranks);
         }
-        let made = first_does(ranks.group(), || self.model())?;
+        let made = on_first_at_length(ranks.group(), || self.model())?;
         let start = Start {
             // Rank 0 says what is trained.
             model: made.unwrap_or_default(),

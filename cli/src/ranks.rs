@@ -32,11 +32,23 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
+    /// What `work` makes of this process in its run, which it joins before and leaves behind: the
+    /// others end with this rank if that is an error.
+    ///
+    /// # Errors
+    /// Those of `work`, when the variables of a launcher are not whole, or when another rank does
+    /// not come or fails.
+    pub(crate) fn run<T>(work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+        let ranks = Self::join()?;
+        let result = work(&ranks);
+        ranks.leave(result)
+    }
+
     /// Joins the processes that a launcher has started with this one, if one has.
     ///
     /// # Errors
     /// When the variables of a launcher are not whole, or another rank does not come.
-    pub(crate) fn join() -> Result<Self> {
+    fn join() -> Result<Self> {
         let world = match Environment::detect()? {
             Some(environment) => Some(World::join(environment, Settings::default())?),
             None => None,
@@ -131,7 +143,7 @@ impl Ranks {
     ///
     /// # Errors
     /// That one, or that another rank has failed.
-    pub(crate) fn leave<T>(self, result: Result<T>) -> Result<T> {
+    fn leave<T>(self, result: Result<T>) -> Result<T> {
         match (self.world, result) {
             (Some(world), Ok(made)) => {
                 world.leave()?;

@@ -17,7 +17,7 @@ use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::memory::{MemoryBudget, MemoryUsed, shown};
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, ParallelTransformer, Transformer};
-use nvfp4_lm::ranks::{agree, text_of_first};
+use nvfp4_lm::ranks::{agree, on_first, text_of_first};
 use nvfp4_lm::train::{Outcome, Run};
 use serde::Serialize;
 
@@ -139,9 +139,7 @@ impl Trained {
 
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
-        let ranks = Ranks::join()?;
-        let result = self.run_rank(&ranks);
-        ranks.leave(result)
+        Ranks::run(|ranks| self.run_rank(ranks))
     }
 
     fn run_rank(self, ranks: &Ranks) -> Result<ExitCode> {
@@ -215,11 +213,9 @@ impl Train {
             }
             return Ok(ExitCode::from(interrupted));
         }
-        let reported = match ranks.is_first() {
-            true => report(&config, &corpus, &folder, &results, hardware(&device)),
-            false => Ok(()),
-        };
-        agree(group, reported)?;
+        on_first(group, || {
+            report(&config, &corpus, &folder, &results, hardware(&device))
+        })?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -261,13 +257,7 @@ impl Train {
             config.ep = given.ep.unwrap_or(config.ep);
             config.ep_dispatch = given.ep_dispatch.or(config.ep_dispatch);
             config.check().with_context(|| path.display().to_string())?;
-            let device = config.device.parse().map_err(|error| {
-                anyhow::anyhow!(
-                    "device in {} is {:?}, but {error}",
-                    path.display(),
-                    config.device
-                )
-            })?;
+            let device = DeviceName::of_config(&path, &config.device)?;
             return Ok((config, device));
         }
         let file = match &self.config {

@@ -105,10 +105,10 @@ impl MetricsLog {
         }
     }
 
-    /// The same, of a rank whose rows another one writes.
-    pub fn silent(folder: &Path) -> Self {
+    /// The same, of `rank` of a run, whose rows rank 0 writes.
+    pub fn of_rank(rank: usize, folder: &Path) -> Self {
         Self {
-            writes: false,
+            writes: rank == 0,
             ..Self::new(folder)
         }
     }

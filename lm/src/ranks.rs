@@ -33,12 +33,22 @@ pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
 /// How often ranks that wait for rank 0 hear from it.
 const STILL_AT_WORK: Duration = Duration::from_secs(1);
 
-/// What rank 0 makes by `work`, in a thread of its own; none on the others, which wait for it. They
-/// hear from it all the time, so that it may take longer than a collective may.
+/// What rank 0 makes by `work`; none on the others, which wait for it as long as for any
+/// collective.
 ///
 /// # Errors
 /// That of `work`, on all ranks, and when the group fails.
-pub fn first_does<T: Send>(
+pub fn on_first<T>(group: &ProcessGroup, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+    let made = (group.rank() == 0).then(work);
+    agree(group, made.transpose())
+}
+
+/// [`on_first`] of `work` that may take longer than a collective may: it has a thread of its own, and
+/// the others hear from rank 0 all the time.
+///
+/// # Errors
+/// That of `work`, on all ranks, and when the group fails.
+pub fn on_first_at_length<T: Send>(
     group: &ProcessGroup,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> Result<Option<T>> {
@@ -195,7 +205,7 @@ mod tests {
             thread::scope(|scope| {
                 let threads = groups.iter().map(|group| {
                     scope.spawn(move || {
-                        first_does(group, || {
+                        on_first_at_length(group, || {
                             thread::sleep(2 * patience);
                             work()
                         })

@@ -193,10 +193,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             folder: folder.into(),
             step: 0,
             losses: Vec::new(),
-            metrics: match groups.world().rank() {
-                0 => MetricsLog::new(folder),
-                _ => MetricsLog::silent(folder),
-            },
+            metrics: MetricsLog::of_rank(groups.world().rank(), folder),
             groups,
             earlier: 0.0,
             started: Instant::now(),
@@ -626,16 +623,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             optimizer: self.rank.optimizer.to_bytes()?,
         };
         let world = self.groups.world();
-        let path = match partition {
-            Some(partition) => checkpoint.save_parts(&self.folder, world, partition)?,
-            None => agree(
-                world,
-                match world.rank() {
-                    0 => checkpoint.save(&self.folder),
-                    _ => Ok(self.folder.clone()),
-                },
-            )?,
-        };
+        let path = checkpoint.save_of_ranks(&self.folder, world, partition)?;
         self.saved = Some(self.step);
         observer.checkpoint(&path);
         Ok(())

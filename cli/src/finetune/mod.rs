@@ -78,9 +78,7 @@ pub(crate) struct Finetune {
 
 impl Finetune {
     pub(crate) fn run(self) -> Result<ExitCode> {
-        let ranks = Ranks::join()?;
-        let result = self.run_rank(&ranks);
-        ranks.leave(result)
+        Ranks::run(|ranks| self.run_rank(ranks))
     }
 
     fn run_rank(&self, ranks: &Ranks) -> Result<ExitCode> {

@@ -13,7 +13,7 @@ use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
-use nvfp4_lm::ranks::{agree, first_does, text_of_first};
+use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
@@ -115,7 +115,7 @@ impl Session {
     ) -> Result<Self> {
         let group = ranks.group();
         // Tokenizing may take long.
-        let made = first_does(group, || Self::prepare(start, options, group.size()))?;
+        let made = on_first_at_length(group, || Self::prepare(start, options, group.size()))?;
         let made = match made {
             Some(made) => serde_json::to_string(&made)?,
             None => String::new(),
@@ -123,7 +123,7 @@ impl Session {
         let made: (FinetuneConfig, Written, PathBuf) =
             serde_json::from_str(&text_of_first(group, &made)?)?;
         let (mut config, written, folder) = made;
-        let device = ranks.device(named(&config.device)?);
+        let device = ranks.device(DeviceName::of_config(&folder.join(CONFIG), &config.device)?);
         config.device = device.to_string();
         Ok(Self {
             config,
@@ -240,7 +240,7 @@ impl Session {
         let mut config: FinetuneConfig = read_json(&path)?;
         let device = match options.device {
             Some(device) => device,
-            None => named(&config.device).with_context(|| path.display().to_string())?,
+            None => DeviceName::of_config(&path, &config.device)?,
         };
         let device = ranks.device(device);
         config.device = device.to_string();
@@ -277,15 +277,10 @@ impl Session {
         let mut run = Finetune::open_rank(config, &data, &device, &self.folder, world)?;
         if self.is_new {
             // It has begun: from here on it can be resumed.
-            let write = || {
+            on_first(group, || {
                 write_json(&self.folder.join(RESULT), &self.written)?;
                 write_json(&self.folder.join(CONFIG), config)
-            };
-            let written = match ranks.is_first() {
-                true => write(),
-                false => Ok(()),
-            };
-            agree(group, written)?;
+            })?;
         }
         let outcome = match ranks.is_first() {
             false => run.train(self.stop_at, &mut Quiet(interrupt.clone())),
@@ -375,11 +370,8 @@ impl Session {
         let folders = [ADAPTER, MODEL, QUANTIZED].map(|name| self.folder.join(name));
         // A run that is resumed at its end has written it already. All ranks look before one writes.
         let is_missing = [0, 1, 2].map(|at| !folders[at].exists());
-        let perplexity = match ranks.is_first() {
-            true => self.perplexity(),
-            false => Ok(String::new()),
-        };
-        say(agree(ranks.group(), perplexity)?);
+        let perplexity = on_first(ranks.group(), || self.perplexity())?;
+        say(perplexity.unwrap_or_default());
         let [adapter, model, out] = folders;
         if self.config.lora.is_some() {
             if is_missing[0] {
@@ -407,10 +399,4 @@ impl Session {
         }
         Ok(())
     }
-}
-
-/// The device that a configuration names.
-fn named(device: &str) -> Result<DeviceName> {
-    let parsed = device.parse();
-    parsed.map_err(|error| anyhow::anyhow!("device is {device:?}, but {error}"))
 }

@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Fingerprint;
 use crate::random::hash;
-use crate::ranks::{agree, gathered_bytes};
+use crate::ranks::{agree, gathered_bytes, on_first};
 use parts::{Level, Partition, ranks_of};
 
 pub(crate) mod parts;
@@ -198,13 +198,34 @@ impl<S: RunState> Saved<S> {
         self.finish(unfinished, manifest.into(), None)
     }
 
+    /// Write the checkpoint of the ranks of `world` into `folder`, which all of them see: their
+    /// parts, where there is a `partition`, or else what all of them have. All ranks call it.
+    /// Returns the path; without parts, on rank 0.
+    ///
+    /// # Errors
+    /// As [`save`](Self::save), on all ranks.
+    pub(crate) fn save_of_ranks(
+        &self,
+        folder: &Path,
+        world: &ProcessGroup,
+        partition: Option<&Partition>,
+    ) -> Result<PathBuf> {
+        match partition {
+            Some(partition) => self.save_parts(folder, world, partition),
+            None => {
+                let path = on_first(world, || self.save(folder))?;
+                Ok(path.unwrap_or_else(|| folder.into()))
+            }
+        }
+    }
+
     /// Write the checkpoint of ranks that have parts of what `partition` says into `folder`, which
     /// all of them see. All ranks of `world` call it, each with its own parts; the other files are
     /// those of rank 0. Returns the path.
     ///
     /// # Errors
     /// When something cannot be written on one of the ranks; the older ones are still there then.
-    pub(crate) fn save_parts(
+    fn save_parts(
         &self,
         folder: &Path,
         world: &ProcessGroup,

@@ -16,7 +16,7 @@ use crate::quantize::text::{CalibrationText, calibrate};
 use crate::quantize::{
     Calibration, Method, QuantizeOptions, Quantized, Smoothing, quantize_folder,
 };
-use crate::ranks::first_does;
+use crate::ranks::on_first_at_length;
 
 impl Finetune<'_> {
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
@@ -43,7 +43,7 @@ impl Finetune<'_> {
             Ok(made)
         })?;
         // On the CPU, which may take long.
-        let done = first_does(self.world(), || {
+        let done = on_first_at_length(self.world(), || {
             let (options, calibration) = saved.expect("rank 0 has saved it");
             quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {})
         });

@@ -107,12 +107,6 @@ impl Ranks {
         }
     }
 
-    /// This rank's part of the rows of a forward, of which all have as many.
-    pub fn own<'r>(&self, rows: &'r [usize]) -> &'r [usize] {
-        let each = rows.len() / self.world.size();
-        &rows[self.world.rank() * each..][..each]
-    }
-
     /// Replaces `gradients` by their sums over the ranks, of which each gets its part of those that
     /// are sharded.
     pub fn reduce(&self, model: &Decoder, gradients: &mut GradientsParams) {

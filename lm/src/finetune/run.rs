@@ -28,7 +28,7 @@ use crate::hf::Dtype;
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
-use crate::ranks::{agree, any};
+use crate::ranks::{agree, any, on_first};
 use crate::tokens::{Order, Position, RowBatch, Rows};
 use crate::train::{Observer, Outcome};
 
@@ -204,10 +204,7 @@ impl<'a> Finetune<'a> {
             step: 0,
             losses: Vec::new(),
             pending: Vec::new(),
-            metrics: match world.rank() {
-                0 => MetricsLog::new(folder),
-                _ => MetricsLog::silent(folder),
-            },
+            metrics: MetricsLog::of_rank(world.rank(), folder),
             earlier: 0.0,
             started: Instant::now(),
             saved: None,
@@ -400,20 +397,22 @@ impl<'a> Finetune<'a> {
         (self.config.rows_per_step() * self.config.context) as u64
     }
 
+    /// Rows of a forward on each rank.
+    fn rows_of_rank(&self) -> usize {
+        self.config.batch / self.ranks.world().size()
+    }
+
     fn train_step(&mut self, lr: f64) -> Result<()> {
         let rows = self.order.take(self.config.rows_per_step());
-        let batches = rows.chunks(self.config.batch);
-        let batches: Vec<RowBatch> = batches
+        // The parts of the first forward, one for each rank, then those of the next one.
+        let parts = rows.chunks(self.rows_of_rank());
+        let parts: Vec<RowBatch> = parts
             .map(|rows| self.data.train.batch(rows))
             .collect::<Result<_>>()?;
-        let counted = batches.iter().map(RowBatch::counted).sum();
-        let own = match self.ranks.world().size() {
-            1 => batches,
-            _ => rows
-                .chunks(self.config.batch)
-                .map(|rows| self.data.train.batch(self.ranks.own(rows)))
-                .collect::<Result<_>>()?,
-        };
+        let counted = parts.iter().map(RowBatch::counted).sum();
+        let (rank, ranks) = (self.ranks.world().rank(), self.ranks.world().size());
+        let own = parts.into_iter().skip(rank).step_by(ranks);
+        let own: Vec<RowBatch> = own.collect();
         let documents = self.graph.as_ref().map(|graph| graph.documents);
         let input = StepInput::new(&own, counted, documents, &self.device)?;
         let loss = match self.graph.take() {
@@ -451,8 +450,7 @@ impl<'a> Finetune<'a> {
             );
         }
         let steps = GraphSteps::begin(self.model(), &self.device)?;
-        let rows = self.config.batch / self.ranks.world().size();
-        let documents = most_documents(&self.data.train, rows);
+        let documents = most_documents(&self.data.train, self.rows_of_rank());
         self.graph = Some(Graph::new(steps, documents));
         Ok(())
     }
@@ -581,8 +579,7 @@ impl<'a> Finetune<'a> {
         write: impl FnOnce(Decoder) -> Result<T>,
     ) -> Result<Option<T>> {
         let model = self.ranks.whole(self.model());
-        let written = self.ranks.is_first().then(|| write(model));
-        agree(self.ranks.world(), written.transpose())
+        on_first(self.ranks.world(), || write(model))
     }
 
     /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
@@ -635,16 +632,7 @@ impl<'a> Finetune<'a> {
             model,
             optimizer: self.optimizer.to_bytes()?,
         };
-        let path = match self.ranks.partition() {
-            Some(partition) => saved.save_parts(&self.folder, world, partition)?,
-            None => agree(
-                world,
-                match self.ranks.is_first() {
-                    true => saved.save(&self.folder),
-                    false => Ok(self.folder.clone()),
-                },
-            )?,
-        };
+        let path = saved.save_of_ranks(&self.folder, world, self.ranks.partition())?;
         self.saved = Some(self.step);
         observer.checkpoint(&path);
         Ok(())

@@ -68,7 +68,7 @@ pub struct TensorParallel {
     pub(super) sequence_parallel: bool,
     pub(super) amax: ShardAmax,
     pub(super) deterministic: bool,
-    pub(super) experts: Option<ExpertRanks>,
+    pub(super) experts: ExpertRanks,
 }
 
 /// The ranks that share the experts of mixtures.
@@ -85,11 +85,14 @@ impl TensorParallel {
     /// partial sums.
     pub fn new(group: ProcessGroup) -> Self {
         Self {
+            experts: ExpertRanks {
+                on: group.clone(),
+                batch: ProcessGroup::single(),
+            },
             group,
             sequence_parallel: false,
             amax: ShardAmax::Group,
             deterministic: false,
-            experts: None,
         }
     }
 
@@ -131,7 +134,7 @@ impl TensorParallel {
     pub fn with_experts(self, on: &ProcessGroup, batch: &ProcessGroup) -> Self {
         let (on, batch) = (on.clone(), batch.clone());
         Self {
-            experts: Some(ExpertRanks { on, batch }),
+            experts: ExpertRanks { on, batch },
             ..self
         }
     }

@@ -8,9 +8,8 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::super::moe::BatchRanks;
 use super::super::{ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe};
-use super::{ShardedParameter, TensorParallel, TensorParallelSwiGlu};
+use super::{ExpertRanks, ShardedParameter, TensorParallel, TensorParallelSwiGlu};
 use crate::functions::or_panic;
-use crate::parallel::ProcessGroup;
 
 /// [`Nvfp4Moe`] between layers that are sharded: whole experts on each rank, and a part of the
 /// hidden features of the expert of every token.
@@ -49,11 +48,7 @@ impl TensorParallelMoe {
                 "true for a mixture of experts, which every rank sends tokens of its own to",
             ));
         }
-        let (group, experts) = (&parallel.group, parallel.experts.as_ref());
-        let (on, batch) = match experts {
-            Some(experts) => (&experts.on, experts.batch.clone()),
-            None => (group, ProcessGroup::single()),
-        };
+        let (group, ExpertRanks { on, batch }) = (&parallel.group, &parallel.experts);
         let of_groups = on.size().is_multiple_of(group.size());
         if !of_groups || on.rank() % group.size() != group.rank() {
             return Err(Nvfp4Error::value(
@@ -70,7 +65,7 @@ impl TensorParallelMoe {
         let shared = shared.map(|shared| TensorParallelSwiGlu::from_swiglu(shared, parallel));
         let ranks = BatchRanks {
             tensor: group.clone(),
-            batch,
+            batch: batch.clone(),
         };
         Ok(Self {
             experts: ExpertParallelMoe::try_from_moe(moe, on)?.with_ranks(ranks),
