@@ -164,7 +164,7 @@ fn plans(client: &Client, attention: &Attention) -> MmaPlans {
 }
 
 /// Tiles of `rows` rows that `tokens` tokens in sequences have at most.
-fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
+pub(super) fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
     match sequences {
         Sequences::Equal(count) => count * (tokens / (*count).max(1)).div_ceil(rows),
         // Each sequence may end in a tile of its own, and so may what belongs to none.
@@ -195,7 +195,8 @@ fn gradient_view(heads: &Heads) -> GradientViewLaunch {
     )
 }
 
-fn problem(attention: &Attention) -> ProblemLaunch {
+/// The arguments of the kernels of this folder.
+pub(super) fn problem(attention: &Attention) -> ProblemLaunch {
     let Attention {
         q,
         k,
