@@ -96,8 +96,8 @@ pub fn cap_derivative(problem: &Problem, capped: f32) -> f32 {
     1.0f32 - t * t
 }
 
-/// The position of row `row` of a sequence, whose last row is `last`: one that there is an angle for
-/// in the table `cos`. Rows behind the sequence have no position; what is read for them is not
+/// The position of row `row` of a sequence, whose last row is `last`: one that there is an angle
+/// for in the table `cos`. Rows behind the sequence have no position; what is read for them is not
 /// written.
 #[cube]
 pub fn position(row: u32, last: u32, cos: &[f32], #[comptime] plan: MmaPlan) -> u32 {

@@ -538,8 +538,8 @@ fn attend(
     rows
 }
 
-/// Waits for the values of `stage`, of the keys from `key` on of a sequence of `len`, and overwrites
-/// those behind it where there are any.
+/// Waits for the values of `stage`, of the keys from `key` on of a sequence of `len`, and
+/// overwrites those behind it where there are any.
 #[cube]
 fn clear_values(memory: Memory, stage: Stage, key: u32, len: u32, #[comptime] plan: Sm90Plan) {
     let (inner, boxes) = comptime!((plan.plan.inner, plan.boxes()));

@@ -59,7 +59,11 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             add(device, &mut all, offsets, tag);
         }
         // Of all elements alone, and of transformed columns, too.
-        for (tag, hadamard) in [("-amax", None), ("-amax-columns", Some(HadamardSize::H16))] {
+        for (tag, hadamard, offsets) in [
+            ("-amax", None, false),
+            ("-amax-columns", Some(HadamardSize::H16), false),
+            ("-offsets-amax", None, true),
+        ] {
             let amax = AmaxPlan {
                 rows: Some(AmaxGranularity::PerTensor),
                 cols: hadamard.map(|_| AmaxGranularity::PerTensor),
@@ -73,7 +77,10 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 kind: FloatKind::Bf16,
             };
             let plan = Sm90Plan {
-                plan: plan(head, &plain),
+                plan: MmaPlan {
+                    offsets,
+                    ..plan(head, &plain)
+                },
                 amax: Some(amax),
             };
             all.push(forward(device, plan, tag));

@@ -110,8 +110,8 @@ fn count(attention: &Attention) -> usize {
     }
 }
 
-/// Tiles of `rows` rows of one head of a sequence in a map of `tokens` tokens, and the table of them
-/// where there is one.
+/// The schedule of `blocks` tiles of each of `heads` heads, with the table of the tiles where there
+/// is one. `any` is any memory.
 fn schedule(
     (heads, section): (usize, usize),
     blocks: usize,
@@ -168,9 +168,9 @@ fn sms(client: &Client) -> usize {
     sms.unwrap_or(132) as usize
 }
 
-/// How the forward of `attention` finds the amax values that `request` asks for of its output, if it
-/// does: down columns of 16 tokens each, which have to be of one sequence. Where sequences lie at
-/// offsets nobody knows that they are.
+/// How the forward of `attention` finds the amax values that `request` asks for of its output, if
+/// it does: down columns of 16 tokens each, which have to be of one sequence. Whether they are, the
+/// host does not know of sequences at offsets.
 pub(super) fn amax_plan(
     client: &Client,
     attention: &Attention,

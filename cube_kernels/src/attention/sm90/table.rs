@@ -36,8 +36,11 @@ impl Table {
     }
 }
 
-/// Queues the kernels that write the table of `attention`'s tiles of `rows` rows of one side; `None`
-/// for sequences of equal length, which need none.
+/// Queues the kernels that write the table of `attention`'s tiles of `rows` rows of one side;
+/// `None` for sequences of equal length, which need none.
+///
+/// # Errors
+/// When the offsets do not fit.
 pub(super) fn table(
     client: &Client,
     attention: &Attention,
@@ -77,8 +80,8 @@ pub(super) fn table(
     Ok(Some(table))
 }
 
-/// Writes the table of the tiles of `rows` rows of one side: how many there are, at most `capacity`,
-/// and an entry for each. Sequence `s` has the tiles from `starts[s]` to below `starts[s + 1]`; the
+/// Writes the table of the tiles of `rows` rows of one side: how many there are, at most
+/// `capacity`, and an entry for each. Sequence `s` has the tiles from `starts[s]` to below `starts[s + 1]`; the
 /// tokens that belong to none have those behind.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn sm90_tiles_kernel(
@@ -216,8 +219,8 @@ mod tests {
         }
     }
 
-    /// No tile is outside the tokens or behind its sequence, whatever the offsets are, and there are
-    /// no more than there is room for.
+    /// No tile is outside the tokens or behind its sequence, whatever the offsets are, and there
+    /// are no more than there is room for.
     #[test]
     fn offsets_that_cannot_be_name_no_token_that_is_not_there() {
         let tokens = [300usize, 200];

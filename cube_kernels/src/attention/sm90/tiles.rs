@@ -1,8 +1,8 @@
 //! The tiles of 128 rows that the CTAs of a grid share: in which order they are taken, and of which
 //! sequence each is.
 //!
-//! Where sequences lie at offsets in device memory, a kernel before this one ([`table`](super::table))
-//! writes a table of the tiles, which begin with each sequence as those of equal sequences do: a
+//! Where sequences lie at offsets in device memory, kernels before this one write a table of the
+//! tiles (`super::table`). Tiles begin with their sequence as those of equal sequences do: a
 //! sequence has the same blocks, and so the same bits, alone and in any company.
 
 use cubecl::prelude::*;
@@ -99,8 +99,8 @@ pub(super) fn equal_extent(problem: &Problem) -> Extent {
     }
 }
 
-/// Tile number `item`: sections one after another, in each the tiles with the most work of all pairs
-/// first. `equal` is the extent of sequences of equal length.
+/// Tile number `item`: sections one after another, in each the tiles with the most work of all
+/// pairs first. `equal` is the extent of sequences of equal length.
 #[cube]
 pub(super) fn tile_of(
     schedule: &Schedule,
@@ -233,5 +233,7 @@ pub(super) fn clear_behind(
 #[cube]
 pub(super) fn show_cleared() {
     sync_async_proxy_shared();
+    // Lanes have cleared different numbers of rows; the barrier takes warps as a whole.
+    sync_plane();
     named_barrier_sync(thread_in_cta() / 128u32, 128u32);
 }

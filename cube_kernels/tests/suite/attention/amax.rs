@@ -38,7 +38,7 @@ fn the_forward_finds_the_amaxes_of_its_output() {
     check(&client, |count, _| Sequences::Equal(count));
 }
 
-/// The same of sequences that lie at offsets: every other one is a token longer than its neighbours.
+/// The same of sequences that lie at offsets: every other one is longer than its neighbours.
 #[test]
 fn packed_sequences() {
     let client = client!("amax::packed_sequences");

@@ -49,8 +49,8 @@ fn any_lengths<T: Operand>(client: &Client) {
     }
 }
 
-/// Lengths next to those of strips and tiles, and longer than a tile; on the CPU runtime a few short
-/// ones.
+/// Lengths next to those of strips and tiles, and longer than a tile; on the CPU runtime a few
+/// short ones.
 fn lengths(client: &Client) -> Vec<(usize, usize)> {
     let all: &[usize] = match is_gpu(client) {
         true => &[
