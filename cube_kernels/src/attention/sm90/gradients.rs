@@ -92,7 +92,8 @@ fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm
 }
 
 /// Overwrites the rows behind the tile's sequence in the block of `step`, where sequences lie at
-/// offsets: all of them are factors of weights, or of gradients of scores, but for values.
+/// offsets: queries and gradients of the output, or keys. Values stay: no sum of a gradient has
+/// them as a factor, and the gradients of scores that they give are masked.
 #[cube]
 fn clear_block(
     stage: Stage,

@@ -1,5 +1,8 @@
 //! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
 //! in registers, a producer warpgroup and consumer warpgroups.
+//!
+//! Sequences that begin at offsets in device memory have a table of tiles ([`mod@table`]), each of
+//! one sequence. All else is as for sequences of equal length.
 
 mod accumulators;
 pub mod backward;
@@ -26,6 +29,7 @@ use super::{
         gradient::GradientViewLaunch,
         is_vectorized,
         problem::{MmaPlan, ProblemLaunch, Side},
+        supports_scale,
     },
 };
 use crate::{
@@ -51,6 +55,7 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
         return Err("the device is not of compute capability 9.0".into());
     }
+    supports_scale(attention)?;
     let Attention { q, k, v, .. } = attention;
     if q.dtype != FloatKind::Bf16 {
         return Err(format!("operands are {:?} and not bf16", q.dtype));

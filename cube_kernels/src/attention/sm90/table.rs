@@ -1,8 +1,8 @@
 //! The table of the tiles of sequences that begin at offsets in device memory.
 //!
 //! The host does not read the offsets, so the table has room for the most tiles that there can be.
-//! A first kernel adds up the tiles of the sequences before each one
-//! ([`GroupOffsets::rescaled`]), a second one looks each tile's sequence up there.
+//! A first kernel adds up the tiles of the sequences before each one (`GroupOffsets::rescaled`), a
+//! second one looks each tile's sequence up there.
 
 use cubecl::{prelude::*, server::Handle};
 

@@ -200,8 +200,8 @@ pub(super) fn reaches_behind(first: u32, len: u32, #[comptime] inner: usize) -> 
 }
 
 /// Overwrites the rows behind a sequence of `len` by zeros, in the block at `at` of `inner` rows
-/// from `first` on, which reaches there. They are a factor of weights that are 0, and with NaN in
-/// the next sequence the products would be NaN.
+/// from `first` on, which reaches there. Their weights are 0, but 0 times NaN of the next sequence
+/// is NaN.
 ///
 /// Each warpgroup that reads the block does so for itself, and then [`show_cleared`]; what another
 /// one writes meanwhile is zeros, too.

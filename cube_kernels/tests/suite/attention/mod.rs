@@ -95,12 +95,25 @@ fn large_scores<T: Operand>(client: &Client) {
     }
 }
 
+/// Scales with which the largest product does not have the largest score.
+fn scales<T: Operand>(client: &Client) {
+    let length = if is_gpu(client) { 150 } else { 9 };
+    for scale in [-0.125, 0.0] {
+        for offsets in [false, true] {
+            let mut case = Case::new(64, length, length).causal();
+            (case.offsets, case.params.scale) = (offsets, scale);
+            check::<T>(client, &case);
+        }
+    }
+}
+
 element_tests! {
     shapes: shapes_f32, shapes_bf16, shapes_f16;
     head_sizes: head_sizes_f32, head_sizes_bf16, head_sizes_f16;
     groups: groups_f32, groups_bf16, groups_f16;
     masks: masks_f32, masks_bf16, masks_f16;
     large_scores: large_scores_f32, large_scores_bf16, large_scores_f16;
+    scales: scales_f32, scales_bf16, scales_f16;
 }
 
 /// Lengths next to every size of a tile, on a GPU.
