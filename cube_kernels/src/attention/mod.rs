@@ -76,6 +76,7 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
 ///
 /// Of the whole matrix, where the transform mixes 16 tokens and sequences are of a multiple of 16,
 /// [`AttentionKernel::Sm90`] finds them while it writes the output; else a pass of their own does.
+/// It does for an amax down columns of [`Sequences::Offsets`], whose lengths the host does not know.
 ///
 /// # Errors
 /// When [`Attention::check`] fails.
@@ -96,7 +97,7 @@ pub fn forward_with_amaxes(
             plan,
             request.zeros(client, [1, usize::from(request.cols.is_some())]),
         );
-        sm90::forward(client, attention, &output, (request, Some(&found)));
+        sm90::forward(client, attention, &output, (request, Some(&found)))?;
         return Ok((output, found.1));
     }
     forward_into(client, attention, &output)?;
@@ -127,7 +128,7 @@ pub fn forward_into(
     match kernel(client, attention) {
         AttentionKernel::Sm90 => {
             let nothing = (&AmaxRequest::default(), None);
-            sm90::forward(client, attention, output, nothing);
+            sm90::forward(client, attention, output, nothing)?;
         }
         AttentionKernel::Mma => mma::forward(client, attention, output),
         AttentionKernel::Scalar => scalar::forward(client, attention, output),
@@ -176,7 +177,7 @@ pub fn backward(
     let written = [&gradients.dq, &gradients.dk, &gradients.dv];
     let vectorized = mma::is_vectorized(dout) && written.into_iter().all(mma::is_vectorized);
     match kernel(client, attention) {
-        AttentionKernel::Sm90 if vectorized => sm90::backward(client, attention, &backward),
+        AttentionKernel::Sm90 if vectorized => sm90::backward(client, attention, &backward)?,
         AttentionKernel::Mma if vectorized => mma::backward(client, attention, &backward),
         _ => scalar::backward(client, attention, &backward),
     }
@@ -186,8 +187,7 @@ pub fn backward(
 /// The kernels that compute attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AttentionKernel {
-    /// `wgmma` and TMA: compute capability 9.0, bf16, heads of 64 and 128, sequences of equal
-    /// length.
+    /// `wgmma` and TMA: compute capability 9.0, bf16, heads of 64 and 128.
     Sm90,
     /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, heads of a multiple of 16.
     Mma,
@@ -216,8 +216,8 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
     let scalar = "online softmax, a group of threads for each row";
     let (kernel, why) = match (capabilities.gemm, capabilities.conversion.has_ptx()) {
         (GemmBackend::Sm90Wgmma, _) => (
-            "online softmax, wgmma and TMA; mma.sync.m16n8k16 for f16, other heads than of 64 and \
-             128, and packed sequences",
+            "online softmax, wgmma and TMA; mma.sync.m16n8k16 for f16, and other heads than of 64 \
+             and 128",
             "compute capability 9.0",
         ),
         (_, true) => (

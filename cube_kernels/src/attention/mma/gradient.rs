@@ -96,6 +96,21 @@ pub fn cap_derivative(problem: &Problem, capped: f32) -> f32 {
     1.0f32 - t * t
 }
 
+/// The position of row `row` of a sequence, whose last row is `last`: one that there is an angle
+/// for in the table `cos`. Rows behind the sequence have no position; what is read for them is not
+/// written.
+#[cube]
+pub fn position(row: u32, last: u32, cos: &[f32], #[comptime] plan: MmaPlan) -> u32 {
+    let position = min(row, last);
+    if comptime!(plan.offsets) {
+        // Lengths in device memory may exceed the table. Tokens further on are turned as its last.
+        let positions = cos.len() / comptime!(plan.head / 2);
+        min(position, positions as u32 - 1u32)
+    } else {
+        position
+    }
+}
+
 /// Where a warp writes its rows of a gradient.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -135,8 +150,8 @@ pub fn write_gradient(
         let row = rows.own + comptime!((16 * (i / 2) + 8 * (i % 2)) as u32) + lane / 4u32;
         let first = comptime!((i / 2) * plan.head / 8);
         if comptime!(rotate) {
-            // Rows behind the sequence have no position; what is read for them is not written.
-            let position = min(rows.row + row, max(rows.len, 1u32) - 1u32);
+            let last = max(rows.len, 1u32) - 1u32;
+            let position = position(rows.row + row, last, &saved.cos, plan);
             let table =
                 position as usize * comptime!(plan.head / 2) + (lane % 4u32 * 2u32) as usize;
             #[unroll]

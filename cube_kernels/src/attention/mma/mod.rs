@@ -47,14 +47,7 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
         return Err("the device is no CUDA GPU of compute capability 8.0 or later".into());
     }
     let Attention { q, k, v, .. } = attention;
-    // The largest score of a row is that of the largest product, and what a query does not see has
-    // the score minus infinity.
-    if attention.params.scale <= 0.0 {
-        return Err(format!(
-            "a scale of {} is not positive",
-            attention.params.scale
-        ));
-    }
+    supports_scale(attention)?;
     if q.dtype == FloatKind::F32 {
         return Err("f32 operands have no matrix instructions of their precision".into());
     }
@@ -72,6 +65,16 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Whether kernels by matrix instructions take the scale: the largest score of a row has to be that
+/// of the largest product, and what a query does not see has the score minus infinity.
+pub(super) fn supports_scale(attention: &Attention) -> Result<(), String> {
+    let scale = attention.params.scale;
+    match scale > 0.0 {
+        true => Ok(()),
+        false => Err(format!("a scale of {scale} is not positive")),
+    }
 }
 
 /// Whether every head begins at a multiple of 16 bytes, which 32 bits count.
@@ -164,7 +167,7 @@ fn plans(client: &Client, attention: &Attention) -> MmaPlans {
 }
 
 /// Tiles of `rows` rows that `tokens` tokens in sequences have at most.
-fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
+pub(super) fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
     match sequences {
         Sequences::Equal(count) => count * (tokens / (*count).max(1)).div_ceil(rows),
         // Each sequence may end in a tile of its own, and so may what belongs to none.
@@ -195,7 +198,8 @@ fn gradient_view(heads: &Heads) -> GradientViewLaunch {
     )
 }
 
-fn problem(attention: &Attention) -> ProblemLaunch {
+/// The arguments of the kernels of this folder.
+pub(super) fn problem(attention: &Attention) -> ProblemLaunch {
     let Attention {
         q,
         k,

@@ -113,7 +113,7 @@ pub enum Side {
 /// Sequence number `index`. The one behind the last are the tokens that belong to none: they have
 /// nothing on the other side.
 #[cube]
-fn extent(
+pub fn extent(
     problem: &Problem,
     index: u32,
     #[comptime] side: Side,
@@ -220,8 +220,9 @@ fn tiles_of(
     own_len(extent(problem, index, side, offsets), side).div_ceil(height)
 }
 
+/// Its tokens of one side.
 #[cube]
-fn own_len(extent: Extent, #[comptime] side: Side) -> u32 {
+pub fn own_len(extent: Extent, #[comptime] side: Side) -> u32 {
     if comptime!(side == Side::Queries) {
         extent.q_len
     } else {

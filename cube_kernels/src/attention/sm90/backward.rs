@@ -12,16 +12,17 @@ use half::bf16;
 
 use super::{
     backward_problem::{
-        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, Tile,
-        empty, full, own_stage_of, stage_of,
+        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, empty,
+        full, own_stage_of, stage_of,
     },
     forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
+    tiles::{Counts, Tile, counts_of, equal_extent, first_token, row_in_map, tile_of, visible_in},
 };
 use crate::{
     attention::mma::{
         gradient::{GradientView, exponent_offset},
-        problem::{Extent, Visible},
+        problem::{Extent, Side, Visible},
     },
     cube::ptx::{
         cvta_to_shared, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
@@ -30,37 +31,14 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// Tile number `item`: sections one after another, in each the tiles with the most work first, the
-/// first keys or the last queries of all pairs.
-#[cube]
-fn tile_of(problem: &BackwardProblem, item: u32, #[comptime] plan: Sm90BackwardPlan) -> Tile {
-    let schedule = &problem.schedule;
-    let pairs = problem.problem.sequences * schedule.heads;
-    let per_section = schedule.section * schedule.blocks;
-    let section = item / per_section;
-    let first = section * schedule.section;
-    let width = min(schedule.section, pairs - first);
-    let within = item - section * per_section;
-    let mut block = within / width;
-    if comptime!(!plan.is_keys()) {
-        block = schedule.blocks - 1u32 - block;
-    }
-    let pair = first + within % width;
-    Tile {
-        sequence: pair / schedule.heads,
-        head: pair % schedule.heads,
-        row: block * comptime!(plan.rows() as u32),
-    }
-}
-
 #[cube]
 fn blocks_of(
     problem: &BackwardProblem,
     visible: Visible,
-    extent: Extent,
     tile: Tile,
     #[comptime] plan: Sm90BackwardPlan,
 ) -> Blocks {
+    let extent = tile.extent;
     let inner = comptime!(plan.plan.inner as u32);
     let group = problem.problem.group;
     if comptime!(plan.is_keys()) {
@@ -140,15 +118,11 @@ pub fn sm90_backward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let sequences = problem.problem.sequences;
-    let items = sequences * problem.schedule.heads * problem.schedule.blocks;
-    let extent = Extent {
-        q: 0u32,
-        q_len: problem.problem.q_tokens / sequences,
-        k: 0u32,
-        k_len: problem.problem.k_tokens / sequences,
-    };
-    let visible = Visible::of(&problem.problem, extent, comptime!(plan.plan));
+    let offsets = comptime!(plan.plan.offsets);
+    let counts = counts_of(&problem.problem, &problem.schedule, offsets);
+    let items = counts.pairs * counts.tiles;
+    let equal = equal_extent(&problem.problem);
+    let in_equal = Visible::of(&problem.problem, equal, comptime!(plan.plan));
     let inner = comptime!(plan.plan.inner as u32);
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
@@ -157,8 +131,15 @@ pub fn sm90_backward_kernel(
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
-                let tile = tile_of(&problem, item, plan);
-                let blocks = blocks_of(&problem, visible, extent, tile, plan);
+                let tile = tile_of(
+                    &problem.schedule,
+                    equal,
+                    item,
+                    counts,
+                    comptime!(plan.tiles()),
+                );
+                let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
+                let blocks = blocks_of(&problem, visible, tile, plan);
                 let own = own_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
                 mbarrier_arrive_expect_tx(
@@ -170,7 +151,8 @@ pub fn sm90_backward_kernel(
                 for i in 0..comptime!(plan.boxes()) {
                     let vectors = comptime!(plan.rows() * BOX_VECTORS);
                     let column = comptime!((i * BOX) as i32).runtime();
-                    let (sequence, row) = (tile.sequence as i32, tile.row as i32);
+                    let row = row_in_map(tile, tile.row, comptime!(plan.own_side()), offsets);
+                    let sequence = tile.sequence as i32;
                     let at = first + comptime!(i * vectors);
                     barriers[2 * own.number as usize].tma_load_4d(
                         own_a,
@@ -191,7 +173,8 @@ pub fn sm90_backward_kernel(
                 }
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
-                    let row = ((blocks.first + step % blocks.count) * inner) as i32;
+                    let row = (blocks.first + step % blocks.count) * inner;
+                    let row = row_in_map(tile, row, comptime!(plan.other_side()), offsets);
                     let stage = stage_of(memory, used, plan);
                     mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
                     mbarrier_arrive_expect_tx(
@@ -230,7 +213,7 @@ pub fn sm90_backward_kernel(
             }
         } else if comptime!(plan.is_keys()) {
             if UNIT_POS / 32u32 == 1u32 {
-                store_rows(&problem, visible, extent, items, memory, plan);
+                store_rows(&problem, equal, in_equal, counts, items, memory, plan);
             }
         }
     } else {
@@ -239,8 +222,15 @@ pub fn sm90_backward_kernel(
         let mut tiles = 0u32;
         let mut used = 0u32;
         while item < items {
-            let tile = tile_of(&problem, item, plan);
-            let blocks = blocks_of(&problem, visible, extent, tile, plan);
+            let tile = tile_of(
+                &problem.schedule,
+                equal,
+                item,
+                counts,
+                comptime!(plan.tiles()),
+            );
+            let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
+            let blocks = blocks_of(&problem, visible, tile, plan);
             let own = own_stage_of(memory, tiles, plan);
             mbarrier_wait_parity(full(memory, own.number), own.parity);
             let memory = Memory {
@@ -256,9 +246,9 @@ pub fn sm90_backward_kernel(
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
-                    token: tile.sequence * extent.k_len,
+                    token: first_token(tile, Side::Keys, offsets),
                     row: tile.row,
-                    len: extent.k_len,
+                    len: tile.extent.k_len,
                     head: tile.head,
                 };
                 let scale = problem.problem.scale;
@@ -285,12 +275,12 @@ pub fn sm90_backward_kernel(
                     plan,
                 );
             } else {
-                let sums = queries(&problem, visible, extent, tile, blocks, memory, used, plan);
+                let sums = queries(&problem, visible, tile, blocks, memory, used, plan);
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
-                    token: tile.sequence * extent.q_len,
+                    token: first_token(tile, Side::Queries, offsets),
                     row: tile.row,
-                    len: extent.q_len,
+                    len: tile.extent.q_len,
                     head: tile.head,
                 };
                 let scale = problem.problem.scale;
@@ -323,8 +313,9 @@ pub fn sm90_backward_kernel(
 #[cube]
 fn store_rows(
     problem: &BackwardProblem,
-    visible: Visible,
-    extent: Extent,
+    equal: Extent,
+    in_equal: Visible,
+    counts: Counts,
     items: u32,
     memory: Memory,
     #[comptime] plan: Sm90BackwardPlan,
@@ -334,21 +325,28 @@ fn store_rows(
     let mut item = CUBE_POS as u32;
     let mut used = 0u32;
     while item < items {
-        let tile = tile_of(problem, item, plan);
-        let blocks = blocks_of(problem, visible, extent, tile, plan);
+        let tile = tile_of(
+            &problem.schedule,
+            equal,
+            item,
+            counts,
+            comptime!(plan.tiles()),
+        );
+        let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
+        let blocks = blocks_of(problem, visible, tile, plan);
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
             let row = (blocks.first + step % blocks.count) * inner;
             let stage = stage_of(memory, used, plan);
             let values = head as usize * problem.problem.q_tokens as usize
-                + (tile.sequence * extent.q_len) as usize;
+                + first_token(tile, Side::Queries, comptime!(plan.plan.offsets)) as usize;
             mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
             #[unroll]
             for i in 0..comptime!(plan.plan.inner / 32) {
                 let this = row + lane + comptime!(32 * i as u32);
                 let mut lse = f32::INFINITY.runtime();
                 let mut delta = 0.0f32;
-                if this < extent.q_len {
+                if this < tile.extent.q_len {
                     lse = exponent_offset(problem.saved.lse[values + this as usize]);
                     delta = problem.saved.delta[values + this as usize];
                 }

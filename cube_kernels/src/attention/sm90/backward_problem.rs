@@ -2,9 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::forward::{BOX, CONSUMERS, Schedule, WARPGROUP_ROWS};
+use super::{
+    forward::{BOX, CONSUMERS, WARPGROUP_ROWS},
+    tiles::{Schedule, TilePlan},
+};
 use crate::{
-    attention::mma::problem::{MmaPlan, Problem},
+    attention::mma::problem::{MmaPlan, Problem, Side},
     cube::ptx::{Major, WgmmaGemm, WgmmaOperand},
 };
 
@@ -40,6 +43,31 @@ impl Sm90BackwardPlan {
     /// Rows of a CTA.
     pub const fn rows(self) -> usize {
         WARPGROUP_ROWS * CONSUMERS
+    }
+
+    /// The side of the rows that a CTA holds.
+    pub(super) const fn own_side(self) -> Side {
+        match self.pass {
+            Pass::KeysValues => Side::Keys,
+            Pass::Queries => Side::Queries,
+        }
+    }
+
+    /// The side of the blocks that it passes over.
+    pub(super) const fn other_side(self) -> Side {
+        match self.pass {
+            Pass::KeysValues => Side::Queries,
+            Pass::Queries => Side::Keys,
+        }
+    }
+
+    /// Its tiles: the ones with the most work first are the first keys, or the last queries.
+    pub(super) const fn tiles(self) -> TilePlan {
+        TilePlan {
+            rows: self.rows(),
+            backwards: !self.is_keys(),
+            offsets: self.plan.offsets,
+        }
     }
 
     pub(super) const fn boxes(self) -> usize {
@@ -116,15 +144,6 @@ pub struct Rows {
     pub cos: Box<[f32]>,
     /// The sines.
     pub sin: Box<[f32]>,
-}
-
-/// A tile of the rows that a CTA holds.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Tile {
-    pub sequence: u32,
-    pub head: u32,
-    pub row: u32,
 }
 
 /// The blocks of the other side that a tile passes over: `count` from `first` on, once for each of

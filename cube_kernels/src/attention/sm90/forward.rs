@@ -9,12 +9,18 @@
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
 
-use super::accumulators::{four_of, left};
+use super::{
+    accumulators::{four_of, left},
+    tiles::{
+        Schedule, Tile, TilePlan, clear_behind, counts_of, equal_extent, first_token,
+        reaches_behind, row_in_map, show_cleared, tile_of, visible_in,
+    },
+};
 use crate::{
     attention::mma::{
         forward::{Rows, cap_all, first_highest, first_sum, mask, row_factors, weigh},
         multiply::pack,
-        problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
+        problem::{MmaPlan, Problem, Side, Visible, exponent_scale},
     },
     cube::{
         hadamard::Signs,
@@ -61,6 +67,15 @@ impl Sm90Plan {
     /// Queries of a CTA.
     pub const fn rows(self) -> usize {
         WARPGROUP_ROWS * CONSUMERS
+    }
+
+    /// Its tiles, of queries.
+    const fn tiles(self) -> TilePlan {
+        TilePlan {
+            rows: self.rows(),
+            backwards: true,
+            offsets: self.plan.offsets,
+        }
     }
 
     /// Boxes of 64 elements in a head.
@@ -111,48 +126,6 @@ impl Sm90Plan {
     }
 }
 
-/// In which order the tiles of all sequences and heads are taken.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct Schedule {
-    /// Heads of `q`.
-    pub heads: u32,
-    /// Tiles of a sequence.
-    pub blocks: u32,
-    /// Pairs of a sequence and a head whose tiles are interleaved: their keys and values stay in
-    /// the L2 cache.
-    pub section: u32,
-}
-
-/// A tile of queries.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Tile {
-    /// The sequence.
-    sequence: u32,
-    /// The head.
-    head: u32,
-    /// The first query.
-    row: u32,
-}
-
-/// Tile number `item`: sections one after another, in each the last queries of all pairs first,
-/// since with a causal mask they see the most keys.
-#[cube]
-fn tile_of(schedule: &Schedule, item: u32, pairs: u32, #[comptime] plan: Sm90Plan) -> Tile {
-    let per_section = schedule.section * schedule.blocks;
-    let section = item / per_section;
-    let first = section * schedule.section;
-    let width = min(schedule.section, pairs - first);
-    let within = item - section * per_section;
-    let block = schedule.blocks - 1u32 - within / width;
-    let pair = first + within % width;
-    Tile {
-        sequence: pair / schedule.heads,
-        head: pair % schedule.heads,
-        row: block * comptime!(plan.rows() as u32),
-    }
-}
-
 /// The blocks of keys that a tile sees: from `first` to below `end`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -162,9 +135,9 @@ struct Blocks {
 }
 
 #[cube]
-fn blocks_of(visible: Visible, tile: Tile, q_len: u32, #[comptime] plan: Sm90Plan) -> Blocks {
+fn blocks_of(visible: Visible, tile: Tile, #[comptime] plan: Sm90Plan) -> Blocks {
     let inner = comptime!(plan.plan.inner as u32);
-    let last = min(tile.row + comptime!(plan.rows() as u32), q_len) - 1u32;
+    let last = min(tile.row + comptime!(plan.rows() as u32), tile.extent.q_len) - 1u32;
     let end = u32::cast_from(visible.end(i32::cast_from(last))).div_ceil(inner);
     let first = u32::cast_from(visible.first(i32::cast_from(tile.row))) / inner;
     Blocks {
@@ -301,15 +274,11 @@ pub fn sm90_forward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let pairs = problem.sequences * schedule.heads;
-    let items = pairs * schedule.blocks;
-    let extent = Extent {
-        q: 0u32,
-        q_len: problem.q_tokens / problem.sequences,
-        k: 0u32,
-        k_len: problem.k_tokens / problem.sequences,
-    };
-    let visible = Visible::of(&problem, extent, comptime!(plan.plan));
+    let offsets = comptime!(plan.plan.offsets);
+    let counts = counts_of(&problem, &schedule, offsets);
+    let items = counts.pairs * counts.tiles;
+    let equal = equal_extent(&problem);
+    let in_equal = Visible::of(&problem, equal, comptime!(plan.plan));
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
@@ -317,8 +286,9 @@ pub fn sm90_forward_kernel(
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
-                let tile = tile_of(&schedule, item, pairs, plan);
-                let blocks = blocks_of(visible, tile, extent.q_len, plan);
+                let tile = tile_of(&schedule, equal, item, counts, comptime!(plan.tiles()));
+                let visible = visible_in(&problem, tile, in_equal, comptime!(plan.plan));
+                let blocks = blocks_of(visible, tile, plan);
                 let kv_head = tile.head / problem.group;
                 let place = q_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
@@ -335,7 +305,7 @@ pub fn sm90_forward_kernel(
                         q,
                         &mut q_tile[at..at + vectors],
                         tile.sequence as i32,
-                        tile.row as i32,
+                        row_in_map(tile, tile.row, Side::Queries, offsets),
                         tile.head as i32,
                         comptime!((i * BOX) as i32).runtime(),
                     );
@@ -343,7 +313,8 @@ pub fn sm90_forward_kernel(
                 let mut block = blocks.end;
                 while block > blocks.first {
                     block -= 1u32;
-                    let row = (block * comptime!(plan.plan.inner as u32)) as i32;
+                    let key = block * comptime!(plan.plan.inner as u32);
+                    let row = row_in_map(tile, key, Side::Keys, offsets);
                     let stage = stage_of(memory, used, plan);
                     let bytes = comptime!(16 * plan.stage_vectors() as u32);
                     let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
@@ -390,8 +361,9 @@ pub fn sm90_forward_kernel(
         let mut tiles = 0u32;
         let mut used = 0u32;
         while item < items {
-            let tile = tile_of(&schedule, item, pairs, plan);
-            let blocks = blocks_of(visible, tile, extent.q_len, plan);
+            let tile = tile_of(&schedule, equal, item, counts, comptime!(plan.tiles()));
+            let visible = visible_in(&problem, tile, in_equal, comptime!(plan.plan));
+            let blocks = blocks_of(visible, tile, plan);
             let queries = q_stage_of(memory, tiles, plan);
             mbarrier_wait_parity(full(memory, queries.number), queries.parity);
             let memory = Memory {
@@ -402,10 +374,11 @@ pub fn sm90_forward_kernel(
             };
             let rows = attend(&problem, visible, tile, blocks, memory, used, plan);
             let place = Place {
-                token: tile.sequence * extent.q_len + tile.row,
-                rows: min(extent.q_len - tile.row, comptime!(plan.rows() as u32)),
+                token: first_token(tile, Side::Queries, offsets) + tile.row,
+                rows: min(tile.extent.q_len - tile.row, comptime!(plan.rows() as u32)),
                 head: tile.head,
                 heads: schedule.heads,
+                nobody: tile.nobody,
             };
             write(&problem, &rows, outputs, place, memory, plan);
             if comptime!(plan.amax.is_some()) {
@@ -527,6 +500,10 @@ fn attend(
             );
             low = factors[0usize];
             high = factors[1usize];
+            // No block but the first reaches behind the sequence.
+            if comptime!(part == 0 && plan.plan.offsets) {
+                clear_values(memory, stage, block * inner, tile.extent.k_len, plan);
+            }
             if comptime!(part == 1) {
                 wgmma_wait_behind(rows.sum[0usize] + rows.sum[1usize]);
                 if leads {
@@ -561,6 +538,18 @@ fn attend(
     rows
 }
 
+/// Waits for the values of `stage`, of the keys from `key` on of a sequence of `len`, and
+/// overwrites those behind it where there are any.
+#[cube]
+fn clear_values(memory: Memory, stage: Stage, key: u32, len: u32, #[comptime] plan: Sm90Plan) {
+    let (inner, boxes) = comptime!((plan.plan.inner, plan.boxes()));
+    if reaches_behind(key, len, inner) {
+        mbarrier_wait_parity(full(memory, stage.values), stage.parity);
+        clear_behind(stage.v, key, len, inner, boxes);
+        show_cleared();
+    }
+}
+
 /// Where a tile is written.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -573,6 +562,8 @@ struct Place {
     head: u32,
     /// How many heads there are.
     heads: u32,
+    /// Whether its tokens belong to no sequence.
+    nobody: bool,
 }
 
 /// Divides the rows by their sums and writes them, through the place of their queries, where they
@@ -599,7 +590,12 @@ fn write(
         if lane & 3u32 == 0u32 && row < place.rows {
             let index =
                 place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
-            outputs.lse[index] = factors.lse;
+            outputs.lse[index] = if comptime!(plan.plan.offsets) {
+                // A token of no sequence has no sum either, an additional score or not.
+                select(place.nobody, f32::NEG_INFINITY, factors.lse)
+            } else {
+                factors.lse
+            };
         }
         #[unroll]
         for j in 0..comptime!(plan.plan.head / 8) {

@@ -5,16 +5,17 @@ use cubecl::prelude::*;
 
 use super::accumulators::{fours, left};
 use super::backward_problem::{
-    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Tile, empty, full, stage_of,
+    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Stage, empty, full, stage_of,
 };
+use super::tiles::{Tile, clear_behind, first_token, reaches_behind, show_cleared};
 use crate::{
     attention::mma::{
         dkdv::{mask_weights, score_gradients, slopes_of, weigh},
         dq::{mask_gradients, row_values, score_gradients as query_gradients},
         forward::cap_all,
-        gradient::{GradientView, cap_derivative},
+        gradient::{GradientView, cap_derivative, position},
         multiply::pack,
-        problem::{Extent, MmaPlan, Problem, Visible, exponent_scale},
+        problem::{MmaPlan, Problem, Side, Visible, exponent_scale},
     },
     cube::ptx::{
         BlockEnd, ld_shared_v4, mbarrier_arrive, mbarrier_wait_parity, st_shared, wgmma_operand,
@@ -90,6 +91,35 @@ fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm
     }
 }
 
+/// Overwrites the rows behind the tile's sequence in the block of `step`, where sequences lie at
+/// offsets: queries and gradients of the output, or keys. Values stay: no sum of a gradient has
+/// them as a factor, and the gradients of scores that they give are masked.
+#[cube]
+fn clear_block(
+    stage: Stage,
+    tile: Tile,
+    blocks: Blocks,
+    step: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) {
+    if comptime!(plan.plan.offsets) {
+        let (inner, boxes) = comptime!((plan.plan.inner, plan.boxes()));
+        let first = (blocks.first + step % blocks.count) * comptime!(inner as u32);
+        let len = if comptime!(plan.is_keys()) {
+            tile.extent.q_len
+        } else {
+            tile.extent.k_len
+        };
+        if reaches_behind(first, len, inner) {
+            clear_behind(stage.a, first, len, inner, boxes);
+            if comptime!(plan.is_keys()) {
+                clear_behind(stage.b, first, len, inner, boxes);
+            }
+            show_cleared();
+        }
+    }
+}
+
 /// The gradients of a warpgroup's keys and values. The gradients of the weights of a block are
 /// multiplied while its scores are weighed, and those of the values while the gradients of the
 /// scores are computed.
@@ -119,6 +149,7 @@ pub(super) fn keys_and_values(
     for step in 0..blocks.count * blocks.heads {
         let stage = stage_of(memory, used + step, plan);
         mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+        clear_block(stage, tile, blocks, step, plan);
         let queries = wgmma_operand(stage.a, scores_of.b);
         let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
         let dout = wgmma_operand(stage.b, scores_of.b);
@@ -179,7 +210,6 @@ pub(super) fn keys_and_values(
 pub(super) fn queries(
     problem: &BackwardProblem,
     visible: Visible,
-    extent: Extent,
     tile: Tile,
     blocks: Blocks,
     memory: Memory,
@@ -201,14 +231,19 @@ pub(super) fn queries(
         &problem.saved.lse,
         &problem.saved.delta,
         tile.head as usize * problem.problem.q_tokens as usize
-            + (tile.sequence * extent.q_len) as usize,
+            + first_token(tile, Side::Queries, comptime!(plan.plan.offsets)) as usize,
         tile.row + warp_row,
-        extent.q_len,
+        tile.extent.q_len,
         comptime!(plan.plan),
     );
     let mut dq = Vector::<f32, O>::new(0.0f32);
     let mut left_of = Vector::<u32, A>::new(0u32);
-    let seen = blocks_seen(visible, tile.row + consumer * 64u32, extent.q_len, plan);
+    let seen = blocks_seen(
+        visible,
+        tile.row + consumer * 64u32,
+        tile.extent.q_len,
+        plan,
+    );
     let first = min(max(seen.first, blocks.first) - blocks.first, blocks.count);
     let end = max(
         min(max(seen.end, blocks.first) - blocks.first, blocks.count),
@@ -231,6 +266,7 @@ pub(super) fn queries(
         for step in begin..end {
             let stage = stage_of(memory, used + step, plan);
             mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+            clear_block(stage, tile, blocks, step, plan);
             let keys = wgmma_operand(stage.a, scores_of.b);
             let values = wgmma_operand(stage.b, scores_of.b);
             let found = wgmma_shared_queued::<S>(q, keys, scores_of);
@@ -339,8 +375,8 @@ pub(super) fn write(
         let half = comptime!(2 * i);
         let row = warp_row + comptime!(8 * i as u32) + lane / 4u32;
         let at = tile_at + (lane % 4u32) * 4u32;
-        // Rows behind the sequence have no position; what is read for them is not written.
-        let position = min(place.row + row, place.len - 1u32);
+        let last = place.len - 1u32;
+        let position = position(place.row + row, last, &saved.cos, comptime!(plan.plan));
         let table =
             position as usize * comptime!(plan.plan.head / 2) + (lane % 4u32 * 2u32) as usize;
         #[unroll]

@@ -7,11 +7,16 @@ use super::{
     super::{AttentionParams, mma::problem::MmaPlan},
     backward::sm90_backward_kernel,
     backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
-    forward::{ForwardOutputsLaunch, ScheduleLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
+    forward::{ForwardOutputsLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
+    table::sm90_tiles_kernel,
+    tiles::ScheduleLaunch,
 };
 use crate::{
     HadamardSize,
-    attention::mma::{gradient::GradientViewLaunch, problem::ProblemLaunch},
+    attention::mma::{
+        gradient::GradientViewLaunch,
+        problem::{ProblemLaunch, Side},
+    },
     cube::hadamard::SignsLaunch,
     quantize::{
         amax::{AmaxOutLaunch, AmaxPlan},
@@ -44,10 +49,21 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for head in [64, 128] {
         for (tag, params) in [("", plain), ("-open", open), ("-everything", everything)] {
-            add(device, &mut all, head, &params, tag);
+            add(device, &mut all, plan(head, &params), tag);
+        }
+        for (tag, params) in [("-offsets", plain), ("-offsets-everything", everything)] {
+            let offsets = MmaPlan {
+                offsets: true,
+                ..plan(head, &params)
+            };
+            add(device, &mut all, offsets, tag);
         }
         // Of all elements alone, and of transformed columns, too.
-        for (tag, hadamard) in [("-amax", None), ("-amax-columns", Some(HadamardSize::H16))] {
+        for (tag, hadamard, offsets) in [
+            ("-amax", None, false),
+            ("-amax-columns", Some(HadamardSize::H16), false),
+            ("-offsets-amax", None, true),
+        ] {
             let amax = AmaxPlan {
                 rows: Some(AmaxGranularity::PerTensor),
                 cols: hadamard.map(|_| AmaxGranularity::PerTensor),
@@ -61,12 +77,16 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 kind: FloatKind::Bf16,
             };
             let plan = Sm90Plan {
-                plan: plan(head, &plain, 128),
+                plan: MmaPlan {
+                    offsets,
+                    ..plan(head, &plain)
+                },
                 amax: Some(amax),
             };
             all.push(forward(device, plan, tag));
         }
     }
+    all.extend([Side::Queries, Side::Keys].map(|side| tiles(device, side)));
     all
 }
 
@@ -86,15 +106,15 @@ fn map(device: &DummyDevice, rows: usize) -> TensorMapArg<Tiled> {
     .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// What is shared by both passes, for blocks of `inner` rows.
-fn plan(head: usize, params: &AttentionParams, inner: usize) -> MmaPlan {
+/// What all kernels share, with the blocks of the forward.
+fn plan(head: usize, params: &AttentionParams) -> MmaPlan {
     MmaPlan {
         head,
         kind: FloatKind::Bf16,
         strips: 1,
         half_strip: false,
         warps: 8,
-        inner,
+        inner: 128,
         causal: params.causal,
         window: params.window.is_some(),
         softcap: params.softcap.is_some(),
@@ -122,7 +142,7 @@ fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
         map(device, 128),
         map(device, 128),
         problem(device),
-        ScheduleLaunch::new(1, 1, 1),
+        ScheduleLaunch::new(1, 1, 1, b(64)),
         ForwardOutputsLaunch::new(b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
         SignsLaunch::new(1, 2, 3, 4),
         plan
@@ -130,19 +150,29 @@ fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
     instance.on(Architectures::Sm90a)
 }
 
-/// The instances for heads of `head` elements.
-fn add(
-    device: &DummyDevice,
-    all: &mut Vec<Instance>,
-    head: usize,
-    params: &AttentionParams,
-    tag: &str,
-) {
+/// The kernel that writes the tiles of one side.
+fn tiles(device: &DummyDevice, side: Side) -> Instance {
     let b = |len| device.buffer(len);
-    let of_forward = Sm90Plan {
-        plan: plan(head, params, 128),
-        amax: None,
-    };
+    let instance = instance!(
+        device,
+        sm90_tiles_kernel,
+        format!("{side:?}"),
+        Expected::NONE,
+        problem(device),
+        b(2),
+        b(64),
+        4,
+        side,
+        128
+    );
+    instance.on(Architectures::Sm90a)
+}
+
+/// The instances of the forward and of both passes of the backward.
+fn add(device: &DummyDevice, all: &mut Vec<Instance>, plan: MmaPlan, tag: &str) {
+    let b = |len| device.buffer(len);
+    let head = plan.head;
+    let of_forward = Sm90Plan { plan, amax: None };
     all.push(forward(device, of_forward, tag));
     for pass in [Pass::KeysValues, Pass::Queries] {
         let inner = super::backward_inner(head, pass);
@@ -160,13 +190,13 @@ fn add(
             map(device, inner),
             BackwardProblemLaunch::new(
                 problem(device),
-                ScheduleLaunch::new(1, 1, 1),
+                ScheduleLaunch::new(1, 1, 1, b(64)),
                 RowsLaunch::new(b(64), b(64), b(64), b(64))
             ),
             gradient(),
             gradient(),
             Sm90BackwardPlan {
-                plan: plan(head, params, inner),
+                plan: MmaPlan { inner, ..plan },
                 pass,
                 rope: true
             }

@@ -1,5 +1,8 @@
 //! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
 //! in registers, a producer warpgroup and consumer warpgroups.
+//!
+//! Sequences that begin at offsets in device memory have a table of tiles ([`mod@table`]), each of
+//! one sequence. All else is as for sequences of equal length.
 
 mod accumulators;
 pub mod backward;
@@ -7,6 +10,8 @@ pub mod backward_problem;
 pub mod forward;
 mod gradients;
 pub(crate) mod instances;
+pub mod table;
+pub mod tiles;
 
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
@@ -15,16 +20,20 @@ use self::{
     backward::sm90_backward_kernel,
     backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
     forward::{Sm90Plan, sm90_forward_kernel},
+    table::{Table, table},
+    tiles::ScheduleLaunch,
 };
 use super::{
     Attention, AttentionOutput, Backward, Heads, Rope, Sequences,
     mma::{
         gradient::GradientViewLaunch,
         is_vectorized,
-        problem::{MmaPlan, ProblemLaunch},
+        problem::{MmaPlan, ProblemLaunch, Side},
+        supports_scale,
     },
 };
 use crate::{
+    Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     memory::address_type,
     quantize::{
@@ -46,17 +55,13 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
         return Err("the device is not of compute capability 9.0".into());
     }
-    let Attention {
-        q, k, v, sequences, ..
-    } = attention;
+    supports_scale(attention)?;
+    let Attention { q, k, v, .. } = attention;
     if q.dtype != FloatKind::Bf16 {
         return Err(format!("operands are {:?} and not bf16", q.dtype));
     }
     if ![64, 128].contains(&q.head) {
         return Err(format!("heads of {} are neither of 64 nor of 128", q.head));
-    }
-    if !matches!(sequences, Sequences::Equal(_)) {
-        return Err("sequences begin at offsets in device memory".into());
     }
     if q.tokens == 0 || k.tokens == 0 {
         return Err("there are no tokens".into());
@@ -102,17 +107,36 @@ fn memory(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
-/// The number of sequences.
+/// Sequences of equal length that maps have: one of all tokens, where sequences begin at offsets.
 fn count(attention: &Attention) -> usize {
     match attention.sequences {
         Sequences::Equal(count) => count,
-        Sequences::Offsets { .. } => unreachable!("checked"),
+        Sequences::Offsets { .. } => 1,
     }
+}
+
+/// The schedule of `blocks` tiles of each of `heads` heads, with the table of the tiles where there
+/// is one. `any` is any memory.
+fn schedule(
+    (heads, section): (usize, usize),
+    blocks: usize,
+    (table, any): (Option<&Table>, &Handle),
+) -> ScheduleLaunch {
+    let tiles = match table {
+        Some(table) => memory(&table.handle, table.len()),
+        None => memory(any, 1),
+    };
+    ScheduleLaunch::new(heads as u32, blocks as u32, section as u32, tiles)
 }
 
 /// What is shared with the kernels of `mma.sync`, for blocks of `inner` rows.
 fn plan(attention: &Attention, inner: usize) -> MmaPlan {
-    let Attention { q, params, .. } = attention;
+    let Attention {
+        q,
+        sequences,
+        params,
+        ..
+    } = attention;
     MmaPlan {
         head: q.head,
         kind: q.dtype,
@@ -124,7 +148,7 @@ fn plan(attention: &Attention, inner: usize) -> MmaPlan {
         window: params.window.is_some(),
         softcap: params.softcap.is_some(),
         quiet_softmax: params.quiet_softmax,
-        offsets: false,
+        offsets: matches!(sequences, Sequences::Offsets { .. }),
     }
 }
 
@@ -149,27 +173,34 @@ fn sms(client: &Client) -> usize {
     sms.unwrap_or(132) as usize
 }
 
-/// How the forward of `attention` finds the amax values that `request` asks for of its output, if it
-/// does: down columns of 16 tokens each, which have to be of one sequence.
+/// How the forward of `attention` finds the amax values that `request` asks for of its output, if
+/// it does: down columns of 16 tokens each, which have to be of one sequence. Whether they are, the
+/// host does not know of sequences at offsets.
 pub(super) fn amax_plan(
     client: &Client,
     attention: &Attention,
     request: &AmaxRequest,
 ) -> Option<AmaxPlan> {
     let (tokens, count) = (attention.q.tokens, count(attention));
-    let whole_strips = count == 1 || (tokens / count).is_multiple_of(STRIP);
+    let whole_strips = match attention.sequences {
+        Sequences::Equal(_) => count == 1 || (tokens / count).is_multiple_of(STRIP),
+        Sequences::Offsets { .. } => false,
+    };
     let plan = request.of_whole(client, attention.q.dtype)?;
     (plan.cols.is_none() || whole_strips).then_some(plan)
 }
 
 /// Queues the forward, which raises the amax values that `request` asks for of its output in `found`,
 /// where there is an [`amax_plan`] for them.
+///
+/// # Errors
+/// When the offsets of the sequences do not fit.
 pub(super) fn forward(
     client: &Client,
     attention: &Attention,
     output: &AttentionOutput,
     (request, found): (&AmaxRequest, Option<&(AmaxPlan, Amaxes)>),
-) {
+) -> Result<(), Nvfp4Error> {
     let Attention { q, k, v, .. } = attention;
     let count = count(attention);
     let plan = Sm90Plan {
@@ -180,7 +211,11 @@ pub(super) fn forward(
         Some((_, found)) => found.arg([1, usize::from(request.cols.is_some())]),
         None => AmaxOutLaunch::new(memory(&output.lse, 1), memory(&output.lse, 1)),
     };
-    let blocks = (q.tokens / count).div_ceil(plan.rows());
+    let table = table(client, attention, Side::Queries, plan.rows())?;
+    let blocks = match &table {
+        Some(table) => table.capacity,
+        None => (q.tokens / count).div_ceil(plan.rows()),
+    };
     let pairs = count * q.heads;
     let cubes = (blocks * pairs).min(sms(client));
     // Of heads that share keys and values none is parted from the others.
@@ -198,7 +233,11 @@ pub(super) fn forward(
             map(k, count, plan.plan.inner),
             map(v, count, plan.plan.inner),
             problem(attention, count),
-            forward::ScheduleLaunch::new(q.heads as u32, blocks as u32, section.min(pairs) as u32),
+            schedule(
+                (q.heads, section.min(pairs)),
+                blocks,
+                (table.as_ref(), &output.lse),
+            ),
             forward::ForwardOutputsLaunch::new(
                 memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
                 memory(&output.lse, q.heads * q.tokens),
@@ -208,6 +247,7 @@ pub(super) fn forward(
             plan,
         );
     }
+    Ok(())
 }
 
 /// Rows of the other side that a pass multiplies at a time, as many as accumulators leave room for.
@@ -219,7 +259,14 @@ const fn backward_inner(head: usize, pass: Pass) -> usize {
 }
 
 /// Queues the backward.
-pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
+///
+/// # Errors
+/// When the offsets of the sequences do not fit.
+pub fn backward(
+    client: &Client,
+    attention: &Attention,
+    backward: &Backward<'_>,
+) -> Result<(), Nvfp4Error> {
     let Attention { q, k, v, .. } = attention;
     let Backward {
         saved,
@@ -241,7 +288,11 @@ pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>)
             Pass::KeysValues => ([k, v], [q, dout], [&gradients.dk, &gradients.dv]),
             Pass::Queries => ([q, dout], [k, v], [&gradients.dq, &gradients.dq]),
         };
-        let tiles = (own[0].tokens / count).div_ceil(plan.rows());
+        let table = table(client, attention, plan.own_side(), plan.rows())?;
+        let tiles = match &table {
+            Some(table) => table.capacity,
+            None => (own[0].tokens / count).div_ceil(plan.rows()),
+        };
         let pairs = count * own[0].heads;
         let items = tiles * pairs;
         // What the tiles of a pair pass over, for all heads that read the same.
@@ -251,7 +302,7 @@ pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>)
         };
         let bytes = 2 * (passed / count) * q.head * q.dtype.size();
         let section = (SECTION_BYTES / bytes.max(1)).clamp(1, pairs);
-        let table = |of: fn(&Rope) -> &Handle| match rope {
+        let angles = |of: fn(&Rope) -> &Handle| match rope {
             Some(rope) => memory(of(rope), rope.positions * q.head / 2),
             None => memory(&saved.lse, 1),
         };
@@ -275,12 +326,12 @@ pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>)
                 map(blocks[1], count, inner),
                 BackwardProblemLaunch::new(
                     problem(attention, count),
-                    forward::ScheduleLaunch::new(own[0].heads as u32, tiles as u32, section as u32),
+                    schedule((own[0].heads, section), tiles, (table.as_ref(), &saved.lse)),
                     RowsLaunch::new(
                         memory(&saved.lse, rows),
                         memory(delta, rows),
-                        table(|rope| &rope.cos),
-                        table(|rope| &rope.sin),
+                        angles(|rope| &rope.cos),
+                        angles(|rope| &rope.sin),
                     ),
                 ),
                 first,
@@ -289,4 +340,5 @@ pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>)
             );
         }
     }
+    Ok(())
 }

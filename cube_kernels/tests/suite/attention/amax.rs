@@ -4,6 +4,7 @@
 use super::is_gpu;
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_f32s, upload_bytes};
 use crate::support::inputs::{Generator, convert};
+use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
     AttentionParams, Hadamard, HadamardSize,
@@ -34,7 +35,30 @@ fn requests() -> Vec<AmaxRequest> {
 #[test]
 fn the_forward_finds_the_amaxes_of_its_output() {
     let client = client!("amax::the_forward_finds_the_amaxes_of_its_output");
-    let cases: &[(usize, usize)] = match is_gpu(&client) {
+    check(&client, |count, _| Sequences::Equal(count));
+}
+
+/// The same of sequences that lie at offsets: every other one is longer than its neighbours.
+#[test]
+fn packed_sequences() {
+    let client = client!("amax::packed_sequences");
+    check(&client, |count, tokens| {
+        let all = count * tokens;
+        let starts: Vec<u32> = (0..=count)
+            .map(|i| (i * tokens + i % 2).min(all) as u32)
+            .collect();
+        let starts = upload_bytes(&client, bytemuck::cast_slice(&starts));
+        Sequences::Offsets {
+            q: starts.clone(),
+            k: starts,
+            count,
+        }
+    });
+}
+
+/// `sequences` are so many of so many tokens each.
+fn check(client: &Client, sequences: impl Fn(usize, usize) -> Sequences) {
+    let cases: &[(usize, usize)] = match is_gpu(client) {
         true => &[
             (2, 256),
             (3, 144),
@@ -58,26 +82,26 @@ fn the_forward_finds_the_amaxes_of_its_output() {
             if has_nan {
                 drawn[len - 1] = f32::NAN;
             }
-            let handle = upload_bytes(&client, bytemuck::cast_slice(&convert::<bf16>(&drawn)));
+            let handle = upload_bytes(client, bytemuck::cast_slice(&convert::<bf16>(&drawn)));
             let all = [rows, heads + 2 * kv_heads, head];
             let fused = Heads::contiguous(handle, all, bf16::KIND);
             let attention = Attention {
                 q: fused.part(0, heads),
                 k: fused.part(heads, kv_heads),
                 v: fused.part(heads + kv_heads, kv_heads),
-                sequences: Sequences::Equal(count),
+                sequences: sequences(count, tokens),
                 params: AttentionParams::causal(head),
             };
             let cols = heads * head;
             let read = |out: &Heads| -> Vec<bf16> {
-                let bytes = read_bytes(&client, &out.handle, rows * cols * 2);
+                let bytes = read_bytes(client, &out.handle, rows * cols * 2);
                 bytemuck::cast_slice(&bytes).to_vec()
             };
             let values = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-            let plain = read(&forward(&client, &attention).unwrap().out);
+            let plain = read(&forward(client, &attention).unwrap().out);
             for request in requests() {
                 let what = format!("{count} x {tokens}, head {head}, NaN {has_nan}, {request:?}");
-                let (output, found) = forward_with_amaxes(&client, &attention, &request).unwrap();
+                let (output, found) = forward_with_amaxes(client, &attention, &request).unwrap();
                 let out = read(&output.out);
                 assert_floats(&values(&out), &values(&plain), &what);
                 let of_cols = request.cols.map(|(_, hadamard)| match hadamard {
@@ -86,7 +110,7 @@ fn the_forward_finds_the_amaxes_of_its_output() {
                 });
                 let expected = [request.rows.map(|_| reference::amax(&out)), of_cols];
                 let found = [found.rows, found.cols]
-                    .map(|amax| amax.map(|amax| read_f32s(&client, &amax, 1)[0].to_bits()));
+                    .map(|amax| amax.map(|amax| read_f32s(client, &amax, 1)[0].to_bits()));
                 assert_eq!(found, expected.map(|amax| amax.map(f32::to_bits)), "{what}");
                 assert_eq!(
                     has_nan && request.rows.is_some(),

@@ -412,7 +412,7 @@ pub fn exact<T: Operand>(case: &Case, data: &Data<T>) -> AttentionF64 {
 }
 
 /// A gradient in `f64` turned back, with its bounds.
-pub fn turn_back(
+fn turn_back(
     gradient: &Bounded,
     (heads, head): (usize, usize),
     starts: &[u32],
@@ -479,4 +479,22 @@ pub fn check<T: Operand>(client: &Client, case: &Case) -> Found<T> {
     }
     assert_within(&found, &exact(case, &data), &what);
     found
+}
+
+/// The same where the gradients of queries and keys are turned back by `tables`.
+pub fn check_turned<T: Operand>(client: &Client, case: &Case, tables: &Tables) {
+    let what = format!("{case:?} {:?}, {} positions", T::KIND, tables.positions);
+    let data = Data::<T>::new(case);
+    let found = run(client, case, &data, Some(tables));
+    if mma::supports(client, &upload(client, case, &data).attention).is_err() {
+        found.assert_equal(&oracle(case, &data, Some(tables)), &what);
+    }
+    let mut expected = exact(case, &data);
+    let turn = |gradient: &Bounded, heads, of| {
+        let starts = case.starts(of);
+        turn_back(gradient, (heads, case.head), &starts, tables, T::PRECISION)
+    };
+    expected.dq = turn(&expected.dq, case.heads, |l| l.0);
+    expected.dk = turn(&expected.dk, case.kv_heads, |l| l.1);
+    assert_within(&found, &expected, &what);
 }

@@ -7,6 +7,7 @@ mod decode;
 mod decode_bounds;
 pub mod decode_launches;
 mod errors;
+mod packed;
 mod rotary;
 mod special;
 
@@ -82,47 +83,6 @@ fn masks<T: Operand>(client: &Client) {
     }
 }
 
-/// Sequences of any lengths, none on one side or on both, and tokens of nobody.
-fn packed<T: Operand>(client: &Client) {
-    let scale = if is_gpu(client) { 23 } else { 1 };
-    let lengths = |all: &[(usize, usize)]| -> Vec<(usize, usize)> {
-        all.iter().map(|&(q, k)| (q * scale, k * scale)).collect()
-    };
-    let mixed = lengths(&[
-        (0, 3),
-        (5, 5),
-        (7, 0),
-        (0, 0),
-        (1, 9),
-        (12, 2),
-        (3, 3),
-        (0, 1),
-    ]);
-    let same = lengths(&[(4, 4), (0, 0), (11, 11), (1, 1), (0, 0)]);
-    for behind in [0, 6] {
-        for causal in [false, true] {
-            let mut case = Case::new(64, 0, 0).sequences(&mixed, behind);
-            case.params.causal = causal;
-            check::<T>(client, &case);
-            case.params.quiet_softmax = true;
-            case.params.window = causal.then_some(3);
-            check::<T>(client, &case);
-            let mut case = Case::new(64, 0, 0).sequences(&same, behind);
-            (case.heads, case.kv_heads, case.fused) = (4, 2, true);
-            case.params.causal = causal;
-            check::<T>(client, &case);
-        }
-    }
-    // As many sequences of one length, by their number.
-    let mut case = Case::new(64, 0, 0).sequences(&lengths(&[(5, 5); 3]), 0);
-    (case.offsets, case.fused) = (false, true);
-    check::<T>(client, &case.causal());
-    // Nothing on one side.
-    for (sq, sk) in [(0, 0), (5, 0), (0, 5)] {
-        check::<T>(client, &Case::new(64, sq, sk));
-    }
-}
-
 /// Scores of ten thousand, of either sign.
 fn large_scores<T: Operand>(client: &Client) {
     let length = if is_gpu(client) { 130 } else { 14 };
@@ -135,13 +95,25 @@ fn large_scores<T: Operand>(client: &Client) {
     }
 }
 
+/// Scales with which the largest product does not have the largest score.
+fn scales<T: Operand>(client: &Client) {
+    let length = if is_gpu(client) { 150 } else { 9 };
+    for scale in [-0.125, 0.0] {
+        for offsets in [false, true] {
+            let mut case = Case::new(64, length, length).causal();
+            (case.offsets, case.params.scale) = (offsets, scale);
+            check::<T>(client, &case);
+        }
+    }
+}
+
 element_tests! {
     shapes: shapes_f32, shapes_bf16, shapes_f16;
     head_sizes: head_sizes_f32, head_sizes_bf16, head_sizes_f16;
     groups: groups_f32, groups_bf16, groups_f16;
     masks: masks_f32, masks_bf16, masks_f16;
-    packed: packed_f32, packed_bf16, packed_f16;
     large_scores: large_scores_f32, large_scores_bf16, large_scores_f16;
+    scales: scales_f32, scales_bf16, scales_f16;
 }
 
 /// Lengths next to every size of a tile, on a GPU.
