@@ -93,7 +93,11 @@ impl Results {
     /// What the user typed.
     fn command(&self) -> String {
         let mut command = String::new();
-        for name in ["NVFP4_BENCH_SHAPES", "NVFP4_BENCH_ONCE"] {
+        for name in [
+            "NVFP4_BENCH_SHAPES",
+            "NVFP4_BENCH_KERNELS",
+            "NVFP4_BENCH_ONCE",
+        ] {
             if let Ok(value) = env::var(name) {
                 command += &format!("{name}='{value}' ");
             }

@@ -17,17 +17,48 @@ const TOKENS: usize = 16384;
 
 /// Attention of `heads` heads of `head` elements over sequences of `length` tokens.
 pub fn causal(section: &mut Section<'_>, length: usize, heads: usize, head: usize) {
+    let lengths = vec![length; TOKENS / length];
+    let sequences = Sequences::Equal(lengths.len());
+    time(section, sequences, &lengths, [heads, head]);
+}
+
+/// The same over documents that fill rows of 2048 tokens, whose offsets are in device memory.
+pub fn packed(section: &mut Section<'_>, heads: usize, head: usize) {
+    const ROW: [usize; 8] = [37, 911, 120, 300, 9, 480, 64, 127];
+    let lengths = ROW.repeat(TOKENS / 2048);
+    let mut offsets = vec![0u32];
+    for length in &lengths {
+        offsets.push(offsets[offsets.len() - 1] + *length as u32);
+    }
+    let client = section.client();
+    let starts = client.create_from_slice(bytemuck::cast_slice(&offsets));
+    let sequences = Sequences::Offsets {
+        q: starts.clone(),
+        k: starts,
+        count: lengths.len(),
+    };
+    time(section, sequences, &lengths, [heads, head]);
+}
+
+/// Forward and backward over sequences of these lengths.
+fn time(
+    section: &mut Section<'_>,
+    sequences: Sequences,
+    lengths: &[usize],
+    [heads, head]: [usize; 2],
+) {
     let client = section.client();
     let [q, k, v, dout] = [0; 4].map(|_| heads_of(&client, heads, head));
     let attention = Attention {
         q,
         k,
         v,
-        sequences: Sequences::Equal(TOKENS / length),
+        sequences,
         params: AttentionParams::causal(head),
     };
     // Half of the scores, two operations for each element of both GEMMs.
-    let forward = 2.0 * (TOKENS * length * heads * head) as f64;
+    let scores: usize = lengths.iter().map(|length| length * length).sum();
+    let forward = 2.0 * (scores * heads * head) as f64;
     section.time_work("attention", Work::Operations(forward), |_| {
         attention::forward(&client, &attention).unwrap();
     });

@@ -190,6 +190,10 @@ fn attentions(bench: &mut Bench) {
                 attention::causal(section, length, heads, head);
             });
         }
+        let name = format!("attention {heads}x{head}, documents");
+        bench.at(name, Full, |section| {
+            attention::packed(section, heads, head);
+        });
     }
 }
 
