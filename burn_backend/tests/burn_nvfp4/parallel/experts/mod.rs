@@ -11,10 +11,11 @@ use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, MoeOutput};
 use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::recipe::OperandFormat;
 use burn_nvfp4::{Nvfp4Moe, Nvfp4MoeConfig, Nvfp4Recipe, state};
 
 use super::on_ranks;
-use crate::support::{Matrix, device, gaussian, values};
+use crate::support::{Matrix, device, float_sums_depend_on_rows, gaussian, values};
 
 const WIDTH: usize = 32;
 const HIDDEN: usize = 48;
@@ -69,6 +70,15 @@ impl Case {
     fn has_bits_of_one(&self) -> bool {
         let rounds = self.top_k > 2 || self.dtype != DType::F32 && self.top_k > 1;
         self.dispatch == ExpertDispatch::AllToAll || !rounds
+    }
+
+    /// Whether the gradients of experts have the bits of one rank.
+    fn has_gradients_of_one(&self) -> bool {
+        let wgrad = &self.recipe.wgrad;
+        let in_floats = [&wgrad.x, &wgrad.dy]
+            .iter()
+            .any(|spec| spec.format == OperandFormat::HighPrecision);
+        !(in_floats && self.dtype == DType::F32 && float_sums_depend_on_rows())
     }
 
     fn config(&self) -> Nvfp4MoeConfig {

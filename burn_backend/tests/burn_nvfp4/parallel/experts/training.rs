@@ -14,7 +14,7 @@ use nvfp4_parallel::Reduction;
 
 use super::{Case, Fixed, WIDTH};
 use crate::parallel::on_ranks;
-use crate::support::{Matrix, device, skip_where_small_only, values};
+use crate::support::{Matrix, device, flex_only, skip_where_small_only, values};
 
 const STEPS: usize = 50;
 
@@ -203,10 +203,12 @@ fn largest_difference(found: &[f32], expected: &[f32]) -> f32 {
     errors.fold(0f32, f32::max)
 }
 
-/// The losses of 50 steps are those of one rank to the order of sums, with data parallelism too.
+/// The losses of 50 steps are those of one rank to the order of sums, with data parallelism too:
+/// on Flex, where sums in `f32` have the same order on any rank. Of another order a token chooses
+/// another expert now and then.
 #[test]
 fn in_high_precision_ranks_train_as_one() {
-    skip_where_small_only!();
+    flex_only!();
     let case = Case::new(&Nvfp4Recipe::preset("bf16").unwrap(), 8, 2, &[64]);
     let one = on_one(&case, Trained::All).losses;
     assert!(one[STEPS - 1] < 0.5 * one[0], "{one:?}");
