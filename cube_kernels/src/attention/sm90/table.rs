@@ -6,7 +6,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::{memory, tiles::ENTRY};
+use super::tiles::ENTRY;
 use crate::{
     Nvfp4Error,
     attention::{
@@ -16,7 +16,7 @@ use crate::{
             problem::{Problem, Side, extent, own_len},
         },
     },
-    launch::grid,
+    launch::{buffer, grid},
     memory::allocate,
     moe::groups::{GroupOffsets, find_group},
 };
@@ -71,7 +71,7 @@ pub(super) fn table(
             dim,
             mma::problem(attention),
             starts.arg(),
-            memory(&table.handle, table.len()),
+            buffer(&table.handle, table.len()),
             capacity as u32,
             side,
             rows,
