@@ -9,7 +9,8 @@
 //! in groups and experts. At 1024x1024, where a launch is what counts, an empty kernel is timed
 //! beside the others, launched one by one, and replayed from a graph.
 //!
-//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others. A table
+//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others;
+//! `NVFP4_BENCH_KERNELS` takes parts of the names of kernels, with `|` between them. A table
 //! goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
 //! `nvfp4-bench-kernels.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
 //!

@@ -65,7 +65,7 @@ pub fn activation() -> DType {
 /// Whether grouped GEMMs of `f32` add up in an order that depends on where the rows of a group lie:
 /// on a GPU Burn multiplies floats other than bf16 with masks over all rows.
 pub fn float_sums_depend_on_rows() -> bool {
-    std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name == "cuda")
+    device_name() == "cuda"
 }
 
 /// Skip the test on CubeCL's CPU runtime.

@@ -17,12 +17,12 @@ use super::{
     },
     forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
-    tiles::{Counts, Tile, counts_of, equal_extent, first_token, row_in_map, tile_of, visible_in},
+    tiles::{Tile, Tiles, first_token, row_in_map, tile_of},
 };
 use crate::{
     attention::mma::{
         gradient::{GradientView, exponent_offset},
-        problem::{Extent, Side, Visible},
+        problem::{Side, Visible},
     },
     cube::ptx::{
         cvta_to_shared, mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
@@ -62,6 +62,32 @@ fn blocks_of(
             head: tile.head / group,
             heads: 1u32.runtime(),
         }
+    }
+}
+
+/// A tile, and what a CTA passes over for it. The roles of a CTA find it each for itself.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Work {
+    tile: Tile,
+    visible: Visible,
+    blocks: Blocks,
+}
+
+/// Tile number `item`.
+#[cube]
+fn work_of(
+    problem: &BackwardProblem,
+    all: Tiles,
+    item: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> Work {
+    let tile = tile_of(&problem.schedule, all, item, comptime!(plan.tiles()));
+    let visible = all.visible_in(&problem.problem, tile, comptime!(plan.plan));
+    Work {
+        tile,
+        visible,
+        blocks: blocks_of(problem, visible, tile, plan),
     }
 }
 
@@ -119,10 +145,8 @@ pub fn sm90_backward_kernel(
     sync_async_proxy_shared();
     sync_cube();
     let offsets = comptime!(plan.plan.offsets);
-    let counts = counts_of(&problem.problem, &problem.schedule, offsets);
-    let items = counts.pairs * counts.tiles;
-    let equal = equal_extent(&problem.problem);
-    let in_equal = Visible::of(&problem.problem, equal, comptime!(plan.plan));
+    let all = Tiles::of(&problem.problem, &problem.schedule, comptime!(plan.plan));
+    let items = all.all();
     let inner = comptime!(plan.plan.inner as u32);
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
@@ -131,15 +155,8 @@ pub fn sm90_backward_kernel(
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
-                let tile = tile_of(
-                    &problem.schedule,
-                    equal,
-                    item,
-                    counts,
-                    comptime!(plan.tiles()),
-                );
-                let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
-                let blocks = blocks_of(&problem, visible, tile, plan);
+                let work = work_of(&problem, all, item, plan);
+                let (tile, blocks) = (work.tile, work.blocks);
                 let own = own_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
                 mbarrier_arrive_expect_tx(
@@ -213,7 +230,7 @@ pub fn sm90_backward_kernel(
             }
         } else if comptime!(plan.is_keys()) {
             if UNIT_POS / 32u32 == 1u32 {
-                store_rows(&problem, equal, in_equal, counts, items, memory, plan);
+                store_rows(&problem, all, memory, plan);
             }
         }
     } else {
@@ -222,15 +239,8 @@ pub fn sm90_backward_kernel(
         let mut tiles = 0u32;
         let mut used = 0u32;
         while item < items {
-            let tile = tile_of(
-                &problem.schedule,
-                equal,
-                item,
-                counts,
-                comptime!(plan.tiles()),
-            );
-            let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
-            let blocks = blocks_of(&problem, visible, tile, plan);
+            let work = work_of(&problem, all, item, plan);
+            let (tile, visible, blocks) = (work.tile, work.visible, work.blocks);
             let own = own_stage_of(memory, tiles, plan);
             mbarrier_wait_parity(full(memory, own.number), own.parity);
             let memory = Memory {
@@ -313,27 +323,18 @@ pub fn sm90_backward_kernel(
 #[cube]
 fn store_rows(
     problem: &BackwardProblem,
-    equal: Extent,
-    in_equal: Visible,
-    counts: Counts,
-    items: u32,
+    all: Tiles,
     memory: Memory,
     #[comptime] plan: Sm90BackwardPlan,
 ) {
     let lane = UNIT_POS % 32u32;
     let inner = comptime!(plan.plan.inner as u32);
+    let items = all.all();
     let mut item = CUBE_POS as u32;
     let mut used = 0u32;
     while item < items {
-        let tile = tile_of(
-            &problem.schedule,
-            equal,
-            item,
-            counts,
-            comptime!(plan.tiles()),
-        );
-        let visible = visible_in(&problem.problem, tile, in_equal, comptime!(plan.plan));
-        let blocks = blocks_of(problem, visible, tile, plan);
+        let work = work_of(problem, all, item, plan);
+        let (tile, blocks) = (work.tile, work.blocks);
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
             let row = (blocks.first + step % blocks.count) * inner;

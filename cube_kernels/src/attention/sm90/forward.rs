@@ -12,8 +12,8 @@ use half::bf16;
 use super::{
     accumulators::{four_of, left},
     tiles::{
-        Schedule, Tile, TilePlan, clear_behind, counts_of, equal_extent, first_token,
-        reaches_behind, row_in_map, show_cleared, tile_of, visible_in,
+        Schedule, Tile, TilePlan, Tiles, clear_behind, first_token, reaches_behind, row_in_map,
+        show_cleared, tile_of,
     },
 };
 use crate::{
@@ -275,10 +275,8 @@ pub fn sm90_forward_kernel(
     sync_async_proxy_shared();
     sync_cube();
     let offsets = comptime!(plan.plan.offsets);
-    let counts = counts_of(&problem, &schedule, offsets);
-    let items = counts.pairs * counts.tiles;
-    let equal = equal_extent(&problem);
-    let in_equal = Visible::of(&problem, equal, comptime!(plan.plan));
+    let all = Tiles::of(&problem, &schedule, comptime!(plan.plan));
+    let items = all.all();
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
@@ -286,8 +284,8 @@ pub fn sm90_forward_kernel(
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
-                let tile = tile_of(&schedule, equal, item, counts, comptime!(plan.tiles()));
-                let visible = visible_in(&problem, tile, in_equal, comptime!(plan.plan));
+                let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
+                let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
                 let blocks = blocks_of(visible, tile, plan);
                 let kv_head = tile.head / problem.group;
                 let place = q_stage_of(memory, tiles, plan);
@@ -361,8 +359,8 @@ pub fn sm90_forward_kernel(
         let mut tiles = 0u32;
         let mut used = 0u32;
         while item < items {
-            let tile = tile_of(&schedule, equal, item, counts, comptime!(plan.tiles()));
-            let visible = visible_in(&problem, tile, in_equal, comptime!(plan.plan));
+            let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
+            let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
             let blocks = blocks_of(visible, tile, plan);
             let queries = q_stage_of(memory, tiles, plan);
             mbarrier_wait_parity(full(memory, queries.number), queries.parity);

@@ -81,8 +81,8 @@ pub(super) fn table(
 }
 
 /// Writes the table of the tiles of `rows` rows of one side: how many there are, at most
-/// `capacity`, and an entry for each. Sequence `s` has the tiles from `starts[s]` to below `starts[s + 1]`; the
-/// tokens that belong to none have those behind.
+/// `capacity`, and an entry for each. Sequence `s` has the tiles from `starts[s]` to below
+/// `starts[s + 1]`; the tokens that belong to none have those behind.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn sm90_tiles_kernel(
     problem: Problem,

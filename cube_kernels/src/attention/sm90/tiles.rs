@@ -61,61 +61,74 @@ pub(super) struct Tile {
     pub nobody: bool,
 }
 
-/// How many tiles there are.
+/// What the tiles of a kernel have in common.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(super) struct Counts {
-    /// Of a pair of a sequence in the maps and a head.
-    pub tiles: u32,
+pub(super) struct Tiles {
+    /// Tiles of a pair of a sequence in the maps and a head.
+    count: u32,
     /// Such pairs.
-    pub pairs: u32,
+    pairs: u32,
+    /// The tokens of a sequence, where all are of one length.
+    equal: Extent,
+    /// What is visible in such a sequence.
+    in_equal: Visible,
 }
 
 #[cube]
-pub(super) fn counts_of(
-    problem: &Problem,
-    schedule: &Schedule,
-    #[comptime] offsets: bool,
-) -> Counts {
-    let tiles = if comptime!(offsets) {
-        schedule.tiles[0usize]
-    } else {
-        schedule.blocks
-    };
-    Counts {
-        tiles,
-        pairs: problem.sequences * schedule.heads,
+impl Tiles {
+    pub fn of(problem: &Problem, schedule: &Schedule, #[comptime] plan: MmaPlan) -> Tiles {
+        let count = if comptime!(plan.offsets) {
+            schedule.tiles[0usize]
+        } else {
+            schedule.blocks
+        };
+        let pairs = problem.sequences * schedule.heads;
+        let equal = Extent {
+            q: 0u32,
+            q_len: problem.q_tokens / problem.sequences,
+            k: 0u32,
+            k_len: problem.k_tokens / problem.sequences,
+        };
+        Tiles {
+            count,
+            pairs,
+            equal,
+            in_equal: Visible::of(problem, equal, plan),
+        }
     }
-}
 
-/// The tokens of a sequence, where all are of one length.
-#[cube]
-pub(super) fn equal_extent(problem: &Problem) -> Extent {
-    Extent {
-        q: 0u32,
-        q_len: problem.q_tokens / problem.sequences,
-        k: 0u32,
-        k_len: problem.k_tokens / problem.sequences,
+    /// How many there are of all pairs.
+    pub fn all(&self) -> u32 {
+        self.pairs * self.count
+    }
+
+    /// What is visible in the sequence of `tile`.
+    pub fn visible_in(&self, problem: &Problem, tile: Tile, #[comptime] plan: MmaPlan) -> Visible {
+        if comptime!(plan.offsets) {
+            Visible::of(problem, tile.extent, plan)
+        } else {
+            self.in_equal
+        }
     }
 }
 
 /// Tile number `item`: sections one after another, in each the tiles with the most work of all
-/// pairs first. `equal` is the extent of sequences of equal length.
+/// pairs first.
 #[cube]
 pub(super) fn tile_of(
     schedule: &Schedule,
-    equal: Extent,
+    tiles: Tiles,
     item: u32,
-    counts: Counts,
     #[comptime] plan: TilePlan,
 ) -> Tile {
-    let per_section = schedule.section * counts.tiles;
+    let per_section = schedule.section * tiles.count;
     let section = item / per_section;
     let first = section * schedule.section;
-    let width = min(schedule.section, counts.pairs - first);
+    let width = min(schedule.section, tiles.pairs - first);
     let within = item - section * per_section;
     let block = if comptime!(plan.backwards) {
-        counts.tiles - 1u32 - within / width
+        tiles.count - 1u32 - within / width
     } else {
         within / width
     };
@@ -139,24 +152,9 @@ pub(super) fn tile_of(
             sequence: pair / schedule.heads,
             head: pair % schedule.heads,
             row: block * comptime!(plan.rows as u32),
-            extent: equal,
+            extent: tiles.equal,
             nobody: false,
         }
-    }
-}
-
-/// What is visible in the tile's sequence; `equal` is that in sequences of equal length.
-#[cube]
-pub(super) fn visible_in(
-    problem: &Problem,
-    tile: Tile,
-    equal: Visible,
-    #[comptime] plan: MmaPlan,
-) -> Visible {
-    if comptime!(plan.offsets) {
-        Visible::of(problem, tile.extent, plan)
-    } else {
-        equal
     }
 }
 

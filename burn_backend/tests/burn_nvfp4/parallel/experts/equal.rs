@@ -38,17 +38,21 @@ fn check_one(what: &str, case: &Case, one: &Found) {
     if case.tokens.iter().all(|&part| router_rows(part) == rows) {
         assert_eq!(dx, one.dx, "{what}: dx");
     } else {
-        let (error, bound) = (difference(&dx, &one.dx), 8.0 * 2f32.powi(-24));
-        assert!(error < bound, "{what}: dx: {error:e} of {bound:e}");
+        near(what, "dx", [&dx, &one.dx], 8.0 * 2f32.powi(-24));
     }
     let bound = tokens as f32 * 2f32.powi(-24);
     for (name, found, expected) in [
         ("router", summed(&ranks, |found| &found.router), &one.router),
         ("shared", summed(&ranks, |found| &found.shared), &one.shared),
     ] {
-        let error = difference(&found, expected);
-        assert!(error < bound, "{what}: {name}: {error:e} of {bound:e}");
+        near(what, name, [&found, expected], bound);
     }
+}
+
+/// What is found differs from what is expected by less than `bound` of the largest magnitude.
+fn near(what: &str, name: &str, [found, expected]: [&[f32]; 2], bound: f32) {
+    let error = difference(found, expected);
+    assert!(error < bound, "{what}: {name}: {error:e} of {bound:e}");
 }
 
 fn check_bits(what: &str, case: &Case, one: &Found, ranks: &[Found]) {
@@ -64,25 +68,17 @@ fn check_bits(what: &str, case: &Case, one: &Found, ranks: &[Found]) {
             _ => 2f32.powi(-9),
         };
         let bound = (case.tokens.len().min(case.top_k) + case.top_k) as f32 * unit;
-        let error = difference(&joined(ranks, |found| &found.y), &one.y);
-        assert!(error < bound, "{what}: y: {error:e} of {bound:e}");
+        near(what, "y", [&joined(ranks, |found| &found.y), &one.y], bound);
     }
     if case.has_gradients_of_one() {
         equal("gate_up", |found| &found.gate_up);
         equal("down", |found| &found.down);
     } else {
         let bound = case.tokens.iter().sum::<usize>() as f32 * 2f32.powi(-24);
-        for (name, found, expected) in [
-            (
-                "gate_up",
-                joined(ranks, |found| &found.gate_up),
-                &one.gate_up,
-            ),
-            ("down", joined(ranks, |found| &found.down), &one.down),
-        ] {
-            let error = difference(&found, expected);
-            assert!(error < bound, "{what}: {name}: {error:e} of {bound:e}");
-        }
+        let gate_up = joined(ranks, |found| &found.gate_up);
+        near(what, "gate_up", [&gate_up, &one.gate_up], bound);
+        let down = joined(ranks, |found| &found.down);
+        near(what, "down", [&down, &one.down], bound);
     }
     for found in ranks {
         assert_eq!(found.counts, one.counts, "{what}: counts");
