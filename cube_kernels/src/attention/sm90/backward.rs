@@ -13,11 +13,11 @@ use half::bf16;
 use super::{
     backward_problem::{
         BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, empty,
-        full, own_stage_of, stage_of,
+        full, own_stage_of, stage_of, wait_for_item,
     },
     forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
-    tiles::{Tile, Tiles, first_token, row_in_map, tile_of},
+    tiles::{Tile, Tiles, draw, first_token, row_in_map, tile_of},
 };
 use crate::{
     attention::mma::{
@@ -121,6 +121,7 @@ pub fn sm90_backward_kernel(
         Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.plan.inner / 2), 16usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * (OWN_STAGES + BACKWARD_STAGES)), 8usize);
+    let drawn: Shared<[u32]> = Shared::new_aligned_slice(OWN_STAGES, 8usize);
     let memory = Memory {
         own_a: cvta_to_shared::<Vector<bf16, Const<8>>>(own_a_tile.as_slice().as_ptr()),
         own_b: cvta_to_shared::<Vector<bf16, Const<8>>>(own_b_tile.as_slice().as_ptr()),
@@ -128,12 +129,14 @@ pub fn sm90_backward_kernel(
         block_b: cvta_to_shared::<Vector<bf16, Const<8>>>(b_stages.as_slice().as_ptr()),
         rows: cvta_to_shared::<Vector<u32, Const<4>>>(row_values.as_slice().as_ptr()),
         barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+        items: cvta_to_shared::<u32>(drawn.as_slice().as_ptr()),
     };
     if UNIT_POS == 0 {
         #[unroll]
         for i in 0..OWN_STAGES {
             barriers[comptime!(2 * i)].init_manual(1);
-            barriers[comptime!(2 * i + 1)].init_manual(2);
+            // Both warpgroups, and the warp that stores what is known of queries.
+            barriers[comptime!(2 * i + 1)].init_manual(comptime!(2 + plan.is_keys() as u32));
         }
         #[unroll]
         for i in OWN_STAGES..comptime!(OWN_STAGES + BACKWARD_STAGES) {
@@ -159,6 +162,7 @@ pub fn sm90_backward_kernel(
                 let (tile, blocks) = (work.tile, work.blocks);
                 let own = own_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
+                st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
                 mbarrier_arrive_expect_tx(
                     full(memory, own.number),
                     comptime!(32 * plan.own_vectors() as u32),
@@ -188,6 +192,7 @@ pub fn sm90_backward_kernel(
                         column,
                     );
                 }
+                item = draw(&problem.schedule, items);
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = (blocks.first + step % blocks.count) * inner;
@@ -226,8 +231,12 @@ pub fn sm90_backward_kernel(
                     used += 1u32;
                 }
                 tiles += 1u32;
-                item += CUBE_COUNT as u32;
             }
+            // There is no further one.
+            let own = own_stage_of(memory, tiles, plan);
+            mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
+            st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
+            mbarrier_arrive(full(memory, own.number));
         } else if comptime!(plan.is_keys()) {
             if UNIT_POS / 32u32 == 1u32 {
                 store_rows(&problem, all, memory, plan);
@@ -235,24 +244,24 @@ pub fn sm90_backward_kernel(
         }
     } else {
         setmaxnreg_inc(240u32);
-        let mut item = CUBE_POS as u32;
         let mut tiles = 0u32;
         let mut used = 0u32;
+        let mut item = wait_for_item(memory, tiles, plan);
         while item < items {
             let work = work_of(&problem, all, item, plan);
             let (tile, visible, blocks) = (work.tile, work.visible, work.blocks);
             let own = own_stage_of(memory, tiles, plan);
-            mbarrier_wait_parity(full(memory, own.number), own.parity);
-            let memory = Memory {
+            let held = Memory {
                 own_a: own.a,
                 own_b: own.b,
                 block_a: memory.block_a,
                 block_b: memory.block_b,
                 rows: memory.rows,
                 barriers: memory.barriers,
+                items: memory.items,
             };
             if comptime!(plan.is_keys()) {
-                let sums = keys_and_values(&problem, visible, tile, blocks, memory, used, plan);
+                let sums = keys_and_values(&problem, visible, tile, blocks, held, used, plan);
                 // All warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
@@ -268,7 +277,7 @@ pub fn sm90_backward_kernel(
                     &sums.a,
                     &problem.saved,
                     place,
-                    memory.own_a,
+                    held.own_a,
                     scale,
                     rotate,
                     plan,
@@ -279,13 +288,13 @@ pub fn sm90_backward_kernel(
                     &sums.b,
                     &problem.saved,
                     place,
-                    memory.own_b,
+                    held.own_b,
                     one,
                     false,
                     plan,
                 );
             } else {
-                let sums = queries(&problem, visible, tile, blocks, memory, used, plan);
+                let sums = queries(&problem, visible, tile, blocks, held, used, plan);
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
                     token: first_token(tile, Side::Queries, offsets),
@@ -300,7 +309,7 @@ pub fn sm90_backward_kernel(
                     &sums,
                     &problem.saved,
                     place,
-                    memory.own_a,
+                    held.own_a,
                     scale,
                     rotate,
                     plan,
@@ -314,7 +323,7 @@ pub fn sm90_backward_kernel(
             }
             used += blocks.count * blocks.heads;
             tiles += 1u32;
-            item += CUBE_COUNT as u32;
+            item = wait_for_item(memory, tiles, plan);
         }
     }
 }
@@ -330,11 +339,17 @@ fn store_rows(
     let lane = UNIT_POS % 32u32;
     let inner = comptime!(plan.plan.inner as u32);
     let items = all.all();
-    let mut item = CUBE_POS as u32;
+    let mut tiles = 0u32;
     let mut used = 0u32;
+    let mut item = wait_for_item(memory, tiles, plan);
     while item < items {
         let work = work_of(problem, all, item, plan);
         let (tile, blocks) = (work.tile, work.blocks);
+        // All lanes have read the number.
+        sync_plane();
+        if lane == 0u32 {
+            mbarrier_arrive(empty(memory, own_stage_of(memory, tiles, plan).number));
+        }
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
             let row = (blocks.first + step % blocks.count) * inner;
@@ -361,6 +376,7 @@ fn store_rows(
             }
             used += 1u32;
         }
-        item += CUBE_COUNT as u32;
+        tiles += 1u32;
+        item = wait_for_item(memory, tiles, plan);
     }
 }

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     attention::mma::problem::{MmaPlan, Problem, Side},
-    cube::ptx::{Major, WgmmaGemm, WgmmaOperand},
+    cube::ptx::{Major, WgmmaGemm, WgmmaOperand, ld_shared, mbarrier_wait_parity},
 };
 
 /// Stages of the blocks that a CTA passes over: one is filled while the GEMMs of two run.
@@ -169,6 +169,8 @@ pub(super) struct Memory {
     /// Log-sum-exps of the queries of a stage, then their deltas.
     pub rows: u32,
     pub barriers: u32,
+    /// The numbers of the tiles whose rows are in their places.
+    pub items: u32,
 }
 
 /// A place of blocks of the other side, or of the rows that a CTA holds.
@@ -201,6 +203,14 @@ pub(super) fn own_stage_of(
         b: memory.own_b + bytes,
         rows: memory.rows,
     }
+}
+
+/// The number of the CTA's tile number `tiles`, when its rows are there.
+#[cube]
+pub(super) fn wait_for_item(memory: Memory, tiles: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
+    let own = own_stage_of(memory, tiles, plan);
+    mbarrier_wait_parity(full(memory, own.number), own.parity);
+    ld_shared(memory.items + own.number * 4u32)
 }
 
 /// The stage of use number `used`, counted from the first.

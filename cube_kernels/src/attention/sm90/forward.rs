@@ -12,8 +12,8 @@ use half::bf16;
 use super::{
     accumulators::{four_of, left},
     tiles::{
-        Schedule, Tile, TilePlan, Tiles, clear_behind, first_token, reaches_behind, row_in_map,
-        show_cleared, tile_of,
+        Schedule, Tile, TilePlan, Tiles, clear_behind, draw, first_token, reaches_behind,
+        row_in_map, show_cleared, tile_of,
     },
 };
 use crate::{
@@ -155,6 +155,8 @@ struct Memory {
     v: u32,
     /// Barriers of the places of queries; those of the stages of keys and of values follow.
     barriers: u32,
+    /// The numbers of the tiles whose queries are in their places.
+    items: u32,
 }
 
 /// The barrier `number`, which completes when its part of shared memory is full.
@@ -207,6 +209,14 @@ fn q_stage_of(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> QuerySt
     }
 }
 
+/// The number of the CTA's tile number `tiles`, when its queries are there.
+#[cube]
+fn wait_for_item(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> u32 {
+    let place = q_stage_of(memory, tiles, plan);
+    mbarrier_wait_parity(full(memory, place.number), place.parity);
+    ld_shared(memory.items + place.number * 4u32)
+}
+
 /// The stage of use number `used`, counted from the first.
 #[cube]
 fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
@@ -253,11 +263,13 @@ pub fn sm90_forward_kernel(
         Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(2 * (Q_STAGES + 2 * STAGES)), 8usize);
+    let drawn: Shared<[u32]> = Shared::new_aligned_slice(Q_STAGES, 8usize);
     let memory = Memory {
         q: cvta_to_shared::<Vector<bf16, Const<8>>>(q_tile.as_slice().as_ptr()),
         k: cvta_to_shared::<Vector<bf16, Const<8>>>(k_tiles.as_slice().as_ptr()),
         v: cvta_to_shared::<Vector<bf16, Const<8>>>(v_tiles.as_slice().as_ptr()),
         barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+        items: cvta_to_shared::<u32>(drawn.as_slice().as_ptr()),
     };
     if UNIT_POS == 0 {
         #[unroll]
@@ -290,6 +302,7 @@ pub fn sm90_forward_kernel(
                 let kv_head = tile.head / problem.group;
                 let place = q_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
+                st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
                 mbarrier_arrive_expect_tx(
                     full(memory, place.number),
                     comptime!(16 * plan.q_vectors() as u32),
@@ -308,6 +321,7 @@ pub fn sm90_forward_kernel(
                         comptime!((i * BOX) as i32).runtime(),
                     );
                 }
+                item = draw(&schedule, items);
                 let mut block = blocks.end;
                 while block > blocks.first {
                     block -= 1u32;
@@ -349,28 +363,32 @@ pub fn sm90_forward_kernel(
                     used += 1u32;
                 }
                 tiles += 1u32;
-                item += CUBE_COUNT as u32;
             }
+            // There is no further one.
+            let place = q_stage_of(memory, tiles, plan);
+            mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
+            st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
+            mbarrier_arrive(full(memory, place.number));
         }
     } else {
         setmaxnreg_inc(240u32);
         let mut maxima = Maxima::new();
-        let mut item = CUBE_POS as u32;
         let mut tiles = 0u32;
         let mut used = 0u32;
+        let mut item = wait_for_item(memory, tiles, plan);
         while item < items {
             let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
             let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
             let blocks = blocks_of(visible, tile, plan);
             let queries = q_stage_of(memory, tiles, plan);
-            mbarrier_wait_parity(full(memory, queries.number), queries.parity);
-            let memory = Memory {
+            let own = Memory {
                 q: queries.q,
                 k: memory.k,
                 v: memory.v,
                 barriers: memory.barriers,
+                items: memory.items,
             };
-            let rows = attend(&problem, visible, tile, blocks, memory, used, plan);
+            let rows = attend(&problem, visible, tile, blocks, own, used, plan);
             let place = Place {
                 token: first_token(tile, Side::Queries, offsets) + tile.row,
                 rows: min(tile.extent.q_len - tile.row, comptime!(plan.rows() as u32)),
@@ -378,14 +396,14 @@ pub fn sm90_forward_kernel(
                 heads: schedule.heads,
                 nobody: tile.nobody,
             };
-            write(&problem, &rows, outputs, place, memory, plan);
+            write(&problem, &rows, outputs, place, own, plan);
             if comptime!(plan.amax.is_some()) {
-                fold_tile(place.rows, memory, &signs, &mut maxima, plan);
+                fold_tile(place.rows, own, &signs, &mut maxima, plan);
             }
-            release_queries(memory, queries.number);
+            release_queries(own, queries.number);
             used += blocks.end - blocks.first;
             tiles += 1u32;
-            item += CUBE_COUNT as u32;
+            item = wait_for_item(memory, tiles, plan);
         }
         if comptime!(plan.amax.is_some()) {
             leave_plane(

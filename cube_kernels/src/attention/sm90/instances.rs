@@ -142,7 +142,7 @@ fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
         map(device, 128),
         map(device, 128),
         problem(device),
-        ScheduleLaunch::new(1, 1, 1, b(64)),
+        ScheduleLaunch::new(1, 1, 1, b(64), b(1)),
         ForwardOutputsLaunch::new(b(64), b(64), AmaxOutLaunch::new(b(1), b(1))),
         SignsLaunch::new(1, 2, 3, 4),
         plan
@@ -190,7 +190,7 @@ fn add(device: &DummyDevice, all: &mut Vec<Instance>, plan: MmaPlan, tag: &str) 
             map(device, inner),
             BackwardProblemLaunch::new(
                 problem(device),
-                ScheduleLaunch::new(1, 1, 1, b(64)),
+                ScheduleLaunch::new(1, 1, 1, b(64), b(1)),
                 RowsLaunch::new(b(64), b(64), b(64), b(64))
             ),
             gradient(),

@@ -41,6 +41,7 @@ use crate::{
         amax::{AmaxOutLaunch, AmaxPlan, STRIP},
     },
     tensor::FloatKind,
+    zeroed::counters,
 };
 
 /// Bytes of K and V of the heads whose tiles are interleaved: what a good part of the L2 cache
@@ -116,17 +117,20 @@ fn count(attention: &Attention) -> usize {
 }
 
 /// The schedule of `blocks` tiles of each of `heads` heads, with the table of the tiles where there
-/// is one. `any` is any memory.
+/// is one.
 fn schedule(
+    client: &Client,
     (heads, section): (usize, usize),
     blocks: usize,
-    (table, any): (Option<&Table>, &Handle),
+    table: Option<&Table>,
 ) -> ScheduleLaunch {
+    let drawn = counters(client, 1);
     let tiles = match table {
         Some(table) => memory(&table.handle, table.len()),
-        None => memory(any, 1),
+        None => memory(&drawn, 1),
     };
-    ScheduleLaunch::new(heads as u32, blocks as u32, section as u32, tiles)
+    let (heads, blocks, section) = (heads as u32, blocks as u32, section as u32);
+    ScheduleLaunch::new(heads, blocks, section, tiles, memory(&drawn, 1))
 }
 
 /// What is shared with the kernels of `mma.sync`, for blocks of `inner` rows.
@@ -234,9 +238,10 @@ pub(super) fn forward(
             map(v, count, plan.plan.inner),
             problem(attention, count),
             schedule(
+                client,
                 (q.heads, section.min(pairs)),
                 blocks,
-                (table.as_ref(), &output.lse),
+                table.as_ref(),
             ),
             forward::ForwardOutputsLaunch::new(
                 memory(&output.out.handle, q.tokens * q.heads * q.head / 8),
@@ -326,7 +331,7 @@ pub fn backward(
                 map(blocks[1], count, inner),
                 BackwardProblemLaunch::new(
                     problem(attention, count),
-                    schedule((own[0].heads, section), tiles, (table.as_ref(), &saved.lse)),
+                    schedule(client, (own[0].heads, section), tiles, table.as_ref()),
                     RowsLaunch::new(
                         memory(&saved.lse, rows),
                         memory(delta, rows),

@@ -1,6 +1,10 @@
 //! The tiles of 128 rows that the CTAs of a grid share: in which order they are taken, and of which
 //! sequence each is.
 //!
+//! With a causal mask tiles have work of very different amounts. So a CTA takes its first tile by
+//! its number, and draws each further one when it begins with the one before: a thread counts in
+//! device memory, and tells the others through shared memory. Which CTA has a tile changes no bit.
+//!
 //! Where sequences lie at offsets in device memory, kernels before this one write a table of the
 //! tiles (`super::table`). Tiles begin with their sequence as those of equal sequences do: a
 //! sequence has the same blocks, and so the same bits, alone and in any company.
@@ -9,7 +13,7 @@ use cubecl::prelude::*;
 
 use crate::{
     attention::mma::problem::{Extent, MmaPlan, Problem, Side, Visible},
-    cube::ptx::{named_barrier_sync, st_shared_v2},
+    cube::ptx::{atom_relaxed_gpu_inc, cvta_to_global, named_barrier_sync, st_shared_v2},
     gemm::arguments::thread_in_cta,
 };
 
@@ -32,6 +36,8 @@ pub struct Schedule {
     pub section: u32,
     /// The table of the tiles. Where the plan has no offsets, any memory.
     pub tiles: Box<[u32]>,
+    /// A word that is zero before and behind a launch, in which [`draw`] counts.
+    pub drawn: Box<[u32]>,
 }
 
 /// The comptime choices of the tiles of a kernel.
@@ -156,6 +162,15 @@ pub(super) fn tile_of(
             nobody: false,
         }
     }
+}
+
+/// Draws the next tile of this CTA, of `items`; behind the last one, a number that is no tile's. One
+/// thread of a CTA comes here, once for each tile that the CTA takes: as often, in all, as there are
+/// tiles, so that the last one sets the word back to zero.
+#[cube]
+pub(super) fn draw(schedule: &Schedule, items: u32) -> u32 {
+    let drawn = cvta_to_global::<u32>(schedule.drawn.as_ptr());
+    CUBE_COUNT as u32 + atom_relaxed_gpu_inc(drawn, items - 1u32)
 }
 
 /// The first token of the tile's sequence on one side.

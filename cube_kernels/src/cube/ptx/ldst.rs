@@ -136,8 +136,22 @@ pub fn red_release_gpu_add(address: u64, addend: u32) {
     );
 }
 
-/// Counts in a word of device memory: adds one, or sets a word of `last` or more back to zero, and
-/// gives what it was before: `atom.acq_rel.gpu.global.inc.u32`. Behind it stands all that this
+/// Counts in a word of device memory, in no order with other accesses: adds one, or sets a word of
+/// `last` or more back to zero, and gives what it was before: `atom.relaxed.gpu.global.inc.u32`.
+///
+/// PTX ISA "Parallel Synchronization and Communication Instructions: atom"; PTX 6.0, sm_70 and
+/// later.
+#[cube]
+pub fn atom_relaxed_gpu_inc(address: u64, last: u32) -> u32 {
+    let before: u32;
+    gpu_asm!(
+        "atom.relaxed.gpu.global.inc.u32 {b}, [{a}], {l};",
+        b = out(_) before, a = in(_) address, l = in(_) last
+    );
+    u32::reinterpret(before)
+}
+
+/// [`atom_relaxed_gpu_inc`] in order: `atom.acq_rel.gpu.global.inc.u32`. Behind it stands all that this
 /// thread, and those it synchronized with, wrote; what other threads wrote before they counted is
 /// visible behind it.
 ///
