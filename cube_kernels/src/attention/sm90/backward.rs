@@ -155,6 +155,7 @@ pub fn sm90_backward_kernel(
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
             let mut item = CUBE_POS as u32;
+            let mut next = draw(&problem.schedule, items);
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
@@ -192,7 +193,8 @@ pub fn sm90_backward_kernel(
                         column,
                     );
                 }
-                item = draw(&problem.schedule, items);
+                item = next;
+                next = draw(&problem.schedule, items);
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = (blocks.first + step % blocks.count) * inner;

@@ -293,6 +293,7 @@ pub fn sm90_forward_kernel(
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
             let mut item = CUBE_POS as u32;
+            let mut next = draw(&schedule, items);
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
@@ -321,7 +322,8 @@ pub fn sm90_forward_kernel(
                         comptime!((i * BOX) as i32).runtime(),
                     );
                 }
-                item = draw(&schedule, items);
+                item = next;
+                next = draw(&schedule, items);
                 let mut block = blocks.end;
                 while block > blocks.first {
                     block -= 1u32;
