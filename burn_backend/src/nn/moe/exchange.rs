@@ -10,7 +10,8 @@ use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, moe_permute};
-use crate::parallel::{ProcessGroup, functions};
+use crate::parallel::functions::{self, Steps};
+use crate::parallel::{Pending, ProcessGroup};
 
 /// Which rows travel where.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -165,12 +166,13 @@ impl ExpertExchange {
         (tokens, arrived)
     }
 
-    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`.
-    /// Differentiable.
-    pub fn combine(&self, results: Tensor<2>, arrived: &Arrived) -> Tensor<2> {
+    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`; whether they
+    /// are exchanged beside kernels. Differentiable.
+    pub fn combine(&self, results: Tensor<2>, arrived: &Arrived, overlaps: bool) -> Pending {
         let Plan { send, receive, .. } = &self.plan;
         let results = self.permute(results, &arrived.places, &arrived.rows);
-        functions::all_to_all(results, receive, send, &self.group)
+        let steps = Steps::all_to_all(receive, send);
+        Pending::begin(results, steps, &self.group, overlaps)
     }
 
     /// It depends on the number of ranks alone whether there is a step: ranks whose graphs differ

@@ -84,6 +84,18 @@ impl Step {
     }
 }
 
+/// How a step runs beside kernels, and what it is to those who
+/// [join](super::CollectiveOps::nvfp4_join) it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fork {
+    /// As one of a parameter's gradient: as the group was
+    /// [connected](crate::parallel::ProcessGroup::connect) for these, at once, or later with others.
+    /// All of them are joined together.
+    Gradient,
+    /// At once, on the second stream. It is joined by this number.
+    Own(u64),
+}
+
 /// A step of a group, and the step that its gradient takes.
 #[derive(Clone)]
 pub struct Exchange {
@@ -96,9 +108,10 @@ pub struct Exchange {
     /// The id of the parameter whose value this is, if its gradient is to [wait](super::Waiting)
     /// instead of going to it: then its step is taken beside the rest of the backward.
     pub beside: Option<u64>,
-    /// Whether this step runs beside kernels; [`CollectiveOps::nvfp4_join`](super::CollectiveOps)
-    /// comes before its result is read.
-    pub forks: bool,
+    /// How this step runs beside kernels, if it does;
+    /// [`CollectiveOps::nvfp4_join`](super::CollectiveOps::nvfp4_join) comes before its result is
+    /// read.
+    pub fork: Option<Fork>,
     /// The type in which floats that are reduced travel, if it is not their own: each is rounded to
     /// nearest even once, and the reduction comes back in the type of the tensor.
     pub reduce_dtype: Option<FloatDType>,
@@ -118,7 +131,7 @@ impl Exchange {
             forward,
             backward,
             beside: None,
-            forks: false,
+            fork: None,
             reduce_dtype: None,
         }
     }
@@ -149,7 +162,7 @@ impl Exchange {
             forward: self.backward,
             backward: self.forward,
             beside: None,
-            forks: false,
+            fork: None,
             reduce_dtype: self.reduce_dtype,
         }
     }
@@ -173,8 +186,14 @@ impl Exchange {
         let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
         tracing::trace!(
             target: "burn_nvfp4::collective",
-            step, rank, ranks, ?dtype, bytes, forks = self.forks
+            step, rank, ranks, ?dtype, bytes, forks = self.fork.is_some()
         );
+    }
+
+    /// Reports in the same way that kernels wait from here on for an exchange that ran beside them.
+    pub(super) fn report_join(&self) {
+        let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
+        tracing::trace!(target: "burn_nvfp4::collective", step = "join", rank, ranks);
     }
 
     /// The type in which floats of type `dtype` travel.

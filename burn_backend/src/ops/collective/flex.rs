@@ -5,7 +5,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use super::exchange::Exchange;
+use super::exchange::{Exchange, Fork};
 use super::{CollectiveOps, Link, host};
 
 impl CollectiveOps for Flex {
@@ -17,7 +17,7 @@ impl CollectiveOps for Flex {
         host::exchange_ints::<Self>(x, &exchange)
     }
 
-    fn nvfp4_join(x: FloatTensor<Self>, _group: Link) -> FloatTensor<Self> {
+    fn nvfp4_join(x: FloatTensor<Self>, _group: Link, _fork: Fork) -> FloatTensor<Self> {
         x
     }
 }

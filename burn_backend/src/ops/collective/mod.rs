@@ -11,6 +11,7 @@ mod exchange;
 mod flex;
 mod host;
 mod link;
+mod overlapped;
 mod waiting;
 #[cfg(feature = "cuda")]
 mod window;
@@ -30,10 +31,11 @@ use burn_core::backend::{
 use burn_core::tensor::DType;
 
 use super::dtype::{cast, float_dtype};
-pub use exchange::{Exchange, ReduceDtype, Step};
+pub use exchange::{Exchange, Fork, ReduceDtype, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
-pub use link::Link;
+pub use link::{Link, Overlap};
+pub use overlapped::OverlappedExchange;
 pub use waiting::Waiting;
 
 /// Collectives on the primitives of a backend.
@@ -68,7 +70,7 @@ pub trait CollectiveOps: Backend {
             return handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
         }
         let x = cast::<Self>(x, float_dtype(travels_in));
-        let forks = exchange.forks;
+        let forks = exchange.fork.is_some();
         let reduced = handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
         match forks {
             // It is not there before it is joined.
@@ -103,16 +105,51 @@ pub trait CollectiveOps: Backend {
         let waiting = group.waiting.clone();
         waiting.join::<Self>(id, |mean, dtype| {
             let mean = match group.is_connected() {
-                true => handed_over::<Self, _>(Self::nvfp4_join(mean, group.clone())),
+                true => {
+                    let joined = Self::nvfp4_join(mean, group.clone(), Fork::Gradient);
+                    handed_over::<Self, _>(joined)
+                }
                 false => mean,
             };
             cast::<Self>(mean, float_dtype(dtype))
         })
     }
 
-    /// `x`, a result of an exchange that ran beside kernels: those that follow wait for it.
-    #[fusion(meta = meta::same)]
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self>;
+    /// `x`, a result of an exchange of `group` that ran beside kernels as `fork` says: those that
+    /// follow wait for it. The group is connected.
+    #[fusion(meta = meta::joined)]
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self>;
+
+    /// The exchange of `x`, which begins here. Nobody reads the result before
+    /// [`nvfp4_end`](Self::nvfp4_end).
+    ///
+    /// `Autodiff` ends that of the gradient here.
+    #[fusion(default)]
+    fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
+        overlapped::begun::<Self>(x, &exchange)
+    }
+
+    /// `pending`, the result of `exchange`, to be read from here on. `_beside` is what was made
+    /// beside the exchange, of any shape.
+    ///
+    /// `Autodiff` begins the exchange of the gradient here, ahead of what goes back through
+    /// `_beside`. That has no gradient of it: another operation has to give it one.
+    #[fusion(default)]
+    fn nvfp4_end(
+        pending: FloatTensor<Self>,
+        _beside: FloatTensor<Self>,
+        exchange: OverlappedExchange,
+    ) -> FloatTensor<Self> {
+        overlapped::ended::<Self>(pending, &exchange)
+    }
+
+    /// `x`, of which something is made beside the exchange whose result is `_pending`.
+    ///
+    /// `Autodiff` lets its gradient go on before it ends that exchange's.
+    #[fusion(default)]
+    fn nvfp4_behind(x: FloatTensor<Self>, _pending: FloatTensor<Self>) -> FloatTensor<Self> {
+        x
+    }
 }
 
 /// `out`, the result of a collective, after Burn's fusion has handed over what it holds back, the
@@ -133,7 +170,7 @@ mod meta {
     use burn_core::tensor::Shape;
     use nvfp4_parallel::Collective;
 
-    use super::{Exchange, Link};
+    use super::{Exchange, Fork, Link};
 
     pub(super) fn exchange(x: &TensorSpec, exchange: &Exchange) -> TensorSpec {
         let size = exchange.group.host.size();
@@ -141,7 +178,7 @@ mod meta {
         TensorSpec::new(Shape::from(shape), x.dtype)
     }
 
-    pub(super) fn same(x: &TensorSpec, _group: &Link) -> TensorSpec {
+    pub(super) fn joined(x: &TensorSpec, _group: &Link, _fork: &Fork) -> TensorSpec {
         TensorSpec::new(x.shape.clone(), x.dtype)
     }
 }
@@ -186,7 +223,7 @@ pub(super) fn exchange_beside<B: CollectiveOps>(
 ) {
     let waiting = exchange.group.waiting.clone();
     let exchange = Exchange {
-        forks: true,
+        fork: Some(Fork::Gradient),
         ..exchange
     };
     waiting.push::<B>((id, dtype), B::nvfp4_exchange(grad, exchange));
@@ -220,8 +257,24 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
         Self::from_inner(B::nvfp4_gradient_beside(like, id, group))
     }
 
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self> {
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self> {
         let (x, _) = x.into_parts();
-        Self::from_inner(B::nvfp4_join(x, group))
+        Self::from_inner(B::nvfp4_join(x, group, fork))
+    }
+
+    fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
+        overlapped::begin::<B, C>(x, exchange)
+    }
+
+    fn nvfp4_end(
+        pending: FloatTensor<Self>,
+        beside: FloatTensor<Self>,
+        exchange: OverlappedExchange,
+    ) -> FloatTensor<Self> {
+        overlapped::end::<B, C>(pending, beside, exchange)
+    }
+
+    fn nvfp4_behind(x: FloatTensor<Self>, pending: FloatTensor<Self>) -> FloatTensor<Self> {
+        overlapped::behind::<B, C>(x, pending)
     }
 }

@@ -6,7 +6,7 @@
 use std::fmt::Debug;
 
 use burn_core::tensor::{DType, Device, DeviceType, Int, Tensor, TensorData};
-use burn_nvfp4::parallel::{ProcessGroup, functions};
+use burn_nvfp4::parallel::{Overlap, ProcessGroup, functions};
 use nvfp4_parallel::Reduction;
 
 use super::on_ranks;
@@ -43,7 +43,7 @@ fn both<T: Send + PartialEq + Debug>(
         on_ranks(RANKS, |group| {
             let device = Device::cuda(group.rank());
             let group = match connect {
-                true => group.connect(&device, false).unwrap(),
+                true => group.connect(&device, Overlap::None).unwrap(),
                 false => group,
             };
             body(&group, &device)
