@@ -156,8 +156,8 @@ impl SideStream {
         self.waited.load(Ordering::Relaxed) < self.forks.load(Ordering::Relaxed)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one, if no stream waits for all of
-    /// it yet. (A stream that is not part of a capture must not be waited for in one.)
+    /// Has the stream of `place` wait for what was queued on this one, if no stream waits for all
+    /// of it yet. (A stream that is not part of a capture must not be waited for in one.)
     ///
     /// # Errors
     /// When the driver fails.

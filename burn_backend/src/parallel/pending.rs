@@ -22,9 +22,9 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// Begins an exchange of `x` along its first axis, whose steps forward and backward are `steps`:
-    /// beside the kernels that follow if it `overlaps`, and else in line with them. The results have
-    /// the same bits.
+    /// Begins an exchange of `x` along its first axis, whose steps forward and backward are
+    /// `steps`: beside the kernels that follow if it `overlaps`, and else in line with them. The
+    /// results have the same bits.
     pub fn begin(x: Tensor<2>, steps: Steps, group: &ProcessGroup, overlaps: bool) -> Self {
         if group.size() == 1 {
             return Self { x, exchange: None };
@@ -54,8 +54,8 @@ impl Pending {
     }
 
     /// The result, to be read from here on. `beside`, if there is something, was made beside the
-    /// exchange: its backward runs beside the exchange of the gradient. It has no gradient of this, so
-    /// what is made of the result has to be made of it too.
+    /// exchange: its backward runs beside the exchange of the gradient. It has no gradient of this,
+    /// so what is made of the result has to be made of it too.
     pub fn end(self, beside: Option<&Tensor<2>>) -> Tensor<2> {
         let Some(exchange) = self.exchange else {
             return self.x;

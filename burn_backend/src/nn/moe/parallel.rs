@@ -18,8 +18,8 @@ use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
 use crate::parallel::{Overlap, ProcessGroup, broadcast, whole_dims};
 
-/// How tokens travel to the ranks of their experts, and what these make of them back. What of it can
-/// run beside kernels [depends on it](ExpertParallelMoe#beside-kernels).
+/// How tokens travel to the ranks of their experts, and what these make of them back. What of it
+/// can run beside kernels [depends on it](ExpertParallelMoe#beside-kernels).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertDispatch {
     /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once.
@@ -70,17 +70,18 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 ///
 /// # Beside kernels
 ///
-/// Where the group [says so](crate::parallel::Overlap), or [`with_overlap`](Self::with_overlap), two
-/// exchanges run beside kernels, on a second stream:
+/// Where the group [says so](crate::parallel::Overlap), or [`with_overlap`](Self::with_overlap),
+/// two exchanges run beside kernels, on a second stream:
 ///
-/// - That of results, beside the shared expert, if there is one. It is the larger part of what needs
-///   no other rank, and the only one that is left then: the router has to be done before.
-/// - With [`ExpertDispatch::AllGather`] that of tokens, beside the router. The all-to-all needs what
-///   the router says.
+/// - That of results, beside the shared expert, if there is one. It is the larger part of what
+///   needs no other rank, and the only one that is left then: the router has to be done before.
+/// - With [`ExpertDispatch::AllGather`] that of tokens, beside the router. The all-to-all needs
+///   what the router says.
 ///
 /// The gradients' exchanges run beside the same layers' backwards: that of the gradient of the
 /// results beside the shared expert's, and that of the gradient of the tokens beside the router's.
-/// All bits are those without. Where ranks of a tensor group share tokens all exchanges are in line.
+/// All bits are those without. Where ranks of a tensor group share tokens all exchanges are in
+/// line.
 ///
 /// ```
 /// # use burn_core as burn;
@@ -416,8 +417,9 @@ impl ExpertParallelMoe {
         })
     }
 
-    /// Whether exchanges run beside kernels. Where ranks share tokens, so do the layers beside: they
-    /// have collectives of their own, which would wait for the exchange or run at the same time.
+    /// Whether exchanges run beside kernels. Where ranks share tokens, so do the layers beside:
+    /// they have collectives of their own, which would wait for the exchange or run at the same
+    /// time.
     fn overlaps(&self) -> bool {
         self.overlap && self.ranks.tensor.size() == 1
     }
@@ -430,7 +432,8 @@ impl ExpertParallelMoe {
     /// `output`, with what the expert of every token has made of the tokens.
     ///
     /// The order of the terms is that in which the backward comes upon what has the tokens for an
-    /// operand, and adds up their gradients: it is the same order, whether exchanges overlap or not.
+    /// operand, and adds up their gradients: it is the same order, whether exchanges overlap or
+    /// not.
     fn with_shared(&self, output: Tensor<2>, shared: Option<Tensor<2>>) -> Tensor<2> {
         match shared {
             Some(shared) if self.overlaps_shared() => shared + output,

@@ -1,8 +1,8 @@
 //! CubeCL devices: NCCL on CubeCL's own stream, behind what was launched before, or on a second one
 //! beside it.
 
-use super::exchange::{Exchange, Fork};
-use super::{CollectiveOps, Link};
+use super::exchange::Exchange;
+use super::{CollectiveOps, Fork, Link};
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::CubeBackend;
 
@@ -50,8 +50,8 @@ mod nccl {
     use nvfp4_parallel::{Operation, Reduction};
 
     use super::super::super::cube::tensors::new_tensor;
-    use super::super::exchange::{Exchange, Fork, Step, reduced_type};
-    use super::super::link::{Deferred, DeviceLink, Link, Overlap, Running};
+    use super::super::exchange::{Exchange, Step, reduced_type};
+    use super::super::link::{Deferred, DeviceLink, Fork, Link, Overlap, Running};
 
     /// What CubeCL's reports call a collective.
     struct NcclCollective;
@@ -137,8 +137,8 @@ mod nccl {
         new_tensor(&x, out, Shape::from(shape), x.dtype)
     }
 
-    /// `x`, behind what `fork` names: its own exchange, or all that run beside kernels and those that
-    /// were deferred.
+    /// `x`, behind what `fork` names: its own exchange, or all that run beside kernels and those
+    /// that were deferred.
     pub(super) fn joined(x: CubeTensor, group: Link, fork: Fork) -> CubeTensor {
         let link = group.device.clone().expect("a group that is connected");
         let memory = ForeignMemory {

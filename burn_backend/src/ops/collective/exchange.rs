@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_parallel as parallel;
 use nvfp4_parallel::{Collective, Reduction};
 
-use super::link::Link;
+use super::link::{Fork, Link};
 
 /// The type in which ranks exchange the gradients of parameters to reduce them: Megatron's
 /// `grad_reduce_in_fp32`, and PyTorch FSDP's `reduce_dtype`.
@@ -82,18 +82,6 @@ impl Step {
         }
         shape
     }
-}
-
-/// How a step runs beside kernels, and what it is to those who
-/// [join](super::CollectiveOps::nvfp4_join) it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fork {
-    /// As one of a parameter's gradient: as the group was
-    /// [connected](crate::parallel::ProcessGroup::connect) for these, at once, or later with others.
-    /// All of them are joined together.
-    Gradient,
-    /// At once, on the second stream. It is joined by this number.
-    Own(u64),
 }
 
 /// A step of a group, and the step that its gradient takes.

@@ -5,8 +5,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-use super::exchange::{Exchange, Fork};
-use super::{CollectiveOps, Link, host};
+use super::exchange::Exchange;
+use super::{CollectiveOps, Fork, Link, host};
 
 impl CollectiveOps for Flex {
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {

@@ -13,8 +13,6 @@ use nvfp4_kernels::foreign::{self, SidePoint, SideStream};
 use nvfp4_parallel::nccl::Communicator;
 use nvfp4_parallel::{Collective, HostGroup};
 
-#[cfg(feature = "cuda")]
-use super::exchange::Fork;
 use super::waiting::Waiting;
 #[cfg(feature = "cuda")]
 use super::window::Window;
@@ -33,11 +31,23 @@ pub enum Overlap {
     /// there are 64 MiB of them.
     #[default]
     None,
-    /// Tokens, as far as [`ExpertParallelMoe`](crate::nn::ExpertParallelMoe) has kernels for them to
-    /// run beside. Gradients travel as with [`None`](Self::None).
+    /// Tokens, as far as [`ExpertParallelMoe`](crate::nn::ExpertParallelMoe) has kernels for them
+    /// to run beside. Gradients travel as with [`None`](Self::None).
     Tokens,
     /// Tokens too, and each gradient that is averaged in the backward as soon as it is there.
     All,
+}
+
+/// How a step runs beside kernels, and what it is to those who
+/// [join](super::CollectiveOps::nvfp4_join) it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fork {
+    /// As one of a parameter's gradient: as the group was
+    /// [connected](crate::parallel::ProcessGroup::connect) for these, at once, or later with
+    /// others. All of them are joined together.
+    Gradient,
+    /// At once, on the second stream. It is joined by this number.
+    Own(u64),
 }
 
 /// A rank's connections to the others of a group. Clones are the same connections.

@@ -4,6 +4,7 @@
 //! visits operations in an order that the graph of the model alone decides, so ranks with the same
 //! model meet there too.
 
+mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
 mod exchange;
@@ -19,22 +20,16 @@ mod window;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, TensorMetadata,
-    autodiff::{
-        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-        grads::Gradients,
-        ops::{Backward, Ops, OpsKind},
-    },
-    backend_extension,
+    Backend, TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::DType;
 
 use super::dtype::{cast, float_dtype};
-pub use exchange::{Exchange, Fork, ReduceDtype, Step};
+pub use exchange::{Exchange, ReduceDtype, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
-pub use link::{Link, Overlap};
+pub use link::{Fork, Link, Overlap};
 pub use overlapped::OverlappedExchange;
 pub use waiting::Waiting;
 
@@ -126,7 +121,7 @@ pub trait CollectiveOps: Backend {
     /// `Autodiff` ends that of the gradient here.
     #[fusion(default)]
     fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
-        overlapped::begun::<Self>(x, &exchange)
+        Self::nvfp4_exchange(x, exchange.forked())
     }
 
     /// `pending`, the result of `exchange`, to be read from here on. `_beside` is what was made
@@ -140,7 +135,7 @@ pub trait CollectiveOps: Backend {
         _beside: FloatTensor<Self>,
         exchange: OverlappedExchange,
     ) -> FloatTensor<Self> {
-        overlapped::ended::<Self>(pending, &exchange)
+        ended::<Self>(pending, &exchange)
     }
 
     /// `x`, of which something is made beside the exchange whose result is `_pending`.
@@ -164,6 +159,22 @@ fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
     out
 }
 
+/// `pending`, the result of an exchange that has begun, behind it.
+pub(super) fn ended<B: CollectiveOps>(
+    pending: FloatTensor<B>,
+    overlapped: &OverlappedExchange,
+) -> FloatTensor<B> {
+    let exchange = &overlapped.exchange;
+    exchange.report_join();
+    if !exchange.is_queued(pending.dtype()) {
+        // The host has waited for it.
+        return pending;
+    }
+    // What is queued beside it, and held back, comes first: it is not to wait.
+    let pending = handed_over::<B, _>(pending);
+    B::nvfp4_join(pending, exchange.group.clone(), overlapped.fork())
+}
+
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
@@ -183,37 +194,6 @@ mod meta {
     }
 }
 
-/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
-/// gradient of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
-#[derive(Debug)]
-struct ExchangeStep;
-
-impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
-    type State = (Exchange, DType);
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 1>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let grad = grads.consume::<B>(&ops.node);
-        let [node] = ops.parents;
-        let Some(node) = node else { return };
-        let (exchange, dtype) = ops.state;
-        match exchange.beside {
-            Some(id) => {
-                let dtype = match exchange.reduce_dtype {
-                    Some(_) => dtype,
-                    None => grad.dtype(),
-                };
-                exchange_beside::<B>((id, dtype), grad, exchange.reversed());
-            }
-            None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, exchange.reversed())),
-        }
-    }
-}
-
 /// The exchange of `grad`, a gradient of the parameter `id`, beside the kernels that follow: its
 /// result [waits](Waiting), to be joined in type `dtype`.
 pub(super) fn exchange_beside<B: CollectiveOps>(
@@ -227,54 +207,4 @@ pub(super) fn exchange_beside<B: CollectiveOps>(
         ..exchange
     };
     waiting.push::<B>((id, dtype), B::nvfp4_exchange(grad, exchange));
-}
-
-impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
-    fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        let (x, node) = x.into_parts();
-        let dtype = x.dtype();
-        let out = B::nvfp4_exchange(x, exchange.clone());
-        match ExchangeStep.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((exchange, dtype), out),
-            OpsKind::UnTracked(prep) => prep.finish(out),
-        }
-    }
-
-    fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
-        B::nvfp4_exchange_int(x, exchange)
-    }
-
-    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        Self::nvfp4_exchange(x, exchange)
-    }
-
-    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
-        B::nvfp4_queue_exchange_int(x, exchange)
-    }
-
-    fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
-        let (like, _) = like.into_parts();
-        Self::from_inner(B::nvfp4_gradient_beside(like, id, group))
-    }
-
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self> {
-        let (x, _) = x.into_parts();
-        Self::from_inner(B::nvfp4_join(x, group, fork))
-    }
-
-    fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
-        overlapped::begin::<B, C>(x, exchange)
-    }
-
-    fn nvfp4_end(
-        pending: FloatTensor<Self>,
-        beside: FloatTensor<Self>,
-        exchange: OverlappedExchange,
-    ) -> FloatTensor<Self> {
-        overlapped::end::<B, C>(pending, beside, exchange)
-    }
-
-    fn nvfp4_behind(x: FloatTensor<Self>, pending: FloatTensor<Self>) -> FloatTensor<Self> {
-        overlapped::behind::<B, C>(x, pending)
-    }
 }
