@@ -71,15 +71,13 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 /// # Beside kernels
 ///
 /// Where the group [says so](crate::parallel::Overlap), or [`with_overlap`](Self::with_overlap),
-/// two exchanges run beside kernels, on a second stream:
+/// exchanges run beside kernels, on a second stream:
 ///
-/// - That of results, beside the shared expert, if there is one. It is the larger part of what
-///   needs no other rank, and the only one that is left then: the router has to be done before.
-/// - With [`ExpertDispatch::AllGather`] that of tokens, beside the router. The all-to-all needs
-///   what the router says.
+/// - That of results runs beside the shared expert, if there is one, and that of their gradient
+///   beside its backward.
+/// - That of tokens runs beside the router with [`ExpertDispatch::AllGather`]; an all-to-all needs
+///   what the router says. That of their gradient runs beside the backward of the logits with both.
 ///
-/// The gradients' exchanges run beside the same layers' backwards: that of the gradient of the
-/// results beside the shared expert's, and that of the gradient of the tokens beside the router's.
 /// All bits are those without. Where ranks of a tensor group share tokens all exchanges are in
 /// line.
 ///
@@ -348,7 +346,7 @@ impl ExpertParallelMoe {
         // while it waits.
         let sorted = routing.dispatch(x.clone());
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
-        let (tokens, arrived) = exchange.dispatch(sorted);
+        let (tokens, arrived) = exchange.dispatch(sorted, &logits, self.overlaps());
         let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
         let results = exchange.combine(results, &arrived, self.overlaps_shared());
         let shared = shared(results.behind(x.clone()))?;

@@ -167,7 +167,8 @@ fn expected(dispatch: ExpertDispatch, overlap: bool) -> Vec<&'static str> {
             &[
                 "router forward",
                 "all_gather",
-                "all_to_all",
+                "begin all_to_all",
+                "join",
                 "experts",
                 "begin all_to_all",
                 "shared",
@@ -178,10 +179,11 @@ fn expected(dispatch: ExpertDispatch, overlap: bool) -> Vec<&'static str> {
                 "begin all_to_all",
                 "shared",
                 "join",
+                "experts",
                 "all_reduce",
                 "router backward",
-                "experts",
-                "all_to_all",
+                "begin all_to_all",
+                "join",
             ],
         ],
         (ExpertDispatch::AllGather, false) => [
