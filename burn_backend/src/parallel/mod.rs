@@ -10,6 +10,7 @@
 //!   optimizer which ones. [`fully_shard_experts`] and [`reduce_expert_gradients`] are the same for
 //!   models with experts on several ranks, and [`SplitParameters`] says what tensor or expert
 //!   parallelism has split before.
+//! - [`Overlap`] says what GPUs exchange beside kernels.
 //! - [`CommunicationMeter`] measures what communication compute does not hide.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
 
