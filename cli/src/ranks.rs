@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
-use nvfp4::parallel::ProcessGroup;
+use nvfp4::parallel::{Overlap, ProcessGroup};
 use nvfp4_lm::config::RunConfig;
 use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::train::Observer;
@@ -21,7 +21,9 @@ const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
 const HOST: &str = "host";
 /// From GPU to GPU.
 const NCCL: &str = "nccl";
-/// The same, gradients while the backward goes on.
+/// The same, tokens of experts on other ranks beside kernels.
+const TOKENS_OVERLAPPED: &str = "nccl-overlap-tokens";
+/// The same, gradients too, while the backward goes on.
 const OVERLAPPED: &str = "nccl-overlap";
 
 /// This process in its run.
@@ -90,7 +92,7 @@ impl Ranks {
         let groups = ParallelGroups::new(&self.group, config)?;
         match self.travel(&config.device)? {
             Travel::Host => Ok(groups),
-            Travel::Nccl { overlaps } => groups.connect(device, overlaps).with_context(without),
+            Travel::Nccl(overlap) => groups.connect(device, overlap).with_context(without),
         }
     }
 
@@ -103,9 +105,7 @@ impl Ranks {
         let world = self.group.clone();
         match self.travel(name)? {
             Travel::Host => Ok(world),
-            Travel::Nccl { overlaps } => {
-                Ok(world.connect(device, overlaps).with_context(without)?)
-            }
+            Travel::Nccl(overlap) => Ok(world.connect(device, overlap).with_context(without)?),
         }
     }
 
@@ -115,7 +115,7 @@ impl Ranks {
         let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
-            (HOST | NCCL | OVERLAPPED, 1) => Ok(Travel::Host),
+            (HOST | NCCL | TOKENS_OVERLAPPED | OVERLAPPED, 1) => Ok(Travel::Host),
             (HOST, _) => {
                 if self.is_first() && is_gpu {
                     tracing::warn!(
@@ -125,12 +125,13 @@ impl Ranks {
                 }
                 Ok(Travel::Host)
             }
-            (NCCL | OVERLAPPED, _) => Ok(Travel::Nccl {
-                overlaps: how == OVERLAPPED,
-            }),
-            (other, _) => {
-                bail!("{COLLECTIVES} is {other:?}, but it must be {HOST}, {NCCL} or {OVERLAPPED}")
-            }
+            (NCCL, _) => Ok(Travel::Nccl(Overlap::None)),
+            (TOKENS_OVERLAPPED, _) => Ok(Travel::Nccl(Overlap::Tokens)),
+            (OVERLAPPED, _) => Ok(Travel::Nccl(Overlap::All)),
+            (other, _) => bail!(
+                "{COLLECTIVES} is {other:?}, but it must be {HOST}, {NCCL}, {TOKENS_OVERLAPPED} or \
+                 {OVERLAPPED}"
+            ),
         }
     }
 
@@ -161,7 +162,7 @@ impl Ranks {
 /// How tensors travel between ranks.
 enum Travel {
     Host,
-    Nccl { overlaps: bool },
+    Nccl(Overlap),
 }
 
 /// What to do where NCCL fails.

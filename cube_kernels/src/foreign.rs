@@ -10,7 +10,7 @@ mod span;
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cubecl::{
     client::Client,
@@ -106,8 +106,10 @@ pub fn run<T: Send + 'static>(
 #[derive(Debug)]
 pub struct SideStream {
     stream: CUstream,
-    /// Whether work was queued since the last join.
-    forked: AtomicBool,
+    /// How often it was forked.
+    forks: AtomicU64,
+    /// The forks behind which a stream waits already: the first so many.
+    waited: AtomicU64,
 }
 
 // SAFETY: a stream may be used from any thread.
@@ -127,8 +129,11 @@ impl SideStream {
         unsafe { cuStreamCreate(&mut stream, flags) }
             .result()
             .map_err(|error| error.to_string())?;
-        let forked = AtomicBool::new(false);
-        Ok(Self { stream, forked })
+        Ok(Self {
+            stream,
+            forks: AtomicU64::new(0),
+            waited: AtomicU64::new(0),
+        })
     }
 
     /// `place` on this stream, behind what was launched at `place` before.
@@ -137,7 +142,7 @@ impl SideStream {
     /// When the driver fails.
     pub fn fork(&self, place: &ForeignPlace) -> Result<ForeignPlace, String> {
         wait(self.stream, place.stream.cast())?;
-        self.forked.store(true, Ordering::Relaxed);
+        self.forks.fetch_add(1, Ordering::Relaxed);
         Ok(ForeignPlace {
             device: place.device,
             stream: self.stream.cast(),
@@ -146,27 +151,33 @@ impl SideStream {
         })
     }
 
-    /// Whether work was queued since the last join.
+    /// Whether work was queued that no stream waits for yet.
     pub fn is_forked(&self) -> bool {
-        self.forked.load(Ordering::Relaxed)
+        self.waited.load(Ordering::Relaxed) < self.forks.load(Ordering::Relaxed)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one since the last join, if
-    /// anything was. (A stream that is not part of a capture must not be waited for in one.)
+    /// Has the stream of `place` wait for what was queued on this one, if no stream waits for all
+    /// of it yet. (A stream that is not part of a capture must not be waited for in one.)
     ///
     /// # Errors
     /// When the driver fails.
     pub fn join(&self, place: &ForeignPlace) -> Result<(), String> {
-        match self.forked.swap(false, Ordering::Relaxed) {
-            true => wait(place.stream.cast(), self.stream),
-            false => Ok(()),
+        if !self.is_forked() {
+            return Ok(());
         }
+        let forks = self.forks.load(Ordering::Relaxed);
+        self.waited.fetch_max(forks, Ordering::Relaxed);
+        wait(place.stream.cast(), self.stream)
     }
 }
 
 /// What was queued on a [`SideStream`] until now.
 #[derive(Debug)]
-pub struct SidePoint(CUevent);
+pub struct SidePoint {
+    event: CUevent,
+    /// The forks before it.
+    forks: u64,
+}
 
 // SAFETY: an event may be used from any thread.
 unsafe impl Send for SidePoint {}
@@ -177,29 +188,34 @@ impl SideStream {
     /// # Errors
     /// When the driver fails.
     pub fn point(&self) -> Result<SidePoint, String> {
-        let point = SidePoint(new_event()?);
+        let point = SidePoint {
+            event: new_event()?,
+            forks: self.forks.load(Ordering::Relaxed),
+        };
         // SAFETY: stream and event are alive.
-        let recorded = unsafe { cuEventRecord(point.0, self.stream) }.result();
+        let recorded = unsafe { cuEventRecord(point.event, self.stream) }.result();
         recorded.map_err(|error| error.to_string())?;
         Ok(point)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one before `point`. A join has to
-    /// follow still.
+    /// Has the stream of `place` wait for what was queued on this one before `point`. If more was
+    /// queued since, a join or the wait for a later point has to follow.
     ///
     /// # Errors
     /// When the driver fails.
     pub fn wait_for(&self, point: &SidePoint, place: &ForeignPlace) -> Result<(), String> {
         // SAFETY: stream and event are alive.
-        let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), point.0, 0) }.result();
-        waiting.map_err(|error| error.to_string())
+        let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), point.event, 0) }.result();
+        waiting.map_err(|error| error.to_string())?;
+        self.waited.fetch_max(point.forks, Ordering::Relaxed);
+        Ok(())
     }
 }
 
 impl Drop for SidePoint {
     fn drop(&mut self) {
         // SAFETY: nobody else has the event, and those who wait for it have queued that.
-        let destroyed = unsafe { cuEventDestroy_v2(self.0) }.result();
+        let destroyed = unsafe { cuEventDestroy_v2(self.event) }.result();
         if let Err(error) = destroyed {
             tracing::warn!("an event could not be destroyed: {error}");
         }

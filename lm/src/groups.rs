@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_nvfp4::nn::ExpertParallelMoe;
-use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::parallel::{Overlap, ProcessGroup};
 use burn_nvfp4::state::set_rank;
 use nvfp4_parallel::{Axis, Layout};
 
@@ -77,12 +77,12 @@ impl ParallelGroups {
     ///
     /// # Errors
     /// As there.
-    pub fn connect(self, device: &Device, overlaps: bool) -> Result<Self> {
+    pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self> {
         let size = self.world.size();
         let others = [&self.tensor, &self.expert, &self.batch, &self.data];
         let is_used = size > 1 && others.iter().any(|group| group.size() == size);
         let world = match is_used {
-            true => self.world.connect(device, overlaps)?,
+            true => self.world.connect(device, overlap)?,
             false => self.world,
         };
         // In the same order on all ranks, of which each is in one group of a kind. Of two groups of
@@ -91,7 +91,7 @@ impl ParallelGroups {
             1 => Ok(group),
             size => match within.iter().find(|other| other.size() == size) {
                 Some(same) => Ok((*same).clone()),
-                None => group.connect(device, overlaps),
+                None => group.connect(device, overlap),
             },
         };
         let tensor = connected(self.tensor, &[&world])?;

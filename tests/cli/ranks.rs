@@ -311,10 +311,12 @@ fn what_ranks_cannot_do_is_said() {
     command.args(["--data", text(), "--out", out.to_str().unwrap()]);
     // There is no NCCL between CPUs.
     let with = |command: &mut Command, how| command.env("NVFP4_COLLECTIVES", how).output();
-    fails(
-        with(&mut command, "nccl").unwrap(),
-        &["NCCL", "not a CUDA device"],
-    );
+    for how in ["nccl", "nccl-overlap-tokens", "nccl-overlap"] {
+        fails(
+            with(&mut command, how).unwrap(),
+            &["NCCL", "not a CUDA device"],
+        );
+    }
     fails(
         with(&mut command, "carrier").unwrap(),
         &["NVFP4_COLLECTIVES", "carrier", "host"],

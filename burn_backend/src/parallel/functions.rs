@@ -26,6 +26,31 @@ use nvfp4_parallel::Reduction;
 use super::ProcessGroup;
 use crate::ops::collective::{CollectiveOps, Exchange, Step};
 
+/// What happens to a tensor in the forward, and to its gradient in the backward.
+#[derive(Clone, Debug)]
+pub(crate) struct Steps(pub [Step; 2]);
+
+impl Steps {
+    /// Those of [`reduce_scatter`] along the first axis.
+    pub fn reduce_scatter() -> Self {
+        Self([Step::ReduceScatter(Reduction::Sum), Step::AllGather])
+    }
+
+    /// Those of [`gather_sum`] along the first axis.
+    pub fn gather_sum() -> Self {
+        Self([Step::AllGather, Step::ReduceScatter(Reduction::Sum)])
+    }
+
+    /// Those of [`all_to_all`].
+    pub fn all_to_all(send: &[usize], receive: &[usize]) -> Self {
+        let step = |send: &[usize], receive: &[usize]| Step::AllToAll {
+            send: send.into(),
+            receive: receive.into(),
+        };
+        Self([step(send, receive), step(receive, send)])
+    }
+}
+
 /// `x`, which all ranks have; its gradient is the sum of all ranks' gradients.
 pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
@@ -54,27 +79,13 @@ pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
 /// ranks.
 pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
-    along(x, dim, |x| {
-        exchange(
-            x,
-            group,
-            Step::ReduceScatter(Reduction::Sum),
-            Step::AllGather,
-        )
-    })
+    along(x, dim, |x| take(x, group, Steps::reduce_scatter()))
 }
 
 /// The parts of all ranks along axis `dim`, for layers with parts of the weights: the gradient is
 /// this rank's part of the sum of all ranks' gradients.
 pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
-    along(x, dim, |x| {
-        exchange(
-            x,
-            group,
-            Step::AllGather,
-            Step::ReduceScatter(Reduction::Sum),
-        )
-    })
+    along(x, dim, |x| take(x, group, Steps::gather_sum()))
 }
 
 /// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
@@ -137,11 +148,7 @@ pub fn all_to_all<const D: usize>(
     receive: &[usize],
     group: &ProcessGroup,
 ) -> Tensor<D> {
-    let step = |send: &[usize], receive: &[usize]| Step::AllToAll {
-        send: send.into(),
-        receive: receive.into(),
-    };
-    exchange(x, group, step(send, receive), step(receive, send))
+    take(x, group, Steps::all_to_all(send, receive))
 }
 
 fn along<const D: usize>(
@@ -158,6 +165,11 @@ fn along<const D: usize>(
 fn check<const D: usize>(x: &Tensor<D>, dim: usize, group: &ProcessGroup) {
     let fits: Result<(), Nvfp4Error> = group.check_parts("x", x.dims()[dim]);
     fits.unwrap_or_else(|error| panic!("{error}"));
+}
+
+fn take<const D: usize>(x: Tensor<D>, group: &ProcessGroup, steps: Steps) -> Tensor<D> {
+    let [forward, backward] = steps.0;
+    exchange(x, group, forward, backward)
 }
 
 fn exchange<const D: usize>(

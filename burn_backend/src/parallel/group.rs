@@ -11,7 +11,7 @@ use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
 
 #[cfg(feature = "cuda")]
 use crate::ops::collective::DeviceLink;
-use crate::ops::collective::{CollectiveOps, Exchange, Link, ReduceDtype, Step};
+use crate::ops::collective::{CollectiveOps, Exchange, Link, Overlap, ReduceDtype, Step};
 
 /// The ranks that work together on something, such as the parts of a batch or of a weight: this
 /// rank's end. Clones are the same end.
@@ -111,15 +111,14 @@ impl ProcessGroup {
     /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
     /// All ranks call it, each with its device. What NCCL does not take still travels through the
     /// memory of the host: sums of `f16`, and slices.
-    /// Gradients that are averaged in the backward travel as soon as there are 64 MiB of them, between
-    /// its kernels, or with `overlaps` each at once, on a second stream: there NCCL takes SMs from the
-    /// kernels beside it. What of them is whole is freed then.
+    /// `overlap` says what runs beside kernels, on a second stream, where there is something that
+    /// can.
     ///
     /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
     ///
     /// # Errors
     /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
-    pub fn connect(self, device: &Device, overlaps: bool) -> Result<Self, Nvfp4Error> {
+    pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self, Nvfp4Error> {
         let refused = |reason: String| Nvfp4Error::Unsupported {
             library: "NCCL",
             problem: format!("a group of {} ranks on {device:?}", self.size()),
@@ -132,7 +131,7 @@ impl ProcessGroup {
             let DispatchDevice::Cube(cube) = plain.as_dispatch() else {
                 return Err(refused("not a CUDA device".into()));
             };
-            let made = DeviceLink::connect(&cube.client(), &self.link.host, overlaps);
+            let made = DeviceLink::connect(&cube.client(), &self.link.host, overlap);
             let device = Some(made.map_err(refused)?);
             let link = Link {
                 device,
@@ -141,7 +140,7 @@ impl ProcessGroup {
             Ok(Self { link, ..self })
         }
         #[cfg(not(feature = "cuda"))]
-        let _ = overlaps;
+        let _ = overlap;
         #[cfg(not(feature = "cuda"))]
         Err(refused("this build is without the feature cuda".into()))
     }
@@ -149,6 +148,11 @@ impl ProcessGroup {
     /// Whether tensors travel from device to device, of which the ranks each have one.
     pub fn is_connected(&self) -> bool {
         self.link.is_connected()
+    }
+
+    /// What is exchanged beside kernels: what [`connect`](Self::connect) was given.
+    pub fn overlap(&self) -> Overlap {
+        self.link.overlap()
     }
 
     /// The collectives over host memory.

@@ -10,6 +10,7 @@
 //!   optimizer which ones. [`fully_shard_experts`] and [`reduce_expert_gradients`] are the same for
 //!   models with experts on several ranks, and [`SplitParameters`] says what tensor or expert
 //!   parallelism has split before.
+//! - [`Overlap`] says what GPUs exchange beside kernels.
 //! - [`CommunicationMeter`] measures what communication compute does not hide.
 //! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
 
@@ -21,11 +22,12 @@ mod gradients;
 mod group;
 mod meter;
 mod overlapped;
+mod pending;
 mod quantized;
 mod sharded;
 mod shards;
 
-pub use crate::ops::collective::ReduceDtype;
+pub use crate::ops::collective::{Overlap, ReduceDtype};
 pub(crate) use distributed::warn_of_distributed_weight;
 pub use gradients::{
     average_expert_gradients, average_gradients, broadcast, reduce_expert_gradients,
@@ -37,6 +39,7 @@ pub(crate) use overlapped::reduce_dtype_of;
 pub use overlapped::{
     Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
 };
+pub(crate) use pending::Pending;
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};

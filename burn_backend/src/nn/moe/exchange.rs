@@ -10,7 +10,8 @@ use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, moe_permute};
-use crate::parallel::{ProcessGroup, functions};
+use crate::parallel::functions::Steps;
+use crate::parallel::{Pending, ProcessGroup};
 
 /// Which rows travel where.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -146,16 +147,24 @@ impl ExpertExchange {
     }
 
     /// The tokens of this rank's experts from all ranks, by expert, given those of this rank, by
-    /// expert. Differentiable.
+    /// expert; whether the exchange of their gradient runs beside the backward of the router, which
+    /// has made these `logits`. Differentiable.
     ///
     /// The exchange is queued first: the device has waited for the host, which makes the order of
     /// what arrives while it travels.
-    pub fn dispatch(&self, sorted: Tensor<2>) -> (Tensor<2>, Arrived) {
+    pub fn dispatch(
+        &self,
+        sorted: Tensor<2>,
+        logits: &Tensor<2>,
+        overlaps: bool,
+    ) -> (Tensor<2>, Arrived) {
         let Plan { send, receive, .. } = &self.plan;
         let device = sorted.device();
-        let received = functions::all_to_all(sorted, send, receive, &self.group);
+        let steps = Steps::all_to_all(send, receive);
+        let received = Pending::begin(sorted, steps, &self.group, overlaps);
         let Order { rows, places } = self.plan.order();
         let (rows, places) = (ints(&rows, &device), ints(&places, &device));
+        let received = received.end(Some(logits));
         let tokens = self.permute(received, &rows, &places);
         let arrived = Arrived {
             experts: ExpertOffsets::of_counts(&self.plan.rows_of_experts(), &device),
@@ -165,12 +174,13 @@ impl ExpertExchange {
         (tokens, arrived)
     }
 
-    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`.
-    /// Differentiable.
-    pub fn combine(&self, results: Tensor<2>, arrived: &Arrived) -> Tensor<2> {
+    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`; whether they
+    /// are exchanged beside kernels. Differentiable.
+    pub fn combine(&self, results: Tensor<2>, arrived: &Arrived, overlaps: bool) -> Pending {
         let Plan { send, receive, .. } = &self.plan;
         let results = self.permute(results, &arrived.places, &arrived.rows);
-        functions::all_to_all(results, receive, send, &self.group)
+        let steps = Steps::all_to_all(receive, send);
+        Pending::begin(results, steps, &self.group, overlaps)
     }
 
     /// It depends on the number of ranks alone whether there is a step: ranks whose graphs differ

@@ -9,7 +9,8 @@ use burn_core::tensor::{Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
 
 use crate::experts::{ChoiceWindow, sort_window};
-use crate::parallel::{ProcessGroup, functions};
+use crate::parallel::functions::{self, Steps};
+use crate::parallel::{Pending, ProcessGroup};
 
 /// The exchange of the choices of one forward.
 #[derive(Debug)]
@@ -48,18 +49,19 @@ impl GatheredChoices {
     }
 
     /// What this rank's experts have made of their tokens, `results` (a row for each choice of all
-    /// ranks), as what all ranks' experts have made of this rank's tokens. Differentiable.
+    /// ranks), as what all ranks' experts have made of this rank's tokens; whether it is exchanged
+    /// beside kernels. Differentiable.
     ///
     /// Each rank adds up what its experts add to a token in `f32`, rounds that to the type of
     /// `results`, and the ranks add these.
-    pub fn combine(self, results: Tensor<2>) -> Tensor<2> {
+    pub fn combine(self, results: Tensor<2>, overlaps: bool) -> Pending {
         let parts = self.window.combine(results, self.weights);
-        functions::reduce_scatter(parts, 0, &self.group)
+        Pending::begin(parts, Steps::reduce_scatter(), &self.group, overlaps)
     }
 }
 
-/// The tokens of all ranks, rank after rank, given those of this one. Differentiable: the gradient
-/// is the sum of those of all ranks.
-pub(super) fn gather_tokens(x: Tensor<2>, group: &ProcessGroup) -> Tensor<2> {
-    functions::gather_sum(x, 0, group)
+/// The tokens of all ranks, rank after rank, given those of this one; whether they are exchanged
+/// beside kernels. Differentiable: the gradient is the sum of those of all ranks.
+pub(super) fn gather_tokens(x: Tensor<2>, group: &ProcessGroup, overlaps: bool) -> Pending {
+    Pending::begin(x, Steps::gather_sum(), group, overlaps)
 }

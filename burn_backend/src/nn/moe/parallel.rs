@@ -16,9 +16,10 @@ use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
-use crate::parallel::{ProcessGroup, broadcast, whole_dims};
+use crate::parallel::{Overlap, ProcessGroup, broadcast, whole_dims};
 
-/// How tokens travel to the ranks of their experts, and what these make of them back.
+/// How tokens travel to the ranks of their experts, and what these make of them back. What of it
+/// can run beside kernels [depends on it](ExpertParallelMoe#beside-kernels).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertDispatch {
     /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once.
@@ -67,6 +68,19 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 /// All ranks run the same operations in the same order, forward and backward. Where a rank uses a
 /// loss of [`MoeOutput`], all do.
 ///
+/// # Beside kernels
+///
+/// Where the group [says so](crate::parallel::Overlap), or [`with_overlap`](Self::with_overlap),
+/// exchanges run beside kernels, on a second stream:
+///
+/// - That of results runs beside the shared expert, if there is one, and that of their gradient
+///   beside its backward.
+/// - That of tokens runs beside the router with [`ExpertDispatch::AllGather`]; an all-to-all needs
+///   what the router says. That of their gradient runs beside the backward of the logits with both.
+///
+/// All bits are those without. Where ranks of a tensor group share tokens all exchanges are in
+/// line.
+///
 /// ```
 /// # use burn_core as burn;
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -114,6 +128,9 @@ pub struct ExpertParallelMoe {
     settings: MoeSettings,
     #[module(skip)]
     dispatch: ExpertDispatch,
+    /// Whether tokens and results travel beside kernels.
+    #[module(skip)]
+    overlap: bool,
     /// Of the layers that `gate_up` and `down` of all experts were made of.
     #[module(skip)]
     ids: [Option<Vec<PartIds>>; 2],
@@ -181,6 +198,7 @@ impl ExpertParallelMoe {
             ranks: BatchRanks::new(group),
             settings: moe.settings,
             dispatch: ExpertDispatch::default(),
+            overlap: group.overlap() != Overlap::None,
             ids: [gate_up_ids, down_ids],
         })
     }
@@ -232,6 +250,15 @@ impl ExpertParallelMoe {
     /// How tokens travel.
     pub fn dispatch(&self) -> ExpertDispatch {
         self.dispatch
+    }
+
+    /// The same mixture, whose tokens and results [travel beside
+    /// kernels](Self#beside-kernels) if `overlap`, and else in line with them; all ranks choose the
+    /// same. The group [says so](ProcessGroup::overlap) where this is not called. Outputs and
+    /// gradients have the same bits.
+    pub fn with_overlap(mut self, overlap: bool) -> Self {
+        self.overlap = overlap;
+        self
     }
 
     /// The ranks that the experts are on.
@@ -315,15 +342,16 @@ impl ExpertParallelMoe {
             chosen, weights, ..
         } = parts.route(logits.clone())?;
         let routing = Routing::try_new(chosen, experts)?;
-        // What needs no count is queued before the host waits for the counts, and what the experts
-        // do not need is queued behind them: the device has work while it waits for the host.
+        // What needs no count is queued before the host waits for the counts: the device has work
+        // while it waits.
         let sorted = routing.dispatch(x.clone());
-        let shared = shared(x.clone())?;
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
-        let (tokens, arrived) = exchange.dispatch(sorted);
+        let (tokens, arrived) = exchange.dispatch(sorted, &logits, self.overlaps());
         let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
-        let results = exchange.combine(results, &arrived);
-        let mut output = routing.combine(results, weights);
+        let results = exchange.combine(results, &arrived, self.overlaps_shared());
+        let shared = shared(results.behind(x.clone()))?;
+        let results = results.end(shared.as_ref());
+        let output = self.with_shared(routing.combine(results, weights), shared);
         let counts: Vec<i32> = if self.has_all_tokens() {
             exchange
                 .totals()
@@ -339,9 +367,6 @@ impl ExpertParallelMoe {
         let counts = ints(&counts, &x.device());
         let losses = batch_losses(logits, (of, counts.clone()), top_k, &self.ranks);
         let [balance_loss, z_loss] = losses;
-        if let Some(shared) = shared {
-            output = output + shared;
-        }
         Ok(MoeOutput {
             output,
             balance_loss,
@@ -357,7 +382,7 @@ impl ExpertParallelMoe {
         shared: impl FnOnce(Tensor<2>) -> SharedOutput,
     ) -> Result<MoeOutput<2>, Nvfp4Error> {
         let parts = self.parts();
-        let all = gather_tokens(x.clone(), &self.group);
+        let all = gather_tokens(x.clone(), &self.group, self.overlaps());
         let logits = parts.logits(x.clone());
         let MoeRoute {
             chosen,
@@ -365,6 +390,8 @@ impl ExpertParallelMoe {
             counts,
             ..
         } = parts.route(logits.clone())?;
+        // Before the next collective: those of a group run one at a time.
+        let all = all.end(Some(&logits));
         let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
         let (window, first) = (&choices.window, choices.first);
         let results = parts.run_window(window.dispatch(all), window, first)?;
@@ -374,18 +401,43 @@ impl ExpertParallelMoe {
         };
         let [tokens, _] = x.dims();
         let (of, top_k) = (tokens * self.ranks.size(), self.settings.top_k);
-        let mut output = choices.combine(results);
+        let results = choices.combine(results, self.overlaps_shared());
+        let shared = shared(results.behind(x))?;
+        let results = results.end(shared.as_ref());
+        let output = self.with_shared(results, shared);
         let losses = batch_losses(logits, (of, counts.clone()), top_k, &self.ranks);
         let [balance_loss, z_loss] = losses;
-        if let Some(shared) = shared(x)? {
-            output = output + shared;
-        }
         Ok(MoeOutput {
             output,
             balance_loss,
             z_loss,
             counts,
         })
+    }
+
+    /// Whether exchanges run beside kernels. Where ranks share tokens, so do the layers beside:
+    /// they have collectives of their own, which would wait for the exchange or run at the same
+    /// time.
+    fn overlaps(&self) -> bool {
+        self.overlap && self.ranks.tensor.size() == 1
+    }
+
+    /// The same of the exchange that the expert of every token runs beside.
+    fn overlaps_shared(&self) -> bool {
+        self.overlaps() && self.shared.is_some()
+    }
+
+    /// `output`, with what the expert of every token has made of the tokens.
+    ///
+    /// The order of the terms is that in which the backward comes upon what has the tokens for an
+    /// operand, and adds up their gradients: it is the same order, whether exchanges overlap or
+    /// not.
+    fn with_shared(&self, output: Tensor<2>, shared: Option<Tensor<2>>) -> Tensor<2> {
+        match shared {
+            Some(shared) if self.overlaps_shared() => shared + output,
+            Some(shared) => output + shared,
+            None => output,
+        }
     }
 
     /// Whether the ranks of [`group`](Self::group), which exchange tokens and counts, have all that

@@ -2,7 +2,7 @@
 //! beside it.
 
 use super::exchange::Exchange;
-use super::{CollectiveOps, Link};
+use super::{CollectiveOps, Fork, Link};
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::CubeBackend;
 
@@ -15,8 +15,8 @@ impl CollectiveOps for CubeBackend {
         queued(x, &exchange)
     }
 
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self> {
-        joined(x, group)
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self> {
+        joined(x, group, fork)
     }
 }
 
@@ -32,8 +32,12 @@ fn queued(
 }
 
 #[cfg(not(feature = "cuda"))]
-fn joined(_x: burn_cubecl::tensor::CubeTensor, group: Link) -> burn_cubecl::tensor::CubeTensor {
-    unreachable!("no group is connected: {group:?}")
+fn joined(
+    _x: burn_cubecl::tensor::CubeTensor,
+    group: Link,
+    fork: Fork,
+) -> burn_cubecl::tensor::CubeTensor {
+    unreachable!("no group is connected: {group:?}, {fork:?}")
 }
 
 #[cfg(feature = "cuda")]
@@ -47,7 +51,7 @@ mod nccl {
 
     use super::super::super::cube::tensors::new_tensor;
     use super::super::exchange::{Exchange, Step, reduced_type};
-    use super::super::link::{Deferred, DeviceLink, Link, Running};
+    use super::super::link::{Deferred, DeviceLink, Fork, Link, Overlap, Running};
 
     /// What CubeCL's reports call a collective.
     struct NcclCollective;
@@ -77,17 +81,21 @@ mod nccl {
             scratch: Vec::new(),
         };
         let what = format!("NCCL, {exchange:?}");
-        let forks = exchange.forks;
         let stream = out.stream;
         let waits = Waits::of(exchange.group.host.meter());
         let held = dims.iter().product::<usize>() * width;
-        let input = forks.then(|| x.handle.clone());
+        let forked = exchange.fork.map(|fork| (fork, x.handle.clone()));
+        // That of a gradient waits with the group.
+        let output = match exchange.fork {
+            Some(Fork::Own(_)) => Some(out.clone()),
+            _ => None,
+        };
         foreign::submit::<NcclCollective>(&x.client, stream, memory, what, move |place| {
-            let Some(input) = input else {
+            let Some((fork, input)) = forked else {
                 return waits.timed(place, || work.queue(&mut link.communicator(), place));
             };
             match work {
-                Work::Equal(call) if !link.overlaps => {
+                Work::Equal(call) if fork == Fork::Gradient && link.overlap != Overlap::All => {
                     let deferred = Deferred {
                         call,
                         addresses: [place.addresses[0], place.addresses[1]],
@@ -112,7 +120,8 @@ mod nccl {
                             held,
                             Running {
                                 point,
-                                _input: input,
+                                fork,
+                                _memory: output.into_iter().chain([input]).collect(),
                             },
                         );
                         window.take_excess()
@@ -128,8 +137,9 @@ mod nccl {
         new_tensor(&x, out, Shape::from(shape), x.dtype)
     }
 
-    /// `x`, behind what runs beside kernels, and behind what was deferred.
-    pub(super) fn joined(x: CubeTensor, group: Link) -> CubeTensor {
+    /// `x`, behind what `fork` names: its own exchange, or all that run beside kernels and those
+    /// that were deferred.
+    pub(super) fn joined(x: CubeTensor, group: Link, fork: Fork) -> CubeTensor {
         let link = group.device.clone().expect("a group that is connected");
         let memory = ForeignMemory {
             reads: vec![x.handle.clone().binding()],
@@ -140,6 +150,14 @@ mod nccl {
         let stream = x.handle.stream;
         let waits = Waits::of(group.host.meter());
         foreign::submit::<NcclJoin>(&x.client, stream, memory, what, move |place| {
+            if matches!(fork, Fork::Own(_)) {
+                let past = link.running().take_through(|running| running.fork == fork);
+                return match past.last() {
+                    Some(own) => waits.timed(place, || link.side.wait_for(&own.point, place)),
+                    // The stream waits for it already.
+                    None => Ok(()),
+                };
+            }
             let deferred = link.deferred().take();
             if deferred.is_empty() && !link.side.is_forked() {
                 return Ok(());

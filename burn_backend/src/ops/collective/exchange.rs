@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_parallel as parallel;
 use nvfp4_parallel::{Collective, Reduction};
 
-use super::link::Link;
+use super::link::{Fork, Link};
 
 /// The type in which ranks exchange the gradients of parameters to reduce them: Megatron's
 /// `grad_reduce_in_fp32`, and PyTorch FSDP's `reduce_dtype`.
@@ -96,9 +96,10 @@ pub struct Exchange {
     /// The id of the parameter whose value this is, if its gradient is to [wait](super::Waiting)
     /// instead of going to it: then its step is taken beside the rest of the backward.
     pub beside: Option<u64>,
-    /// Whether this step runs beside kernels; [`CollectiveOps::nvfp4_join`](super::CollectiveOps)
-    /// comes before its result is read.
-    pub forks: bool,
+    /// How this step runs beside kernels, if it does;
+    /// [`CollectiveOps::nvfp4_join`](super::CollectiveOps::nvfp4_join) comes before its result is
+    /// read.
+    pub fork: Option<Fork>,
     /// The type in which floats that are reduced travel, if it is not their own: each is rounded to
     /// nearest even once, and the reduction comes back in the type of the tensor.
     pub reduce_dtype: Option<FloatDType>,
@@ -118,7 +119,7 @@ impl Exchange {
             forward,
             backward,
             beside: None,
-            forks: false,
+            fork: None,
             reduce_dtype: None,
         }
     }
@@ -149,7 +150,7 @@ impl Exchange {
             forward: self.backward,
             backward: self.forward,
             beside: None,
-            forks: false,
+            fork: None,
             reduce_dtype: self.reduce_dtype,
         }
     }
@@ -173,8 +174,14 @@ impl Exchange {
         let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
         tracing::trace!(
             target: "burn_nvfp4::collective",
-            step, rank, ranks, ?dtype, bytes, forks = self.forks
+            step, rank, ranks, ?dtype, bytes, forks = self.fork.is_some()
         );
+    }
+
+    /// Reports in the same way that kernels wait from here on for an exchange that ran beside them.
+    pub(super) fn report_join(&self) {
+        let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
+        tracing::trace!(target: "burn_nvfp4::collective", step = "join", rank, ranks);
     }
 
     /// The type in which floats of type `dtype` travel.

@@ -6,7 +6,7 @@ use burn_core::backend::{
 };
 
 use super::exchange::Exchange;
-use super::{CollectiveOps, Link, host};
+use super::{CollectiveOps, Fork, Link, host};
 
 impl CollectiveOps for Flex {
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
@@ -17,7 +17,7 @@ impl CollectiveOps for Flex {
         host::exchange_ints::<Self>(x, &exchange)
     }
 
-    fn nvfp4_join(x: FloatTensor<Self>, _group: Link) -> FloatTensor<Self> {
+    fn nvfp4_join(x: FloatTensor<Self>, _group: Link, _fork: Fork) -> FloatTensor<Self> {
         x
     }
 }

@@ -22,6 +22,34 @@ use super::window::Window;
 #[cfg(feature = "cuda")]
 const HELD: usize = 64 << 20;
 
+/// What the ranks of a group exchange beside kernels, on a second stream of the device, once they
+/// [are connected](crate::parallel::ProcessGroup::connect). There NCCL takes SMs from the kernels
+/// beside it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Overlap {
+    /// Nothing. Gradients that are averaged in the backward travel between its kernels, as soon as
+    /// there are 64 MiB of them.
+    #[default]
+    None,
+    /// Tokens, as far as [`ExpertParallelMoe`](crate::nn::ExpertParallelMoe) has kernels for them
+    /// to run beside. Gradients travel as with [`None`](Self::None).
+    Tokens,
+    /// Tokens too, and each gradient that is averaged in the backward as soon as it is there.
+    All,
+}
+
+/// How a step runs beside kernels, and what it is to those who
+/// [join](super::CollectiveOps::nvfp4_join) it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fork {
+    /// As one of a parameter's gradient: as the group was
+    /// [connected](crate::parallel::ProcessGroup::connect) for these, at once, or later with
+    /// others. All of them are joined together.
+    Gradient,
+    /// At once, on the second stream. It is joined by this number.
+    Own(u64),
+}
+
 /// A rank's connections to the others of a group. Clones are the same connections.
 #[derive(Clone)]
 pub struct Link {
@@ -45,6 +73,17 @@ impl Link {
     /// Whether both are connections of this rank to the others of one group.
     pub(crate) fn is_of(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.host, &other.host)
+    }
+
+    /// What is exchanged beside kernels.
+    pub(crate) fn overlap(&self) -> Overlap {
+        #[cfg(feature = "cuda")]
+        return self
+            .device
+            .as_ref()
+            .map_or(Overlap::None, |device| device.overlap);
+        #[cfg(not(feature = "cuda"))]
+        Overlap::None
     }
 
     /// Whether there are connections from device to device.
@@ -82,8 +121,11 @@ pub(super) struct Deferred {
 pub(super) struct Running {
     /// Behind it.
     pub(super) point: SidePoint,
-    /// As that of [`Deferred`].
-    pub(super) _input: Handle,
+    /// What it is to those who join it.
+    pub(super) fork: Fork,
+    /// Its memory, as far as nobody else is certain to keep it: the input, as that of [`Deferred`],
+    /// and the output, unless it [waits](Waiting).
+    pub(super) _memory: Vec<Handle>,
 }
 
 /// A rank's end of an NCCL communicator.
@@ -91,13 +133,12 @@ pub(super) struct Running {
 #[derive(Clone)]
 pub(crate) struct DeviceLink {
     communicator: Arc<Mutex<Communicator>>,
-    /// Whether collectives of gradients run beside the kernels of the backward.
-    pub(super) overlaps: bool,
-    /// Where they do.
+    pub(super) overlap: Overlap,
+    /// Where collectives run beside kernels.
     pub(super) side: Arc<SideStream>,
     /// Those that run there, and that kernels do not wait for yet.
     running: Arc<Mutex<Window<Running>>>,
-    /// Where they do not run beside: those that are not queued yet.
+    /// Where those of gradients do not run beside kernels: those that are not queued yet.
     deferred: Arc<Mutex<Window<Deferred>>>,
 }
 
@@ -115,12 +156,12 @@ impl DeviceLink {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The communicator of `group` on the device of `client`; whether its collectives of gradients
-    /// run beside kernels. All ranks call it.
+    /// The communicator of `group` on the device of `client`; which of its collectives run beside
+    /// kernels. All ranks call it.
     pub(crate) fn connect(
         client: &Client,
         group: &Arc<HostGroup>,
-        overlaps: bool,
+        overlap: Overlap,
     ) -> Result<Self, String> {
         let group = group.clone();
         // On the device's own thread, whose context is the device's.
@@ -131,7 +172,7 @@ impl DeviceLink {
         let (communicator, side) = made?;
         Ok(Self {
             communicator: Arc::new(Mutex::new(communicator)),
-            overlaps,
+            overlap,
             side: Arc::new(side),
             running: Arc::new(Mutex::new(Window::new(HELD))),
             deferred: Arc::new(Mutex::new(Window::new(HELD))),

@@ -4,6 +4,7 @@
 //! visits operations in an order that the graph of the model alone decides, so ranks with the same
 //! model meet there too.
 
+mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
 mod exchange;
@@ -11,6 +12,7 @@ mod exchange;
 mod flex;
 mod host;
 mod link;
+mod overlapped;
 mod waiting;
 #[cfg(feature = "cuda")]
 mod window;
@@ -18,13 +20,7 @@ mod window;
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, TensorMetadata,
-    autodiff::{
-        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-        grads::Gradients,
-        ops::{Backward, Ops, OpsKind},
-    },
-    backend_extension,
+    Backend, TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::DType;
@@ -33,7 +29,8 @@ use super::dtype::{cast, float_dtype};
 pub use exchange::{Exchange, ReduceDtype, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
-pub use link::Link;
+pub use link::{Fork, Link, Overlap};
+pub use overlapped::OverlappedExchange;
 pub use waiting::Waiting;
 
 /// Collectives on the primitives of a backend.
@@ -68,7 +65,7 @@ pub trait CollectiveOps: Backend {
             return handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
         }
         let x = cast::<Self>(x, float_dtype(travels_in));
-        let forks = exchange.forks;
+        let forks = exchange.fork.is_some();
         let reduced = handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
         match forks {
             // It is not there before it is joined.
@@ -103,16 +100,51 @@ pub trait CollectiveOps: Backend {
         let waiting = group.waiting.clone();
         waiting.join::<Self>(id, |mean, dtype| {
             let mean = match group.is_connected() {
-                true => handed_over::<Self, _>(Self::nvfp4_join(mean, group.clone())),
+                true => {
+                    let joined = Self::nvfp4_join(mean, group.clone(), Fork::Gradient);
+                    handed_over::<Self, _>(joined)
+                }
                 false => mean,
             };
             cast::<Self>(mean, float_dtype(dtype))
         })
     }
 
-    /// `x`, a result of an exchange that ran beside kernels: those that follow wait for it.
-    #[fusion(meta = meta::same)]
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self>;
+    /// `x`, a result of an exchange of `group` that ran beside kernels as `fork` says: those that
+    /// follow wait for it. The group is connected.
+    #[fusion(meta = meta::joined)]
+    fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self>;
+
+    /// The exchange of `x`, which begins here. Nobody reads the result before
+    /// [`nvfp4_end`](Self::nvfp4_end).
+    ///
+    /// `Autodiff` ends that of the gradient here.
+    #[fusion(default)]
+    fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
+        Self::nvfp4_exchange(x, exchange.forked())
+    }
+
+    /// `pending`, the result of `exchange`, to be read from here on. `_beside` is what was made
+    /// beside the exchange, of any shape.
+    ///
+    /// `Autodiff` begins the exchange of the gradient here, ahead of what goes back through
+    /// `_beside`. That has no gradient of it: another operation has to give it one.
+    #[fusion(default)]
+    fn nvfp4_end(
+        pending: FloatTensor<Self>,
+        _beside: FloatTensor<Self>,
+        exchange: OverlappedExchange,
+    ) -> FloatTensor<Self> {
+        ended::<Self>(pending, &exchange)
+    }
+
+    /// `x`, of which something is made beside the exchange whose result is `_pending`.
+    ///
+    /// `Autodiff` lets its gradient go on before it ends that exchange's.
+    #[fusion(default)]
+    fn nvfp4_behind(x: FloatTensor<Self>, _pending: FloatTensor<Self>) -> FloatTensor<Self> {
+        x
+    }
 }
 
 /// `out`, the result of a collective, after Burn's fusion has handed over what it holds back, the
@@ -127,13 +159,29 @@ fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
     out
 }
 
+/// `pending`, the result of an exchange that has begun, behind it.
+pub(super) fn ended<B: CollectiveOps>(
+    pending: FloatTensor<B>,
+    overlapped: &OverlappedExchange,
+) -> FloatTensor<B> {
+    let exchange = &overlapped.exchange;
+    exchange.report_join();
+    if !exchange.is_queued(pending.dtype()) {
+        // The host has waited for it.
+        return pending;
+    }
+    // What is queued beside it, and held back, comes first: it is not to wait.
+    let pending = handed_over::<B, _>(pending);
+    B::nvfp4_join(pending, exchange.group.clone(), overlapped.fork())
+}
+
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::Shape;
     use nvfp4_parallel::Collective;
 
-    use super::{Exchange, Link};
+    use super::{Exchange, Fork, Link};
 
     pub(super) fn exchange(x: &TensorSpec, exchange: &Exchange) -> TensorSpec {
         let size = exchange.group.host.size();
@@ -141,39 +189,8 @@ mod meta {
         TensorSpec::new(Shape::from(shape), x.dtype)
     }
 
-    pub(super) fn same(x: &TensorSpec, _group: &Link) -> TensorSpec {
+    pub(super) fn joined(x: &TensorSpec, _group: &Link, _fork: &Fork) -> TensorSpec {
         TensorSpec::new(x.shape.clone(), x.dtype)
-    }
-}
-
-/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
-/// gradient of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
-#[derive(Debug)]
-struct ExchangeStep;
-
-impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
-    type State = (Exchange, DType);
-
-    fn backward(
-        self,
-        ops: Ops<Self::State, 1>,
-        grads: &mut Gradients,
-        _checkpointer: &mut Checkpointer,
-    ) {
-        let grad = grads.consume::<B>(&ops.node);
-        let [node] = ops.parents;
-        let Some(node) = node else { return };
-        let (exchange, dtype) = ops.state;
-        match exchange.beside {
-            Some(id) => {
-                let dtype = match exchange.reduce_dtype {
-                    Some(_) => dtype,
-                    None => grad.dtype(),
-                };
-                exchange_beside::<B>((id, dtype), grad, exchange.reversed());
-            }
-            None => grads.register::<B>(node.id, B::nvfp4_exchange(grad, exchange.reversed())),
-        }
     }
 }
 
@@ -186,42 +203,8 @@ pub(super) fn exchange_beside<B: CollectiveOps>(
 ) {
     let waiting = exchange.group.waiting.clone();
     let exchange = Exchange {
-        forks: true,
+        fork: Some(Fork::Gradient),
         ..exchange
     };
     waiting.push::<B>((id, dtype), B::nvfp4_exchange(grad, exchange));
-}
-
-impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
-    fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        let (x, node) = x.into_parts();
-        let dtype = x.dtype();
-        let out = B::nvfp4_exchange(x, exchange.clone());
-        match ExchangeStep.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((exchange, dtype), out),
-            OpsKind::UnTracked(prep) => prep.finish(out),
-        }
-    }
-
-    fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
-        B::nvfp4_exchange_int(x, exchange)
-    }
-
-    fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
-        Self::nvfp4_exchange(x, exchange)
-    }
-
-    fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
-        B::nvfp4_queue_exchange_int(x, exchange)
-    }
-
-    fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
-        let (like, _) = like.into_parts();
-        Self::from_inner(B::nvfp4_gradient_beside(like, id, group))
-    }
-
-    fn nvfp4_join(x: FloatTensor<Self>, group: Link) -> FloatTensor<Self> {
-        let (x, _) = x.into_parts();
-        Self::from_inner(B::nvfp4_join(x, group))
-    }
 }

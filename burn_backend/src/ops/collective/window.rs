@@ -47,6 +47,14 @@ impl<T> Window<T> {
         taken
     }
 
+    /// Takes the last that `is_it` accepts and all that are older; nothing where there is none.
+    pub(super) fn take_through(&mut self, is_it: impl Fn(&T) -> bool) -> Vec<T> {
+        let last = self.entries.iter().rposition(|(_, entry)| is_it(entry));
+        let count = last.map_or(0, |last| last + 1);
+        let taken = self.entries.drain(..count);
+        taken.map(|(_, entry)| entry).collect()
+    }
+
     /// Takes all.
     pub(super) fn take(&mut self) -> Vec<T> {
         self.entries.drain(..).map(|(_, entry)| entry).collect()
@@ -73,5 +81,17 @@ mod tests {
         assert!(window.is_full());
         assert_eq!(window.take(), ['d']);
         assert!(!window.is_full() && window.take().is_empty());
+    }
+
+    #[test]
+    fn one_leaves_with_all_that_are_older() {
+        let mut window = Window::new(10);
+        for entry in ['a', 'b', 'c'] {
+            window.push(1, entry);
+        }
+        assert!(window.take_through(|entry| *entry == 'd').is_empty());
+        assert_eq!(window.take_through(|entry| *entry == 'b'), ['a', 'b']);
+        assert!(window.take_through(|entry| *entry == 'b').is_empty());
+        assert_eq!(window.take(), ['c']);
     }
 }

@@ -5,10 +5,18 @@
 
 use std::fmt::Debug;
 
+use burn_core::module::{Module, ModuleVisitor, Param};
 use burn_core::tensor::{DType, Device, DeviceType, Int, Tensor, TensorData};
-use burn_nvfp4::parallel::{ProcessGroup, functions};
+use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
+use burn_nvfp4::parallel::{
+    ExpertGroups, Overlap, ProcessGroup, RankLoss, average_expert_gradients,
+    average_replicated_in_backward, functions,
+};
+use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4Recipe};
+use burn_optim::GradientsParams;
 use nvfp4_parallel::Reduction;
 
+use super::data::Initialise;
 use super::on_ranks;
 use crate::support::skip::skip;
 use crate::support::{Matrix, values};
@@ -43,7 +51,7 @@ fn both<T: Send + PartialEq + Debug>(
         on_ranks(RANKS, |group| {
             let device = Device::cuda(group.rank());
             let group = match connect {
-                true => group.connect(&device, false).unwrap(),
+                true => group.connect(&device, Overlap::None).unwrap(),
                 false => group,
             };
             body(&group, &device)
@@ -153,4 +161,86 @@ fn collectives_stand_in_line_with_kernels() {
     });
     assert!(found[0].iter().all(|value| value.is_finite()));
     assert_ne!(found[0], found[1]);
+}
+
+/// The gradients of a module's parameters, in order.
+struct OfParameters<'a>(&'a GradientsParams, Vec<Vec<f32>>);
+
+impl ModuleVisitor for OfParameters<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let gradient = self.0.get::<D>(param.id);
+        self.1.push(values(gradient.expect("a gradient")));
+    }
+}
+
+/// Outputs and gradients of a few steps of a mixture on a rank. Gradients of what both ranks have
+/// are averaged in the backward, so that their collectives run beside exchanges of tokens.
+fn steps_of_experts(
+    group: &ProcessGroup,
+    device: &Device,
+    recipe: &Nvfp4Recipe,
+    dispatch: ExpertDispatch,
+) -> Vec<Vec<f32>> {
+    const WIDTH: usize = 512;
+    let device = device.clone().autodiff();
+    let config = Nvfp4MoeConfig::new(WIDTH, 256, 8).with_shared_hidden(Some(2048));
+    let moe = config.with_recipe(recipe.clone()).init(&device);
+    let moe = ExpertParallelMoe::from_moe(moe.map(&mut Initialise(0)), group);
+    let experts = expert_parameters(&moe);
+    let groups = ExpertGroups {
+        batch: group,
+        experts: &experts,
+        data: &ProcessGroup::single(),
+        loss: RankLoss::Mean,
+    };
+    let moe = average_replicated_in_backward(moe.with_dispatch(dispatch), groups, 1);
+    let mut found = Vec::new();
+    for step in 0..4 {
+        let seed = 20 + 2 * step + group.rank() as u64;
+        let x = Matrix::gaussian(1024, WIDTH, DType::BF16, seed).tensor(&device);
+        let x = x.require_grad();
+        // Kernels before and after the mixture, and one mixture behind another.
+        let inner = moe.forward(x.clone() * 2).output;
+        let out = moe.forward(inner + x.clone());
+        let losses = out.balance_loss + out.z_loss;
+        let loss = out.output.clone().cast(DType::F32).square().mean() + losses;
+        let mut gradients = loss.backward();
+        found.push(values(out.output));
+        found.push(values(x.grad_remove(&mut gradients).unwrap()));
+        let mut gradients = GradientsParams::from_grads(gradients, &moe);
+        average_expert_gradients(&moe, &mut gradients, groups);
+        let mut of_parameters = OfParameters(&gradients, Vec::new());
+        moe.visit(&mut of_parameters);
+        found.extend(of_parameters.1);
+    }
+    found
+}
+
+/// What travels beside kernels has arrived before it is read, and its memory is not used again too
+/// early, forward and backward.
+#[test]
+fn tokens_beside_kernels_have_the_bits_of_those_in_line() {
+    skip_without_two_gpus!();
+    for preset in ["bf16", "nvidia"] {
+        let recipe = Nvfp4Recipe::preset(preset).unwrap().with_seed(3);
+        for dispatch in [ExpertDispatch::AllToAll, ExpertDispatch::AllGather] {
+            let of = |overlap: Overlap| {
+                on_ranks(RANKS, |group| {
+                    let device = Device::cuda(group.rank());
+                    let group = group.connect(&device, overlap).unwrap();
+                    steps_of_experts(&group, &device, &recipe, dispatch)
+                })
+            };
+            let in_line = of(Overlap::None);
+            for overlap in [Overlap::Tokens, Overlap::All] {
+                let what = format!("{preset}, {dispatch:?}, {overlap:?}");
+                for (rank, (found, expected)) in of(overlap).iter().zip(&in_line).enumerate() {
+                    for (place, (found, expected)) in found.iter().zip(expected).enumerate() {
+                        assert!(found == expected, "{what}: tensor {place} of rank {rank}");
+                        assert!(found.iter().all(|value| value.is_finite()), "{what}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -2,6 +2,8 @@
 
 mod equal;
 mod module;
+mod order;
+mod overlap;
 mod training;
 mod window;
 
@@ -36,6 +38,12 @@ struct Case {
     favourite: Option<usize>,
     /// How tokens travel.
     dispatch: ExpertDispatch,
+    /// Whether they do beside kernels.
+    overlap: bool,
+    /// Whether gate and up are computed again.
+    recompute: bool,
+    /// Whether autodiff computes what it can again.
+    checkpointing: bool,
 }
 
 impl Case {
@@ -50,6 +58,18 @@ impl Case {
             losses: None,
             favourite: None,
             dispatch: ExpertDispatch::AllToAll,
+            overlap: false,
+            recompute: false,
+            checkpointing: false,
+        }
+    }
+
+    /// Where it is differentiated.
+    fn device(&self) -> Device {
+        let device = device().autodiff();
+        match self.checkpointing {
+            true => device.gradient_checkpointing(),
+            false => device,
         }
     }
 
@@ -140,10 +160,16 @@ impl Case {
         on_ranks(self.tokens.len(), |group| self.on_rank(&group))
     }
 
-    fn on_rank(&self, group: &ProcessGroup) -> Found {
-        let device = device().autodiff();
-        let moe = ExpertParallelMoe::from_moe(self.moe(&device), group);
+    /// A rank's part of the mixture.
+    fn part_of_moe(&self, device: &Device, group: &ProcessGroup) -> ExpertParallelMoe {
+        let moe = ExpertParallelMoe::from_moe(self.moe(device), group);
         let moe = moe.with_dispatch(self.dispatch);
+        moe.with_overlap(self.overlap)
+            .with_recompute(self.recompute)
+    }
+
+    fn on_rank(&self, group: &ProcessGroup) -> Found {
+        let moe = self.part_of_moe(&self.device(), group);
         let weights = Weights {
             router: moe.router.weight.val(),
             gate_up: moe.gate_up.weight.val(),
@@ -162,7 +188,7 @@ impl Case {
         weights: Weights,
         forward: impl Fn(Tensor<2>) -> MoeOutput<2>,
     ) -> Found {
-        let device = device().autodiff();
+        let device = self.device();
         let x = self.rows(tokens.clone(), 5, &device).require_grad();
         let dy = self.rows(tokens, 6, &device);
         let out = forward(x.clone());
@@ -195,6 +221,7 @@ struct Weights {
 }
 
 /// What a forward and a backward give.
+#[derive(PartialEq)]
 struct Found {
     y: Vec<f32>,
     dx: Vec<f32>,
