@@ -13,7 +13,7 @@ use half::bf16;
 use super::{
     backward_problem::{
         BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, empty,
-        full, own_stage_of, stage_of, wait_for_item,
+        full, item_of, own_stage_of, stage_of,
     },
     forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
@@ -135,8 +135,10 @@ pub fn sm90_backward_kernel(
         #[unroll]
         for i in 0..OWN_STAGES {
             barriers[comptime!(2 * i)].init_manual(1);
-            // Both warpgroups, and the warp that stores what is known of queries.
-            barriers[comptime!(2 * i + 1)].init_manual(comptime!(2 + plan.is_keys() as u32));
+            // Both warpgroups, and the warp that stores what is known of queries, if it waits.
+            barriers[comptime!(2 * i + 1)].init_manual(comptime!(
+                2 + (plan.is_keys() && plan.tiles().draws()) as u32
+            ));
         }
         #[unroll]
         for i in OWN_STAGES..comptime!(OWN_STAGES + BACKWARD_STAGES) {
@@ -147,7 +149,7 @@ pub fn sm90_backward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let offsets = comptime!(plan.plan.offsets);
+    let (offsets, draws) = comptime!((plan.plan.offsets, plan.tiles().draws()));
     let all = Tiles::of(&problem.problem, &problem.schedule, comptime!(plan.plan));
     let items = all.all();
     let inner = comptime!(plan.plan.inner as u32);
@@ -155,7 +157,6 @@ pub fn sm90_backward_kernel(
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
             let mut item = CUBE_POS as u32;
-            let mut next = draw(&problem.schedule, items);
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
@@ -163,7 +164,9 @@ pub fn sm90_backward_kernel(
                 let (tile, blocks) = (work.tile, work.blocks);
                 let own = own_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
-                st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
+                if comptime!(draws) {
+                    st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
+                }
                 mbarrier_arrive_expect_tx(
                     full(memory, own.number),
                     comptime!(32 * plan.own_vectors() as u32),
@@ -193,8 +196,10 @@ pub fn sm90_backward_kernel(
                         column,
                     );
                 }
-                item = next;
-                next = draw(&problem.schedule, items);
+                let mut next = item + CUBE_COUNT as u32;
+                if comptime!(draws) {
+                    next = draw(&problem.schedule, items);
+                }
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = (blocks.first + step % blocks.count) * inner;
@@ -233,12 +238,15 @@ pub fn sm90_backward_kernel(
                     used += 1u32;
                 }
                 tiles += 1u32;
+                item = next;
             }
-            // There is no further one.
-            let own = own_stage_of(memory, tiles, plan);
-            mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
-            st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
-            mbarrier_arrive(full(memory, own.number));
+            if comptime!(draws) {
+                // There is no further one.
+                let own = own_stage_of(memory, tiles, plan);
+                mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
+                st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
+                mbarrier_arrive(full(memory, own.number));
+            }
         } else if comptime!(plan.is_keys()) {
             if UNIT_POS / 32u32 == 1u32 {
                 store_rows(&problem, all, memory, plan);
@@ -248,11 +256,14 @@ pub fn sm90_backward_kernel(
         setmaxnreg_inc(240u32);
         let mut tiles = 0u32;
         let mut used = 0u32;
-        let mut item = wait_for_item(memory, tiles, plan);
+        let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
         while item < items {
             let work = work_of(&problem, all, item, plan);
             let (tile, visible, blocks) = (work.tile, work.visible, work.blocks);
             let own = own_stage_of(memory, tiles, plan);
+            if comptime!(!draws) {
+                mbarrier_wait_parity(full(memory, own.number), own.parity);
+            }
             let held = Memory {
                 own_a: own.a,
                 own_b: own.b,
@@ -325,7 +336,7 @@ pub fn sm90_backward_kernel(
             }
             used += blocks.count * blocks.heads;
             tiles += 1u32;
-            item = wait_for_item(memory, tiles, plan);
+            item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
         }
     }
 }
@@ -343,14 +354,16 @@ fn store_rows(
     let items = all.all();
     let mut tiles = 0u32;
     let mut used = 0u32;
-    let mut item = wait_for_item(memory, tiles, plan);
+    let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
     while item < items {
         let work = work_of(problem, all, item, plan);
         let (tile, blocks) = (work.tile, work.blocks);
-        // All lanes have read the number.
-        sync_plane();
-        if lane == 0u32 {
-            mbarrier_arrive(empty(memory, own_stage_of(memory, tiles, plan).number));
+        if comptime!(plan.tiles().draws()) {
+            // All lanes have read the number.
+            sync_plane();
+            if lane == 0u32 {
+                mbarrier_arrive(empty(memory, own_stage_of(memory, tiles, plan).number));
+            }
         }
         for step in 0..blocks.count * blocks.heads {
             let head = blocks.head + step / blocks.count;
@@ -379,6 +392,6 @@ fn store_rows(
             used += 1u32;
         }
         tiles += 1u32;
-        item = wait_for_item(memory, tiles, plan);
+        item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
     }
 }

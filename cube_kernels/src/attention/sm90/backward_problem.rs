@@ -205,12 +205,22 @@ pub(super) fn own_stage_of(
     }
 }
 
-/// The number of the CTA's tile number `tiles`, when its rows are there.
+/// The number of the CTA's tile number `tiles`: `in_turn`, or what was drawn, when its rows are
+/// there.
 #[cube]
-pub(super) fn wait_for_item(memory: Memory, tiles: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
-    let own = own_stage_of(memory, tiles, plan);
-    mbarrier_wait_parity(full(memory, own.number), own.parity);
-    ld_shared(memory.items + own.number * 4u32)
+pub(super) fn item_of(
+    memory: Memory,
+    tiles: u32,
+    in_turn: u32,
+    #[comptime] plan: Sm90BackwardPlan,
+) -> u32 {
+    if comptime!(plan.tiles().draws()) {
+        let own = own_stage_of(memory, tiles, plan);
+        mbarrier_wait_parity(full(memory, own.number), own.parity);
+        ld_shared(memory.items + own.number * 4u32)
+    } else {
+        in_turn
+    }
 }
 
 /// The stage of use number `used`, counted from the first.

@@ -209,12 +209,17 @@ fn q_stage_of(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> QuerySt
     }
 }
 
-/// The number of the CTA's tile number `tiles`, when its queries are there.
+/// The number of the CTA's tile number `tiles`: `in_turn`, or what was drawn, when its queries are
+/// there.
 #[cube]
-fn wait_for_item(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> u32 {
-    let place = q_stage_of(memory, tiles, plan);
-    mbarrier_wait_parity(full(memory, place.number), place.parity);
-    ld_shared(memory.items + place.number * 4u32)
+fn item_of(memory: Memory, tiles: u32, in_turn: u32, #[comptime] plan: Sm90Plan) -> u32 {
+    if comptime!(plan.tiles().draws()) {
+        let place = q_stage_of(memory, tiles, plan);
+        mbarrier_wait_parity(full(memory, place.number), place.parity);
+        ld_shared(memory.items + place.number * 4u32)
+    } else {
+        in_turn
+    }
 }
 
 /// The stage of use number `used`, counted from the first.
@@ -286,14 +291,13 @@ pub fn sm90_forward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let offsets = comptime!(plan.plan.offsets);
+    let (offsets, draws) = comptime!((plan.plan.offsets, plan.tiles().draws()));
     let all = Tiles::of(&problem, &schedule, comptime!(plan.plan));
     let items = all.all();
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
             let mut item = CUBE_POS as u32;
-            let mut next = draw(&schedule, items);
             let mut tiles = 0u32;
             let mut used = 0u32;
             while item < items {
@@ -303,7 +307,9 @@ pub fn sm90_forward_kernel(
                 let kv_head = tile.head / problem.group;
                 let place = q_stage_of(memory, tiles, plan);
                 mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
-                st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
+                if comptime!(draws) {
+                    st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
+                }
                 mbarrier_arrive_expect_tx(
                     full(memory, place.number),
                     comptime!(16 * plan.q_vectors() as u32),
@@ -322,8 +328,10 @@ pub fn sm90_forward_kernel(
                         comptime!((i * BOX) as i32).runtime(),
                     );
                 }
-                item = next;
-                next = draw(&schedule, items);
+                let mut next = item + CUBE_COUNT as u32;
+                if comptime!(draws) {
+                    next = draw(&schedule, items);
+                }
                 let mut block = blocks.end;
                 while block > blocks.first {
                     block -= 1u32;
@@ -365,24 +373,30 @@ pub fn sm90_forward_kernel(
                     used += 1u32;
                 }
                 tiles += 1u32;
+                item = next;
             }
-            // There is no further one.
-            let place = q_stage_of(memory, tiles, plan);
-            mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
-            st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
-            mbarrier_arrive(full(memory, place.number));
+            if comptime!(draws) {
+                // There is no further one.
+                let place = q_stage_of(memory, tiles, plan);
+                mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
+                st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
+                mbarrier_arrive(full(memory, place.number));
+            }
         }
     } else {
         setmaxnreg_inc(240u32);
         let mut maxima = Maxima::new();
         let mut tiles = 0u32;
         let mut used = 0u32;
-        let mut item = wait_for_item(memory, tiles, plan);
+        let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
         while item < items {
             let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
             let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
             let blocks = blocks_of(visible, tile, plan);
             let queries = q_stage_of(memory, tiles, plan);
+            if comptime!(!draws) {
+                mbarrier_wait_parity(full(memory, queries.number), queries.parity);
+            }
             let own = Memory {
                 q: queries.q,
                 k: memory.k,
@@ -405,7 +419,7 @@ pub fn sm90_forward_kernel(
             release_queries(own, queries.number);
             used += blocks.end - blocks.first;
             tiles += 1u32;
-            item = wait_for_item(memory, tiles, plan);
+            item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
         }
         if comptime!(plan.amax.is_some()) {
             leave_plane(

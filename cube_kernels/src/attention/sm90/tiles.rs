@@ -2,8 +2,9 @@
 //! sequence each is.
 //!
 //! With a causal mask tiles have work of very different amounts. So a CTA takes its first tile by
-//! its number, and draws the others: a thread counts in device memory, and tells the others through
-//! shared memory. Which CTA has a tile changes no bit.
+//! its number, and draws each further one when it begins with the one before: a thread counts in
+//! device memory, and tells the others through shared memory. Tiles of sequences at offsets, which
+//! are short more often than not, are taken in turn. Which CTA has a tile changes no bit.
 //!
 //! Where sequences lie at offsets in device memory, kernels before this one write a table of the
 //! tiles (`super::table`). Tiles begin with their sequence as those of equal sequences do: a
@@ -49,6 +50,17 @@ pub struct TilePlan {
     pub backwards: bool,
     /// Sequences begin at offsets in device memory: maps have one sequence, of all tokens.
     pub offsets: bool,
+}
+
+impl TilePlan {
+    /// Whether CTAs draw their tiles, and do not take them in turn.
+    ///
+    /// Measured (H100, 16 heads of 128, forward / backward): 4 sequences of 4096 tokens 0.49 / 1.71
+    /// ms drawn, 0.56 / 1.87 in turn; documents of 9 to 911 tokens 174 / 551 µs drawn, and on
+    /// another H100 157 / 492 in turn.
+    pub const fn draws(self) -> bool {
+        !self.offsets
+    }
 }
 
 /// A tile of the rows that a CTA holds.
@@ -164,16 +176,13 @@ pub(super) fn tile_of(
     }
 }
 
-/// Draws the next tile of this CTA, of `items`; behind the last one, a number that is no tile's.
-///
-/// One thread of each CTA comes here, once and then once for each tile that the CTA takes, two tiles
-/// ahead: what comes back has a tile's time to do so. That is as often, in all, as there are CTAs
-/// and tiles, so that the last one sets the word back to zero.
+/// Draws the next tile of this CTA, of `items`; behind the last one, a number that is no tile's. One
+/// thread of a CTA comes here, once for each tile that the CTA takes: as often, in all, as there are
+/// tiles, so that the last one sets the word back to zero.
 #[cube]
 pub(super) fn draw(schedule: &Schedule, items: u32) -> u32 {
     let drawn = cvta_to_global::<u32>(schedule.drawn.as_ptr());
-    let ctas = CUBE_COUNT as u32;
-    ctas + atom_relaxed_gpu_inc(drawn, ctas + items - 1u32)
+    CUBE_COUNT as u32 + atom_relaxed_gpu_inc(drawn, items - 1u32)
 }
 
 /// The first token of the tile's sequence on one side.
