@@ -2,9 +2,7 @@
 //! layer.
 
 pub mod counted;
-#[cfg(any(feature = "cpu", feature = "cuda"))]
 pub mod own_process;
-#[cfg(any(feature = "cpu", feature = "cuda"))]
 #[path = "../../../../cube_kernels/tests/suite/support/process.rs"]
 pub mod process;
 pub mod skip;

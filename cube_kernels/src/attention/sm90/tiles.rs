@@ -37,7 +37,7 @@ pub struct Schedule {
     pub section: u32,
     /// The table of the tiles. Where the plan has no offsets, any memory.
     pub tiles: Box<[u32]>,
-    /// A word that is zero before and behind a launch, in which [`draw`] counts.
+    /// A word that is zero before and behind a launch, in which CTAs count the tiles that they draw.
     pub drawn: Box<[u32]>,
 }
 
