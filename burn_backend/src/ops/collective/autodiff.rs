@@ -22,7 +22,7 @@ use burn_core::tensor::DType;
 use super::{CollectiveOps, Exchange, Fork, Link, OverlappedExchange, ended, exchange_beside};
 
 /// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
-/// gradient of a parameter is joined that [may have come](ReduceDtype::of_wgrad) in another.
+/// gradient of a parameter is joined that [may have come](super::ReduceDtype::of_wgrad) in another.
 #[derive(Debug)]
 struct ExchangeStep;
 

@@ -12,12 +12,12 @@ use half::bf16;
 
 use super::{
     backward_problem::{
-        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, OWN_STAGES, Sm90BackwardPlan, empty,
-        full, item_of, own_stage_of, stage_of,
+        BACKWARD_STAGES, BackwardProblem, Blocks, Memory, Sm90BackwardPlan, own_at, stage_of,
     },
+    barriers::{Barriers, PLACES, place_of},
     forward::{BOX, BOX_VECTORS, CONSUMER_WARPS},
     gradients::{Place, keys_and_values, queries, write},
-    tiles::{Tile, Tiles, draw, first_token, row_in_map, tile_of},
+    tiles::{Tile, Tiles, first_token, next_item, row_in_map, tile_of},
 };
 use crate::{
     attention::mma::{
@@ -110,9 +110,9 @@ pub fn sm90_backward_kernel(
     #[comptime] plan: Sm90BackwardPlan,
 ) {
     let mut own_a_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(OWN_STAGES * plan.own_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(PLACES * plan.own_vectors()), 1024usize);
     let mut own_b_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(OWN_STAGES * plan.own_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(PLACES * plan.own_vectors()), 1024usize);
     let mut a_stages: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.stage_vectors()), 1024usize);
     let mut b_stages: Shared<[Vector<bf16, Const<8>>]> =
@@ -120,20 +120,22 @@ pub fn sm90_backward_kernel(
     let row_values: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(BACKWARD_STAGES * plan.plan.inner / 2), 16usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * (OWN_STAGES + BACKWARD_STAGES)), 8usize);
-    let drawn: Shared<[u32]> = Shared::new_aligned_slice(OWN_STAGES, 8usize);
+        Shared::new_aligned_slice(comptime!(2 * (PLACES + BACKWARD_STAGES)), 8usize);
+    let items: Shared<[u32]> = Shared::new_aligned_slice(PLACES, 8usize);
     let memory = Memory {
         own_a: cvta_to_shared::<Vector<bf16, Const<8>>>(own_a_tile.as_slice().as_ptr()),
         own_b: cvta_to_shared::<Vector<bf16, Const<8>>>(own_b_tile.as_slice().as_ptr()),
         block_a: cvta_to_shared::<Vector<bf16, Const<8>>>(a_stages.as_slice().as_ptr()),
         block_b: cvta_to_shared::<Vector<bf16, Const<8>>>(b_stages.as_slice().as_ptr()),
         rows: cvta_to_shared::<Vector<u32, Const<4>>>(row_values.as_slice().as_ptr()),
-        barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
-        items: cvta_to_shared::<u32>(drawn.as_slice().as_ptr()),
+        barriers: Barriers {
+            start: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+            items: cvta_to_shared::<u32>(items.as_slice().as_ptr()),
+        },
     };
     if UNIT_POS == 0 {
         #[unroll]
-        for i in 0..OWN_STAGES {
+        for i in 0..PLACES {
             barriers[comptime!(2 * i)].init_manual(1);
             // Both warpgroups, and the warp that stores what is known of queries, if it waits.
             barriers[comptime!(2 * i + 1)].init_manual(comptime!(
@@ -141,7 +143,7 @@ pub fn sm90_backward_kernel(
             ));
         }
         #[unroll]
-        for i in OWN_STAGES..comptime!(OWN_STAGES + BACKWARD_STAGES) {
+        for i in PLACES..comptime!(PLACES + BACKWARD_STAGES) {
             // TMA's thread, and the warp that stores what is known of queries.
             barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
             barriers[comptime!(2 * i + 1)].init_manual(comptime!(CONSUMER_WARPS as u32));
@@ -149,9 +151,10 @@ pub fn sm90_backward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let (offsets, draws) = comptime!((plan.plan.offsets, plan.tiles().draws()));
+    let offsets = comptime!(plan.plan.offsets);
+    let in_tiles = comptime!(plan.tiles());
     let all = Tiles::of(&problem.problem, &problem.schedule, comptime!(plan.plan));
-    let items = all.all();
+    let end = all.all();
     let inner = comptime!(plan.plan.inner as u32);
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
@@ -159,16 +162,13 @@ pub fn sm90_backward_kernel(
             let mut item = CUBE_POS as u32;
             let mut tiles = 0u32;
             let mut used = 0u32;
-            while item < items {
+            while item < end {
                 let work = work_of(&problem, all, item, plan);
                 let (tile, blocks) = (work.tile, work.blocks);
-                let own = own_stage_of(memory, tiles, plan);
-                mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
-                if comptime!(draws) {
-                    st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
-                }
+                memory.barriers.tell_item(tiles, item, in_tiles);
+                let own = place_of(tiles);
                 mbarrier_arrive_expect_tx(
-                    full(memory, own.number),
+                    memory.barriers.full(own.number),
                     comptime!(32 * plan.own_vectors() as u32),
                 );
                 let first = own.number as usize * comptime!(plan.own_vectors());
@@ -196,22 +196,19 @@ pub fn sm90_backward_kernel(
                         column,
                     );
                 }
-                let mut next = item + CUBE_COUNT as u32;
-                if comptime!(draws) {
-                    next = draw(&problem.schedule, items);
-                }
+                let next = next_item(&problem.schedule, item, end, in_tiles);
                 for step in 0..blocks.count * blocks.heads {
                     let head = blocks.head + step / blocks.count;
                     let row = (blocks.first + step % blocks.count) * inner;
                     let row = row_in_map(tile, row, comptime!(plan.other_side()), offsets);
                     let stage = stage_of(memory, used, plan);
-                    mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
+                    mbarrier_wait_parity(memory.barriers.empty(stage.number), stage.parity ^ 1u32);
                     mbarrier_arrive_expect_tx(
-                        full(memory, stage.number),
+                        memory.barriers.full(stage.number),
                         comptime!(32 * plan.stage_vectors() as u32),
                     );
                     let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
-                    let begin = (stage.number - comptime!(OWN_STAGES as u32)) as usize
+                    let begin = (stage.number - comptime!(PLACES as u32)) as usize
                         * comptime!(plan.stage_vectors());
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
@@ -240,13 +237,7 @@ pub fn sm90_backward_kernel(
                 tiles += 1u32;
                 item = next;
             }
-            if comptime!(draws) {
-                // There is no further one.
-                let own = own_stage_of(memory, tiles, plan);
-                mbarrier_wait_parity(empty(memory, own.number), own.parity ^ 1u32);
-                st_shared(memory.items + own.number * 4u32, u32::reinterpret(item));
-                mbarrier_arrive(full(memory, own.number));
-            }
+            memory.barriers.tell_end(tiles, item, in_tiles);
         } else if comptime!(plan.is_keys()) {
             if UNIT_POS / 32u32 == 1u32 {
                 store_rows(&problem, all, memory, plan);
@@ -256,22 +247,19 @@ pub fn sm90_backward_kernel(
         setmaxnreg_inc(240u32);
         let mut tiles = 0u32;
         let mut used = 0u32;
-        let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
-        while item < items {
+        let mut item = memory.barriers.item(tiles, CUBE_POS as u32, in_tiles);
+        while item < end {
             let work = work_of(&problem, all, item, plan);
             let (tile, visible, blocks) = (work.tile, work.visible, work.blocks);
-            let own = own_stage_of(memory, tiles, plan);
-            if comptime!(!draws) {
-                mbarrier_wait_parity(full(memory, own.number), own.parity);
-            }
+            memory.barriers.wait_for_rows(tiles, in_tiles);
+            let own = place_of(tiles);
             let held = Memory {
-                own_a: own.a,
-                own_b: own.b,
+                own_a: own_at(memory.own_a, own.number, plan),
+                own_b: own_at(memory.own_b, own.number, plan),
                 block_a: memory.block_a,
                 block_b: memory.block_b,
                 rows: memory.rows,
                 barriers: memory.barriers,
-                items: memory.items,
             };
             if comptime!(plan.is_keys()) {
                 let sums = keys_and_values(&problem, visible, tile, blocks, held, used, plan);
@@ -332,11 +320,13 @@ pub fn sm90_backward_kernel(
             sync_async_proxy_shared();
             named_barrier_sync(thread_in_cta() / 128u32, 128u32);
             if (UNIT_POS & 127u32) == 0u32 {
-                mbarrier_arrive(empty(memory, own.number));
+                mbarrier_arrive(memory.barriers.empty(own.number));
             }
             used += blocks.count * blocks.heads;
             tiles += 1u32;
-            item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
+            item = memory
+                .barriers
+                .item(tiles, item + CUBE_COUNT as u32, in_tiles);
         }
     }
 }
@@ -351,18 +341,19 @@ fn store_rows(
 ) {
     let lane = UNIT_POS % 32u32;
     let inner = comptime!(plan.plan.inner as u32);
-    let items = all.all();
+    let in_tiles = comptime!(plan.tiles());
+    let end = all.all();
     let mut tiles = 0u32;
     let mut used = 0u32;
-    let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
-    while item < items {
+    let mut item = memory.barriers.item(tiles, CUBE_POS as u32, in_tiles);
+    while item < end {
         let work = work_of(problem, all, item, plan);
         let (tile, blocks) = (work.tile, work.blocks);
-        if comptime!(plan.tiles().draws()) {
+        if comptime!(in_tiles.draws()) {
             // All lanes have read the number.
             sync_plane();
             if lane == 0u32 {
-                mbarrier_arrive(empty(memory, own_stage_of(memory, tiles, plan).number));
+                mbarrier_arrive(memory.barriers.empty(place_of(tiles).number));
             }
         }
         for step in 0..blocks.count * blocks.heads {
@@ -371,7 +362,7 @@ fn store_rows(
             let stage = stage_of(memory, used, plan);
             let values = head as usize * problem.problem.q_tokens as usize
                 + first_token(tile, Side::Queries, comptime!(plan.plan.offsets)) as usize;
-            mbarrier_wait_parity(empty(memory, stage.number), stage.parity ^ 1u32);
+            mbarrier_wait_parity(memory.barriers.empty(stage.number), stage.parity ^ 1u32);
             #[unroll]
             for i in 0..comptime!(plan.plan.inner / 32) {
                 let this = row + lane + comptime!(32 * i as u32);
@@ -387,11 +378,13 @@ fn store_rows(
             }
             sync_plane();
             if lane == 0u32 {
-                mbarrier_arrive(full(memory, stage.number));
+                mbarrier_arrive(memory.barriers.full(stage.number));
             }
             used += 1u32;
         }
         tiles += 1u32;
-        item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
+        item = memory
+            .barriers
+            .item(tiles, item + CUBE_COUNT as u32, in_tiles);
     }
 }

@@ -3,20 +3,17 @@
 use cubecl::prelude::*;
 
 use super::{
+    barriers::{Barriers, PLACES},
     forward::{BOX, CONSUMERS, WARPGROUP_ROWS},
     tiles::{Schedule, TilePlan},
 };
 use crate::{
     attention::mma::problem::{MmaPlan, Problem, Side},
-    cube::ptx::{Major, WgmmaGemm, WgmmaOperand, ld_shared, mbarrier_wait_parity},
+    cube::ptx::{Major, WgmmaGemm, WgmmaOperand},
 };
 
 /// Stages of the blocks that a CTA passes over: one is filled while the GEMMs of two run.
 pub(super) const BACKWARD_STAGES: usize = 3;
-
-/// Tiles of the rows that a CTA holds that have a place: the next one's rows come while this one is
-/// computed.
-pub(super) const OWN_STAGES: usize = 2;
 
 /// Which gradients a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -168,9 +165,7 @@ pub(super) struct Memory {
     pub block_b: u32,
     /// Log-sum-exps of the queries of a stage, then their deltas.
     pub rows: u32,
-    pub barriers: u32,
-    /// The numbers of the tiles whose rows are in their places.
-    pub items: u32,
+    pub barriers: Barriers,
 }
 
 /// A place of blocks of the other side, or of the rows that a CTA holds.
@@ -187,40 +182,11 @@ pub(super) struct Stage {
     pub rows: u32,
 }
 
-/// The place of the rows of a CTA's tile number `tiles`.
+/// Where the rows of an operand begin, of the CTA's tile in place `place`; `first` is where those
+/// of the first place do.
 #[cube]
-pub(super) fn own_stage_of(
-    memory: Memory,
-    tiles: u32,
-    #[comptime] plan: Sm90BackwardPlan,
-) -> Stage {
-    let number = tiles % comptime!(OWN_STAGES as u32);
-    let bytes = number * comptime!(16 * plan.own_vectors() as u32);
-    Stage {
-        number,
-        parity: (tiles / comptime!(OWN_STAGES as u32)) & 1u32,
-        a: memory.own_a + bytes,
-        b: memory.own_b + bytes,
-        rows: memory.rows,
-    }
-}
-
-/// The number of the CTA's tile number `tiles`: `in_turn`, or what was drawn, when its rows are
-/// there.
-#[cube]
-pub(super) fn item_of(
-    memory: Memory,
-    tiles: u32,
-    in_turn: u32,
-    #[comptime] plan: Sm90BackwardPlan,
-) -> u32 {
-    if comptime!(plan.tiles().draws()) {
-        let own = own_stage_of(memory, tiles, plan);
-        mbarrier_wait_parity(full(memory, own.number), own.parity);
-        ld_shared(memory.items + own.number * 4u32)
-    } else {
-        in_turn
-    }
+pub(super) fn own_at(first: u32, place: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
+    first + place * comptime!(16 * plan.own_vectors() as u32)
 }
 
 /// The stage of use number `used`, counted from the first.
@@ -229,20 +195,10 @@ pub(super) fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Backward
     let stage = used % comptime!(BACKWARD_STAGES as u32);
     let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
     Stage {
-        number: comptime!(OWN_STAGES as u32) + stage,
+        number: comptime!(PLACES as u32) + stage,
         parity: (used / comptime!(BACKWARD_STAGES as u32)) & 1u32,
         a: memory.block_a + bytes,
         b: memory.block_b + bytes,
         rows: memory.rows + stage * comptime!(8 * plan.plan.inner as u32),
     }
-}
-
-#[cube]
-pub(super) fn full(memory: Memory, number: u32) -> u32 {
-    memory.barriers + number * 16u32
-}
-
-#[cube]
-pub(super) fn empty(memory: Memory, number: u32) -> u32 {
-    memory.barriers + number * 16u32 + 8u32
 }

@@ -11,8 +11,9 @@ use half::bf16;
 
 use super::{
     accumulators::{four_of, left},
+    barriers::{Barriers, PLACES, place_of},
     tiles::{
-        Schedule, Tile, TilePlan, Tiles, clear_behind, draw, first_token, reaches_behind,
+        Schedule, Tile, TilePlan, Tiles, clear_behind, first_token, next_item, reaches_behind,
         row_in_map, show_cleared, tile_of,
     },
 };
@@ -46,8 +47,6 @@ pub(super) const CONSUMERS: usize = 2;
 pub(super) const CONSUMER_WARPS: usize = 4 * CONSUMERS;
 /// Stages of keys, and of values.
 const STAGES: usize = 2;
-/// Tiles of queries that have a place: the next one's come while this one is computed.
-const Q_STAGES: usize = 2;
 /// Elements in a row of a box.
 pub(super) const BOX: usize = 64;
 /// Vectors of eight elements in a row of a box.
@@ -153,22 +152,8 @@ struct Memory {
     q: u32,
     k: u32,
     v: u32,
-    /// Barriers of the places of queries; those of the stages of keys and of values follow.
-    barriers: u32,
-    /// The numbers of the tiles whose queries are in their places.
-    items: u32,
-}
-
-/// The barrier `number`, which completes when its part of shared memory is full.
-#[cube]
-fn full(memory: Memory, number: u32) -> u32 {
-    memory.barriers + number * 16u32
-}
-
-/// The barrier `number`, which completes when its part has been read.
-#[cube]
-fn empty(memory: Memory, number: u32) -> u32 {
-    memory.barriers + number * 16u32 + 8u32
+    /// Those of the places of queries; those of the stages of keys and of values follow.
+    barriers: Barriers,
 }
 
 /// A stage of keys and of values.
@@ -186,40 +171,10 @@ struct Stage {
     v: u32,
 }
 
-/// The place of a tile's queries.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct QueryStage {
-    /// The number of its barriers.
-    number: u32,
-    /// The parity of the phase of the full one that ends when this use of it is full.
-    parity: u32,
-    /// Where it begins.
-    q: u32,
-}
-
-/// The place of the queries of a CTA's tile number `tiles`.
+/// Where the queries begin of the CTA's tile in place `place`.
 #[cube]
-fn q_stage_of(memory: Memory, tiles: u32, #[comptime] plan: Sm90Plan) -> QueryStage {
-    let number = tiles % comptime!(Q_STAGES as u32);
-    QueryStage {
-        number,
-        parity: (tiles / comptime!(Q_STAGES as u32)) & 1u32,
-        q: memory.q + number * comptime!(16 * plan.q_vectors() as u32),
-    }
-}
-
-/// The number of the CTA's tile number `tiles`: `in_turn`, or what was drawn, when its queries are
-/// there.
-#[cube]
-fn item_of(memory: Memory, tiles: u32, in_turn: u32, #[comptime] plan: Sm90Plan) -> u32 {
-    if comptime!(plan.tiles().draws()) {
-        let place = q_stage_of(memory, tiles, plan);
-        mbarrier_wait_parity(full(memory, place.number), place.parity);
-        ld_shared(memory.items + place.number * 4u32)
-    } else {
-        in_turn
-    }
+fn q_at(memory: Memory, place: u32, #[comptime] plan: Sm90Plan) -> u32 {
+    memory.q + place * comptime!(16 * plan.q_vectors() as u32)
 }
 
 /// The stage of use number `used`, counted from the first.
@@ -228,8 +183,8 @@ fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
     let stage = used % comptime!(STAGES as u32);
     let bytes = stage * comptime!(16 * plan.stage_vectors() as u32);
     Stage {
-        keys: comptime!(Q_STAGES as u32) + stage,
-        values: comptime!((Q_STAGES + STAGES) as u32) + stage,
+        keys: comptime!(PLACES as u32) + stage,
+        values: comptime!((PLACES + STAGES) as u32) + stage,
         parity: (used / comptime!(STAGES as u32)) & 1u32,
         k: memory.k + bytes,
         v: memory.v + bytes,
@@ -261,26 +216,28 @@ pub fn sm90_forward_kernel(
     #[comptime] plan: Sm90Plan,
 ) {
     let mut q_tile: Shared<[Vector<bf16, Const<8>>]> =
-        Shared::new_aligned_slice(comptime!(Q_STAGES * plan.q_vectors()), 1024usize);
+        Shared::new_aligned_slice(comptime!(PLACES * plan.q_vectors()), 1024usize);
     let mut k_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
     let mut v_tiles: Shared<[Vector<bf16, Const<8>>]> =
         Shared::new_aligned_slice(comptime!(STAGES * plan.stage_vectors()), 1024usize);
     let barriers: Shared<[Barrier]> =
-        Shared::new_aligned_slice(comptime!(2 * (Q_STAGES + 2 * STAGES)), 8usize);
-    let drawn: Shared<[u32]> = Shared::new_aligned_slice(Q_STAGES, 8usize);
+        Shared::new_aligned_slice(comptime!(2 * (PLACES + 2 * STAGES)), 8usize);
+    let items: Shared<[u32]> = Shared::new_aligned_slice(PLACES, 8usize);
     let memory = Memory {
         q: cvta_to_shared::<Vector<bf16, Const<8>>>(q_tile.as_slice().as_ptr()),
         k: cvta_to_shared::<Vector<bf16, Const<8>>>(k_tiles.as_slice().as_ptr()),
         v: cvta_to_shared::<Vector<bf16, Const<8>>>(v_tiles.as_slice().as_ptr()),
-        barriers: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
-        items: cvta_to_shared::<u32>(drawn.as_slice().as_ptr()),
+        barriers: Barriers {
+            start: cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr()),
+            items: cvta_to_shared::<u32>(items.as_slice().as_ptr()),
+        },
     };
     if UNIT_POS == 0 {
         #[unroll]
-        for i in 0..comptime!(Q_STAGES + 2 * STAGES) {
+        for i in 0..comptime!(PLACES + 2 * STAGES) {
             // Of queries a warpgroup arrives, when its output has left their place.
-            let readers = comptime!(if i < Q_STAGES {
+            let readers = comptime!(if i < PLACES {
                 CONSUMERS
             } else {
                 CONSUMER_WARPS
@@ -291,27 +248,25 @@ pub fn sm90_forward_kernel(
     }
     sync_async_proxy_shared();
     sync_cube();
-    let (offsets, draws) = comptime!((plan.plan.offsets, plan.tiles().draws()));
+    let offsets = comptime!(plan.plan.offsets);
+    let in_tiles = comptime!(plan.tiles());
     let all = Tiles::of(&problem, &schedule, comptime!(plan.plan));
-    let items = all.all();
+    let end = all.all();
     if UNIT_POS < 128u32 {
         setmaxnreg_dec(24u32);
         if UNIT_POS == 0u32 {
             let mut item = CUBE_POS as u32;
             let mut tiles = 0u32;
             let mut used = 0u32;
-            while item < items {
-                let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
+            while item < end {
+                let tile = tile_of(&schedule, all, item, in_tiles);
                 let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
                 let blocks = blocks_of(visible, tile, plan);
                 let kv_head = tile.head / problem.group;
-                let place = q_stage_of(memory, tiles, plan);
-                mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
-                if comptime!(draws) {
-                    st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
-                }
+                memory.barriers.tell_item(tiles, item, in_tiles);
+                let place = place_of(tiles);
                 mbarrier_arrive_expect_tx(
-                    full(memory, place.number),
+                    memory.barriers.full(place.number),
                     comptime!(16 * plan.q_vectors() as u32),
                 );
                 let first = place.number as usize * comptime!(plan.q_vectors());
@@ -328,10 +283,7 @@ pub fn sm90_forward_kernel(
                         comptime!((i * BOX) as i32).runtime(),
                     );
                 }
-                let mut next = item + CUBE_COUNT as u32;
-                if comptime!(draws) {
-                    next = draw(&schedule, items);
-                }
+                let next = next_item(&schedule, item, end, in_tiles);
                 let mut block = blocks.end;
                 while block > blocks.first {
                     block -= 1u32;
@@ -340,10 +292,10 @@ pub fn sm90_forward_kernel(
                     let stage = stage_of(memory, used, plan);
                     let bytes = comptime!(16 * plan.stage_vectors() as u32);
                     let vectors = comptime!(plan.plan.inner * BOX_VECTORS);
-                    let first = (stage.keys - comptime!(Q_STAGES as u32)) as usize
+                    let first = (stage.keys - comptime!(PLACES as u32)) as usize
                         * comptime!(plan.stage_vectors());
-                    mbarrier_wait_parity(empty(memory, stage.keys), stage.parity ^ 1u32);
-                    mbarrier_arrive_expect_tx(full(memory, stage.keys), bytes);
+                    mbarrier_wait_parity(memory.barriers.empty(stage.keys), stage.parity ^ 1u32);
+                    mbarrier_arrive_expect_tx(memory.barriers.full(stage.keys), bytes);
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
                         let at = first + comptime!(i * vectors);
@@ -356,8 +308,8 @@ pub fn sm90_forward_kernel(
                             comptime!((i * BOX) as i32).runtime(),
                         );
                     }
-                    mbarrier_wait_parity(empty(memory, stage.values), stage.parity ^ 1u32);
-                    mbarrier_arrive_expect_tx(full(memory, stage.values), bytes);
+                    mbarrier_wait_parity(memory.barriers.empty(stage.values), stage.parity ^ 1u32);
+                    mbarrier_arrive_expect_tx(memory.barriers.full(stage.values), bytes);
                     #[unroll]
                     for i in 0..comptime!(plan.boxes()) {
                         let at = first + comptime!(i * vectors);
@@ -375,34 +327,25 @@ pub fn sm90_forward_kernel(
                 tiles += 1u32;
                 item = next;
             }
-            if comptime!(draws) {
-                // There is no further one.
-                let place = q_stage_of(memory, tiles, plan);
-                mbarrier_wait_parity(empty(memory, place.number), place.parity ^ 1u32);
-                st_shared(memory.items + place.number * 4u32, u32::reinterpret(item));
-                mbarrier_arrive(full(memory, place.number));
-            }
+            memory.barriers.tell_end(tiles, item, in_tiles);
         }
     } else {
         setmaxnreg_inc(240u32);
         let mut maxima = Maxima::new();
         let mut tiles = 0u32;
         let mut used = 0u32;
-        let mut item = item_of(memory, tiles, CUBE_POS as u32, plan);
-        while item < items {
-            let tile = tile_of(&schedule, all, item, comptime!(plan.tiles()));
+        let mut item = memory.barriers.item(tiles, CUBE_POS as u32, in_tiles);
+        while item < end {
+            let tile = tile_of(&schedule, all, item, in_tiles);
             let visible = all.visible_in(&problem, tile, comptime!(plan.plan));
             let blocks = blocks_of(visible, tile, plan);
-            let queries = q_stage_of(memory, tiles, plan);
-            if comptime!(!draws) {
-                mbarrier_wait_parity(full(memory, queries.number), queries.parity);
-            }
+            memory.barriers.wait_for_rows(tiles, in_tiles);
+            let number = place_of(tiles).number;
             let own = Memory {
-                q: queries.q,
+                q: q_at(memory, number, plan),
                 k: memory.k,
                 v: memory.v,
                 barriers: memory.barriers,
-                items: memory.items,
             };
             let rows = attend(&problem, visible, tile, blocks, own, used, plan);
             let place = Place {
@@ -416,10 +359,12 @@ pub fn sm90_forward_kernel(
             if comptime!(plan.amax.is_some()) {
                 fold_tile(place.rows, own, &signs, &mut maxima, plan);
             }
-            release_queries(own, queries.number);
+            release_queries(own, number);
             used += blocks.end - blocks.first;
             tiles += 1u32;
-            item = item_of(memory, tiles, item + CUBE_COUNT as u32, plan);
+            item = memory
+                .barriers
+                .item(tiles, item + CUBE_COUNT as u32, in_tiles);
         }
         if comptime!(plan.amax.is_some()) {
             leave_plane(
@@ -486,12 +431,12 @@ fn attend(
         };
         for step in begin..end {
             let stage = stage_of(memory, used + step, plan);
-            mbarrier_wait_parity(full(memory, stage.keys), stage.parity);
+            mbarrier_wait_parity(memory.barriers.full(stage.keys), stage.parity);
             let keys = wgmma_operand(stage.k, scores_of.b);
             let found = wgmma_shared_queued::<S>(queries, keys, scores_of);
             if comptime!(part == 1) {
                 let before = stage_of(memory, used + step - 1u32, plan);
-                mbarrier_wait_parity(full(memory, before.values), before.parity);
+                mbarrier_wait_parity(memory.barriers.full(before.values), before.parity);
                 sums = wgmma_registers_scaled::<O, A>(
                     Vector::<f32, O>::reinterpret(sums),
                     low,
@@ -504,7 +449,7 @@ fn attend(
             }
             let found = wgmma_wait::<S>(found, scores_of, part);
             if leads {
-                mbarrier_arrive(empty(memory, stage.keys));
+                mbarrier_arrive(memory.barriers.empty(stage.keys));
             }
             let mut scores = Array::<Vector<f32, Const<4>>>::new(comptime!(plan.plan.inner / 8));
             #[unroll]
@@ -540,7 +485,7 @@ fn attend(
                 wgmma_wait_behind(rows.sum[0usize] + rows.sum[1usize]);
                 if leads {
                     let before = stage_of(memory, used + step - 1u32, plan);
-                    mbarrier_arrive(empty(memory, before.values));
+                    mbarrier_arrive(memory.barriers.empty(before.values));
                 }
             }
             weights = left::<A>(&scores, comptime!(plan.plan));
@@ -548,7 +493,7 @@ fn attend(
     }
     if count > 0u32 {
         let last = stage_of(memory, used + count - 1u32, plan);
-        mbarrier_wait_parity(full(memory, last.values), last.parity);
+        mbarrier_wait_parity(memory.barriers.full(last.values), last.parity);
         sums = wgmma_registers_scaled::<O, A>(
             Vector::<f32, O>::reinterpret(sums),
             low,
@@ -559,7 +504,7 @@ fn attend(
             BlockEnd::Waits,
         );
         if leads {
-            mbarrier_arrive(empty(memory, last.values));
+            mbarrier_arrive(memory.barriers.empty(last.values));
         }
     }
     let sums = Vector::<f32, O>::reinterpret(sums);
@@ -576,7 +521,7 @@ fn attend(
 fn clear_values(memory: Memory, stage: Stage, key: u32, len: u32, #[comptime] plan: Sm90Plan) {
     let (inner, boxes) = comptime!((plan.plan.inner, plan.boxes()));
     if reaches_behind(key, len, inner) {
-        mbarrier_wait_parity(full(memory, stage.values), stage.parity);
+        mbarrier_wait_parity(memory.barriers.full(stage.values), stage.parity);
         clear_behind(stage.v, key, len, inner, boxes);
         show_cleared();
     }
@@ -661,7 +606,8 @@ fn write(
     }
 }
 
-/// Lets the next queries but one come to place `number`, of this warpgroup's, which [`write`] left an output in.
+/// Lets the next queries but one come to place `number`, of this warpgroup's, which [`write`] left
+/// an output in.
 #[cube]
 fn release_queries(memory: Memory, number: u32) {
     let consumer = thread_in_cta() / 128u32 - 1u32;
@@ -669,7 +615,7 @@ fn release_queries(memory: Memory, number: u32) {
     sync_async_proxy_shared();
     named_barrier_sync(1u32 + consumer, 128u32);
     if (UNIT_POS & 127u32) == 0u32 {
-        mbarrier_arrive(empty(memory, number));
+        mbarrier_arrive(memory.barriers.empty(number));
     }
 }
 

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::accumulators::{fours, left};
 use super::backward_problem::{
-    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Stage, empty, full, stage_of,
+    BackwardProblem, Blocks, Memory, Rows, Sm90BackwardPlan, Stage, stage_of,
 };
 use super::tiles::{Tile, clear_behind, first_token, reaches_behind, show_cleared};
 use crate::{
@@ -84,9 +84,9 @@ fn blocks_seen(visible: Visible, row: u32, len: u32, #[comptime] plan: Sm90Backw
 fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm90BackwardPlan) {
     for step in from..to {
         let stage = stage_of(memory, used + step, plan);
-        mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+        mbarrier_wait_parity(memory.barriers.full(stage.number), stage.parity);
         if UNIT_POS & 31u32 == 0u32 {
-            mbarrier_arrive(empty(memory, stage.number));
+            mbarrier_arrive(memory.barriers.empty(stage.number));
         }
     }
 }
@@ -148,7 +148,7 @@ pub(super) fn keys_and_values(
     let mut dv = Vector::<f32, O>::new(0.0f32);
     for step in 0..blocks.count * blocks.heads {
         let stage = stage_of(memory, used + step, plan);
-        mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+        mbarrier_wait_parity(memory.barriers.full(stage.number), stage.parity);
         clear_block(stage, tile, blocks, step, plan);
         let queries = wgmma_operand(stage.a, scores_of.b);
         let found = wgmma_shared_queued::<S>(keys, queries, scores_of);
@@ -195,7 +195,7 @@ pub(super) fn keys_and_values(
             BlockEnd::Waits,
         );
         if leads {
-            mbarrier_arrive(empty(memory, stage.number));
+            mbarrier_arrive(memory.barriers.empty(stage.number));
         }
     }
     Sums {
@@ -265,7 +265,7 @@ pub(super) fn queries(
         };
         for step in begin..end {
             let stage = stage_of(memory, used + step, plan);
-            mbarrier_wait_parity(full(memory, stage.number), stage.parity);
+            mbarrier_wait_parity(memory.barriers.full(stage.number), stage.parity);
             clear_block(stage, tile, blocks, step, plan);
             let keys = wgmma_operand(stage.a, scores_of.b);
             let values = wgmma_operand(stage.b, scores_of.b);
@@ -306,7 +306,7 @@ pub(super) fn queries(
                 dq = wgmma_wait::<O>(Vector::<f32, O>::reinterpret(dq), gradients_of, 0usize);
                 if leads {
                     let before = stage_of(memory, used + step - 1u32, plan);
-                    mbarrier_arrive(empty(memory, before.number));
+                    mbarrier_arrive(memory.barriers.empty(before.number));
                 }
             }
             left_of = left::<A>(&scores, comptime!(plan.plan));
@@ -323,7 +323,7 @@ pub(super) fn queries(
             BlockEnd::Waits,
         );
         if leads {
-            mbarrier_arrive(empty(memory, last.number));
+            mbarrier_arrive(memory.barriers.empty(last.number));
         }
     }
     pass_over(memory, used, end, blocks.count, plan);

@@ -7,6 +7,7 @@
 mod accumulators;
 pub mod backward;
 pub mod backward_problem;
+mod barriers;
 pub mod forward;
 mod gradients;
 pub(crate) mod instances;

@@ -37,7 +37,7 @@ pub struct Schedule {
     pub section: u32,
     /// The table of the tiles. Where the plan has no offsets, any memory.
     pub tiles: Box<[u32]>,
-    /// A word that is zero before and behind a launch, in which CTAs count the tiles that they draw.
+    /// A word that is zero before and behind a launch, in which CTAs count tiles that they draw.
     pub drawn: Box<[u32]>,
 }
 
@@ -176,13 +176,24 @@ pub(super) fn tile_of(
     }
 }
 
-/// Draws the next tile of this CTA, of `items`; behind the last one, a number that is no tile's. One
-/// thread of a CTA comes here, once for each tile that the CTA takes: as often, in all, as there are
-/// tiles, so that the last one sets the word back to zero.
+/// The tile behind `item` of this CTA, of `end`: the next in turn, or what it draws. Behind the
+/// last one it is a number that is no tile's.
+///
+/// One thread of a CTA comes here, once for each tile that the CTA takes: as often, in all, as
+/// there are tiles, so that the last one that draws sets the word back to zero.
 #[cube]
-pub(super) fn draw(schedule: &Schedule, items: u32) -> u32 {
-    let drawn = cvta_to_global::<u32>(schedule.drawn.as_ptr());
-    CUBE_COUNT as u32 + atom_relaxed_gpu_inc(drawn, items - 1u32)
+pub(super) fn next_item(
+    schedule: &Schedule,
+    item: u32,
+    end: u32,
+    #[comptime] plan: TilePlan,
+) -> u32 {
+    if comptime!(plan.draws()) {
+        let drawn = cvta_to_global::<u32>(schedule.drawn.as_ptr());
+        CUBE_COUNT as u32 + atom_relaxed_gpu_inc(drawn, end - 1u32)
+    } else {
+        item + CUBE_COUNT as u32
+    }
 }
 
 /// The first token of the tile's sequence on one side.

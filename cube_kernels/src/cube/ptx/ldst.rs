@@ -151,9 +151,9 @@ pub fn atom_relaxed_gpu_inc(address: u64, last: u32) -> u32 {
     u32::reinterpret(before)
 }
 
-/// [`atom_relaxed_gpu_inc()`] in order: `atom.acq_rel.gpu.global.inc.u32`. Behind it stands all that
-/// this thread, and those it synchronized with, wrote; what other threads wrote before they counted
-/// is visible behind it.
+/// [`atom_relaxed_gpu_inc()`] in order: `atom.acq_rel.gpu.global.inc.u32`. Behind it stands all
+/// that this thread, and those it synchronized with, wrote; what other threads wrote before they
+/// counted is visible behind it.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: atom"; PTX 6.0, sm_70 and
 /// later.
