@@ -12,6 +12,7 @@ use burn_nvfp4::parallel::{
     ExpertGroups, Overlap, ProcessGroup, RankLoss, average_expert_gradients,
     average_replicated_in_backward, functions,
 };
+use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4Recipe};
 use burn_optim::GradientsParams;
 use nvfp4_parallel::Reduction;
@@ -185,6 +186,8 @@ fn steps_of_experts(
     let device = device.clone().autodiff();
     let config = Nvfp4MoeConfig::new(WIDTH, 256, 8).with_shared_hidden(Some(2048));
     let moe = config.with_recipe(recipe.clone()).init(&device);
+    // What a layer draws does not depend on what else the process has built.
+    assign_layer_ids(&moe);
     let moe = ExpertParallelMoe::from_moe(moe.map(&mut Initialise(0)), group);
     let experts = expert_parameters(&moe);
     let groups = ExpertGroups {
