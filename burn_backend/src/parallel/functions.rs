@@ -28,7 +28,7 @@ use crate::ops::collective::{CollectiveOps, Exchange, Step};
 
 /// What happens to a tensor in the forward, and to its gradient in the backward.
 #[derive(Clone, Debug)]
-pub(crate) struct Steps(pub [Step; 2]);
+pub(crate) struct Steps([Step; 2]);
 
 impl Steps {
     /// Those of [`reduce_scatter`] along the first axis.
@@ -49,12 +49,18 @@ impl Steps {
         };
         Self([step(send, receive), step(receive, send)])
     }
+
+    /// The exchange of `group` that has them.
+    pub fn exchange(self, group: &ProcessGroup) -> Exchange {
+        let [forward, backward] = self.0;
+        Exchange::new(group.link(), forward, backward)
+    }
 }
 
 /// `x`, which all ranks have; its gradient is the sum of all ranks' gradients.
 pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
-    exchange(x, group, Step::Identity, sum)
+    exchange(x, group, Steps([Step::Identity, sum]))
 }
 
 /// [`copy`] of a parameter, whose gradients are added up in the [type for
@@ -64,7 +70,7 @@ pub(crate) fn copy_parameter<const D: usize>(x: Tensor<D>, group: &ProcessGroup)
         return x;
     }
     let sum = Step::AllReduce(Reduction::Sum);
-    let exchange = Exchange::new(group.link(), Step::Identity, sum);
+    let exchange = Steps([Step::Identity, sum]).exchange(group);
     let exchange = exchange.reducing_in(group.reduce_dtype());
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }
@@ -72,27 +78,27 @@ pub(crate) fn copy_parameter<const D: usize>(x: Tensor<D>, group: &ProcessGroup)
 /// The sum of all ranks' `x`; the gradient of each is that of the sum.
 pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
-    exchange(x, group, sum, Step::Identity)
+    exchange(x, group, Steps([sum, Step::Identity]))
 }
 
 /// Part `rank` along axis `dim` of the sum of all ranks' `x`; the gradient is the parts of all
 /// ranks.
 pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
-    along(x, dim, |x| take(x, group, Steps::reduce_scatter()))
+    along(x, dim, |x| exchange(x, group, Steps::reduce_scatter()))
 }
 
 /// The parts of all ranks along axis `dim`, for layers with parts of the weights: the gradient is
 /// this rank's part of the sum of all ranks' gradients.
 pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
-    along(x, dim, |x| take(x, group, Steps::gather_sum()))
+    along(x, dim, |x| exchange(x, group, Steps::gather_sum()))
 }
 
 /// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
 /// this rank's part of the mean of all ranks' gradients.
 pub fn gather_mean<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let mean = Step::ReduceScatter(Reduction::Avg);
-    exchange(x, group, Step::AllGather, mean)
+    exchange(x, group, Steps([Step::AllGather, mean]))
 }
 
 /// [`gather_mean`] of the parameter `id`, whose gradient is reduced by `reduction`, beside the rest of
@@ -103,7 +109,7 @@ pub(super) fn gather_beside<const D: usize>(
     (id, reduction): (u64, Reduction),
 ) -> Tensor<D> {
     let reduced = Step::ReduceScatter(reduction);
-    exchange_beside(x, group, [Step::AllGather, reduced], id)
+    exchange_beside(x, group, Steps([Step::AllGather, reduced]), id)
 }
 
 /// `x`, the parameter `id`, for parts of a batch on each rank: its gradient is the reduction by
@@ -114,27 +120,31 @@ pub(super) fn copy_beside<const D: usize>(
     (id, reduction): (u64, Reduction),
 ) -> Tensor<D> {
     let reduced = Step::AllReduce(reduction);
-    exchange_beside(x, group, [Step::Identity, reduced], id)
+    exchange_beside(x, group, Steps([Step::Identity, reduced]), id)
 }
 
 /// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this
 /// rank's part of its own gradient.
 pub fn gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
-    along(x, dim, |x| exchange(x, group, Step::AllGather, Step::Slice))
+    along(x, dim, |x| {
+        exchange(x, group, Steps([Step::AllGather, Step::Slice]))
+    })
 }
 
 /// Part `rank` along axis `dim` of `x`, which all ranks have; the gradient is the parts of all
 /// ranks.
 pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
-    along(x, dim, |x| exchange(x, group, Step::Slice, Step::AllGather))
+    along(x, dim, |x| {
+        exchange(x, group, Steps([Step::Slice, Step::AllGather]))
+    })
 }
 
 /// The sum of all ranks' `x`, of which each rank makes a loss of its own: the gradient of each is
 /// the sum of all ranks' gradients, that of the sum of their losses.
 pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
-    exchange(x, group, sum.clone(), sum)
+    exchange(x, group, Steps([sum.clone(), sum]))
 }
 
 /// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that
@@ -148,7 +158,7 @@ pub fn all_to_all<const D: usize>(
     receive: &[usize],
     group: &ProcessGroup,
 ) -> Tensor<D> {
-    take(x, group, Steps::all_to_all(send, receive))
+    exchange(x, group, Steps::all_to_all(send, receive))
 }
 
 fn along<const D: usize>(
@@ -167,33 +177,28 @@ fn check<const D: usize>(x: &Tensor<D>, dim: usize, group: &ProcessGroup) {
     fits.unwrap_or_else(|error| panic!("{error}"));
 }
 
-fn take<const D: usize>(x: Tensor<D>, group: &ProcessGroup, steps: Steps) -> Tensor<D> {
-    let [forward, backward] = steps.0;
-    exchange(x, group, forward, backward)
-}
-
-fn exchange<const D: usize>(
+/// `x` after the first of `steps`, in line with kernels; its gradient takes the second.
+pub(super) fn exchange<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
-    forward: Step,
-    backward: Step,
+    steps: Steps,
 ) -> Tensor<D> {
     if group.size() == 1 {
         return x;
     }
-    let exchange = Exchange::new(group.link(), forward, backward);
+    let exchange = steps.exchange(group);
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }
 
 fn exchange_beside<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
-    [forward, backward]: [Step; 2],
+    steps: Steps,
     id: u64,
 ) -> Tensor<D> {
     let exchange = Exchange {
         beside: Some(id),
-        ..Exchange::new(group.link(), forward, backward).reducing_in(group.reduce_dtype())
+        ..steps.exchange(group).reducing_in(group.reduce_dtype())
     };
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }

@@ -4,8 +4,8 @@ use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
 
 use super::ProcessGroup;
-use super::functions::Steps;
-use crate::ops::collective::{CollectiveOps, Exchange, OverlappedExchange};
+use super::functions::{self, Steps};
+use crate::ops::collective::{CollectiveOps, OverlappedExchange};
 
 /// The result of an exchange that has begun. It may be read once the exchange [ends](Self::end).
 ///
@@ -26,18 +26,12 @@ impl Pending {
     /// `steps`: beside the kernels that follow if it `overlaps`, and else in line with them. The
     /// results have the same bits.
     pub fn begin(x: Tensor<2>, steps: Steps, group: &ProcessGroup, overlaps: bool) -> Self {
-        if group.size() == 1 {
+        if !overlaps || group.size() == 1 {
+            let x = functions::exchange(x, group, steps);
             return Self { x, exchange: None };
         }
-        let [forward, backward] = steps.0;
-        let exchange = Exchange::new(group.link(), forward, backward);
-        let x = x.into_dispatch();
-        if !overlaps {
-            let x = Tensor::from_dispatch(Dispatch::nvfp4_exchange(x, exchange));
-            return Self { x, exchange: None };
-        }
-        let exchange = OverlappedExchange::new(exchange);
-        let x = Dispatch::nvfp4_begin(x, exchange.clone());
+        let exchange = OverlappedExchange::new(steps.exchange(group));
+        let x = Dispatch::nvfp4_begin(x.into_dispatch(), exchange.clone());
         Self {
             x: Tensor::from_dispatch(x),
             exchange: Some(exchange),
