@@ -200,8 +200,11 @@ impl GraphSteps {
             self.forwards = Some(drawn.first().copied().unwrap_or(0));
         }
         let forwards = u32::try_from(self.forwards.unwrap_or(0)).unwrap_or(u32::MAX);
-        let offset = Dispatch::nvfp4_advance_offset(self.offset.clone().into_dispatch(), forwards);
-        self.offset = Tensor::from_dispatch(offset);
+        if forwards > 0 {
+            let offset = self.offset.clone().into_dispatch();
+            let offset = Dispatch::nvfp4_advance_offset(offset, forwards);
+            self.offset = Tensor::from_dispatch(offset);
+        }
         Ok(())
     }
 

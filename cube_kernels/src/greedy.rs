@@ -19,9 +19,9 @@ use crate::{
 };
 
 /// Logits that a cube looks at.
-const CHUNK: usize = 2048;
+const CHUNK: usize = 1024;
 /// Units of a cube on a GPU.
-const UNITS: usize = 128;
+const UNITS: usize = 256;
 
 /// What a step reads and writes, for each of the sequences of a batch.
 #[derive(Debug, Clone)]

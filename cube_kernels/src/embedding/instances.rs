@@ -136,6 +136,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 plan,
                 to,
                 device.conversion,
+                device.overlaps,
                 elem,
                 to_elem
             ));

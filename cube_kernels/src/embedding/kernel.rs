@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 use crate::{
     cube::{
         codec::Conversion,
+        overlap::let_next_begin,
         row_blocks::{ROW_BLOCK, RowPlan, block_values, block_vector, vector_index},
     },
     reference::EMBEDDING_RUN,
@@ -40,9 +41,11 @@ pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
     #[comptime] from: RowPlan,
     #[comptime] to: RowPlan,
     #[comptime] conversion: Conversion,
+    #[comptime] overlaps: bool,
     #[define(F)] _table_elem: ElemType,
     #[define(G)] _out_elem: ElemType,
 ) {
+    let_next_begin(overlaps);
     let (in_width, out_width) = (N::value(), M::value());
     let in_vectors = comptime!(from.vectors(in_width));
     let out_vectors = comptime!(to.vectors(out_width));

@@ -12,7 +12,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use crate::{
     Nvfp4Error,
-    capabilities::conversion_of,
+    capabilities::{conversion_of, overlaps_kernels},
     cube::row_blocks::ROW_BLOCK,
     launch::{buffer, grid},
     loss::row_plan,
@@ -100,6 +100,7 @@ pub fn embedding(
             from_plan,
             to_plan,
             conversion_of(client),
+            overlaps_kernels(client),
             from.elem,
             to.elem,
         );

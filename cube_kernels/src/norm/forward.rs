@@ -73,6 +73,8 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     let place = place(plan);
     let slots = comptime!(plan.slots());
     let mut sums = RowSum::new(plan);
+    // The weights of a GEMM behind this one are on their way while it waits.
+    let_next_begin(plan.overlaps);
     written_before(&inputs.x, plan.overlaps);
     written_before(&inputs.residual, plan.overlaps);
     let mut gain = Array::<f32>::new(comptime!(plan.ready_gains()));
@@ -84,8 +86,6 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
         }
     }
     wait_for_previous(plan.overlaps);
-    // Not before: cubes of a GEMM that begin beside those of another are not shared out evenly.
-    let_next_begin(plan.overlaps);
     let cube_rows = comptime!(plan.cube_rows());
     let mut largest = Running::new();
     let mut maxima = Maxima::new();

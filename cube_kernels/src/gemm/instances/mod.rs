@@ -434,6 +434,10 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
         (16, 1, 1, 1, tail, SmallMLeft::Packed, ALL),
         (16, 2, 1, 1, whole, SmallMLeft::Bf16, PLAIN),
         (8, 2, 2, 2, tail, SmallMLeft::Bf16, ALL),
+        (16, 1, 1, 2, whole, SmallMLeft::Staged(1792), PLAIN),
+        (32, 1, 1, 1, whole, SmallMLeft::Staged(1024), PLAIN),
+        (32, 1, 1, 1, tail, SmallMLeft::Bf16, ALL),
+        (32, 1, 1, 1, halves, SmallMLeft::Packed, ALL),
         (8, 2, 2, 2, whole, SmallMLeft::Packed, PLAIN),
         (8, 1, 2, 2, whole, SmallMLeft::Packed, PLAIN),
         (16, 2, 1, 2, whole, SmallMLeft::Packed, PLAIN),
@@ -441,85 +445,88 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
         (16, 2, 1, 1, halves, SmallMLeft::Packed, PLAIN),
         (8, 2, 2, 2, tail, SmallMLeft::Packed, ALL),
     ] {
-        let (shape, name) = small_m_shape(
-            device,
-            (warps, strips, columns, ahead),
-            (tail, halves),
-            left,
-            false,
-        );
-        let instance = instance!(
-            device,
-            units 32 * warps as u32,
-            small_m_kernel,
-            name,
-            NO_SPILLS,
-            AddressType::U32,
-            mixed(device),
-            packed(device),
-            ProblemShapeLaunch::of((8, 64, 256), 1),
-            epilogue(device, kind),
-            device.buffer(64),
-            shape,
-        );
-        all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
+        let work = (warps, strips, columns, ahead);
+        let shape = small_m_shape(device, work, (tail, halves), left, false);
+        all.push(small_m_instance(device, shape, kind));
+    }
+    // One chunk for each warp.
+    for left in [SmallMLeft::Packed, SmallMLeft::Bf16] {
+        let shape = SmallMShape {
+            early: true,
+            ..small_m_shape(device, (16, 1, 1, 1), whole, left, false)
+        };
+        all.push(small_m_instance(device, shape, PLAIN));
     }
     all.extend(small_m_fused(device));
     all
 }
 
-/// A shape of small M, and what tells its instance from others.
+fn small_m_instance(device: &DummyDevice, shape: SmallMShape, kind: EpilogueKind) -> Instance {
+    let instance = instance!(
+        device,
+        units 32 * shape.warps as u32,
+        small_m_kernel,
+        small_m_name(shape),
+        NO_SPILLS,
+        AddressType::U32,
+        mixed(device),
+        packed(device),
+        ProblemShapeLaunch::of((8, 64, 256), 1),
+        epilogue(device, kind),
+        device.buffer(64),
+        shape,
+    );
+    instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All)
+}
+
+/// What tells an instance from others.
+fn small_m_name(shape: SmallMShape) -> String {
+    let (warps, strips, columns, ahead) = (shape.warps, shape.strips, shape.columns, shape.ahead);
+    let (tail, halves, left) = (shape.tail, shape.halves, shape.left);
+    let early = if shape.early { "-Early" } else { "" };
+    let swiglu = if shape.swiglu.is_some() {
+        "-SwiGlu"
+    } else {
+        ""
+    };
+    format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}{early}{swiglu}")
+}
+
+/// A shape of small M, with several chunks for each warp.
 fn small_m_shape(
     device: &DummyDevice,
     (warps, strips, columns, ahead): (usize, usize, usize, usize),
     (tail, halves): (bool, bool),
     left: SmallMLeft,
     swiglu: bool,
-) -> (SmallMShape, String) {
+) -> SmallMShape {
     let compute = if device.has_nearest() { 100 } else { 90 };
-    let shape = SmallMShape {
+    SmallMShape {
         warps,
         strips,
         columns,
         ahead,
+        early: false,
         tail,
         halves,
         left,
         converts: device.conversion.has_e4m3(),
         late: loads_a_late(columns, left, Some(compute)),
         overlaps: device.overlaps,
-        next_begins_early: !swiglu,
         swiglu: swiglu.then_some(device.conversion),
-    };
-    let name = format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}");
-    (shape, name)
+    }
 }
 
 /// SwiGLU behind the GEMM, and RMSNorm of one row and of several in front of it.
 fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
-    for (work, tail, kind) in [
-        ((8, 2, 1, 1), false, PLAIN),
-        ((16, 1, 1, 1), true, PLAIN),
-        ((8, 2, 2, 2), false, PLAIN),
+    for (work, tail) in [
+        ((8, 2, 1, 1), false),
+        ((16, 1, 1, 1), true),
+        ((8, 2, 2, 2), false),
     ] {
-        let left = SmallMLeft::Bf16;
-        let (shape, name) = small_m_shape(device, work, (tail, false), left, true);
-        let instance = instance!(
-            device,
-            units 32 * shape.warps as u32,
-            small_m_kernel,
-            format!("{name}-SwiGlu"),
-            NO_SPILLS,
-            AddressType::U32,
-            mixed(device),
-            packed(device),
-            ProblemShapeLaunch::of((8, 64, 256), 1),
-            epilogue(device, kind),
-            device.buffer(64),
-            shape,
-        );
-        all.push(instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All));
+        let shape = small_m_shape(device, work, (tail, false), SmallMLeft::Bf16, true);
+        all.push(small_m_instance(device, shape, PLAIN));
     }
     for (work, swiglu, rows, cols, residual) in [
         ((16, 1, 1, 1), true, 1, 2048, true),
@@ -529,7 +536,10 @@ fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
         ((8, 1, 2, 2), false, 16, 512, true),
     ] {
         let left = SmallMLeft::Normed;
-        let (shape, name) = small_m_shape(device, work, (false, false), left, swiglu);
+        let shape = SmallMShape {
+            early: work == (16, 1, 1, 1) && cols <= 2048,
+            ..small_m_shape(device, work, (false, false), left, swiglu)
+        };
         let norm = SmallMNorm {
             plan: prologue_plan(device, cols, residual, shape.warps),
             rows,
@@ -539,7 +549,7 @@ fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
             device,
             units 32 * shape.warps as u32,
             small_m_norm_kernel,
-            format!("{name}-{rows}-{cols}-{residual}-{swiglu}"),
+            format!("{}-{rows}-{cols}-{residual}", small_m_name(shape)),
             NO_SPILLS,
             AddressType::U32,
             NormInputsLaunch::new(b(64), b(64), b(64), b(64), 1e-6),

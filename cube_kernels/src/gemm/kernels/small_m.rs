@@ -15,7 +15,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    small_m_mainloop::{Source, mainloop, normed_place, start_weights},
+    small_m_mainloop::{Source, mainloop, normed_place, stage_row, start_weights},
     small_m_output::{OutputColumns, stage_sums, write_columns},
     small_m_shape::{SmallMLeft, SmallMNorm, SmallMShape},
 };
@@ -49,9 +49,11 @@ pub fn small_m_kernel(
 ) {
     let mut exchange: Shared<[f32]> =
         Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
+    let mut staged: Shared<[Vector<u32, Const<4>>]> =
+        Shared::new_aligned_slice(comptime!(usize::max(shape.left.staged(), 1)), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
-    let_next_begin(comptime!(shape.overlaps_early()));
-    if comptime!(shape.left == SmallMLeft::Bf16) {
+    let_next_begin(shape.overlaps);
+    if comptime!(shape.left != SmallMLeft::Packed) {
         written_before(&a.dense, shape.overlaps);
     }
     written_before(&epilogue.a_amax, shape.overlaps);
@@ -64,14 +66,18 @@ pub fn small_m_kernel(
     };
     let blocks = problem.k / 16u32;
     let weight = Source::new(&b.codes, &b.scales, blocks);
-    let mut rows = start_weights(weight, column, problem.n, shape);
+    let mut weights = start_weights(weight, column, problem.n, shape);
     // A weight is written long before; what else is read may be the output of the last kernel.
     wait_for_previous(shape.overlaps);
     let source = Source::new(&a.codes, &a.scales, blocks);
-    let sums = mainloop(source, &a.dense, problem.m, weight, &mut rows, shape);
+    let sums = if comptime!(shape.left.staged() > 0) {
+        stage_row(&a.dense, &mut staged, shape);
+        mainloop(source, &staged, problem.m, &mut weights, shape)
+    } else {
+        mainloop(source, &a.dense, problem.m, &mut weights, shape)
+    };
     stage_sums(&sums, &mut exchange, shape);
     sync_cube();
-    let_next_begin(comptime!(shape.overlaps_late()));
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 
@@ -94,7 +100,7 @@ pub fn small_m_norm_kernel(
     let mut normed: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(norm.vectors()), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
-    let_next_begin(comptime!(shape.overlaps_early()));
+    let_next_begin(shape.overlaps);
     written_before(&inputs.x, shape.overlaps);
     written_before(&inputs.residual, shape.overlaps);
     // A weight's as well: it is here before the sums are.
@@ -105,12 +111,11 @@ pub fn small_m_norm_kernel(
     };
     let blocks = problem.k / 16u32;
     let weight = Source::new(&b.codes, &b.scales, blocks);
-    let mut rows = start_weights(weight, column, problem.n, shape);
+    let mut weights = start_weights(weight, column, problem.n, shape);
     norm_rows(&inputs, sum, &mut normed, &problem, norm);
-    let sums = mainloop(weight, &normed, problem.m, weight, &mut rows, shape);
+    let sums = mainloop(weight, &normed, problem.m, &mut weights, shape);
     stage_sums(&sums, &mut exchange, shape);
     sync_cube();
-    let_next_begin(comptime!(shape.overlaps_late()));
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 

@@ -34,6 +34,11 @@ use crate::{
 /// normalise in every cube than the kernel that does it once takes to launch.
 const NORM_BYTES: usize = 16 * 1024;
 
+/// A contraction that is long for few rows of `b`: each of 16 warps has at least four chunks.
+const LONG: usize = 64 * CHUNK;
+/// The longest one of which a row of `a` is in shared memory: it takes 32 KiB.
+const LONGEST: usize = 16 * 1024;
+
 /// Whether the next rows of `a` are loaded late, for `columns` groups of them. From sm_100 on the
 /// compiler keeps to 128 registers, so that two cubes of eight warps fit on a processor, and stores
 /// some of the others in memory. Behind the products the fragments of `a` no longer take any.
@@ -58,25 +63,35 @@ fn shape(
     } else {
         1
     };
+    let is_long = columns == 1 && strips == 1 && k >= LONG;
     let (warps, ahead) = match columns {
         // A chunk for each of 16 warps leaves them idle while the cube ends; two for each of 8, and
         // more cubes a processor.
         1 if strips == 2 && k <= 16 * CHUNK => (8, 1),
+        // One cube on each processor is all that runs.
+        1 if is_long && n.div_ceil(16) <= sms(client) => (32, 1),
         1 => (16, 1),
         _ => (8, 2),
+    };
+    let whole = k.is_multiple_of(CHUNK);
+    let is_staged = is_long && whole && k <= LONGEST && m == 1 && left == SmallMLeft::Bf16;
+    let (left, ahead) = match is_staged {
+        // Registers that rows of `a` would take hold weights instead, where there are any left.
+        true => (SmallMLeft::Staged(k / 8), if warps == 32 { 1 } else { 2 }),
+        false => (left, ahead),
     };
     SmallMShape {
         warps,
         strips,
         columns,
         ahead,
-        tail: !k.is_multiple_of(CHUNK),
+        early: columns == 1 && strips == 1 && whole && k <= warps * CHUNK,
+        tail: !whole,
         halves: !k.is_multiple_of(2 * BLOCK),
         left,
         converts: capabilities.compute_capability >= Some(89),
         late: loads_a_late(columns, left, capabilities.compute_capability),
         overlaps: overlaps_kernels(client),
-        next_begins_early: true,
         swiglu: None,
     }
 }
@@ -251,8 +266,6 @@ pub(crate) fn queue(launch: &SmallMLaunch) {
     };
     // Warps, and so the order of the sums, do not depend on what stands around the GEMM.
     let shape = SmallMShape {
-        // Another GEMM comes behind SwiGLU: that of the layer down.
-        next_begins_early: !launch.swiglu,
         swiglu: launch.swiglu.then(|| conversion_of(client)),
         ..shape(client, capabilities, (m, n, k), left)
     };

@@ -61,15 +61,15 @@ impl Source {
     }
 
     /// The two scales of [`load_codes`](Self::load_codes)' vector.
-    fn load_scales(&self, first: usize, index: u32, #[comptime] halves: bool) -> u16 {
+    fn load_scales(&self, first: usize, index: u32, #[comptime] halves: bool) -> u32 {
         let block = first + 2usize * index as usize;
         let address = self.scales + u64::cast_from(block);
         if comptime!(halves) {
             let second = first + min(2u32 * index + 1u32, self.blocks - 1u32) as usize;
             let high = ld_global_u8(self.scales + u64::cast_from(second));
-            u16::cast_from(ld_global_u8(address) | (high << 8u32))
+            ld_global_u8(address) | (high << 8u32)
         } else {
-            u16::cast_from(ld_global_u16(address))
+            ld_global_u16(address)
         }
     }
 }
@@ -82,7 +82,7 @@ pub struct Rows {
     /// Vectors of codes, row after row for each set of chunks.
     words: Array<Vector<u32, Const<4>>>,
     /// Their scales, two each.
-    scales: Array<u16>,
+    scales: Array<u32>,
 }
 
 #[cube]
@@ -109,7 +109,7 @@ impl Rows {
         Rows {
             first,
             words: Array::<Vector<u32, Const<4>>>::new(comptime!(ahead * count)),
-            scales: Array::<u16>::new(comptime!(ahead * count)),
+            scales: Array::<u32>::new(comptime!(ahead * count)),
         }
     }
 
@@ -129,18 +129,32 @@ impl Rows {
 
 /// Two scales as [`decode_e2m1x8_pairs()`] takes them.
 #[cube]
-fn decode_scales(bytes: u16, #[comptime] shape: SmallMShape) -> Vector<u32, Const<2>> {
+fn decode_scales(bytes: u32, #[comptime] shape: SmallMShape) -> Vector<u32, Const<2>> {
     if comptime!(shape.converts) {
-        decode_e4m3x2(bytes)
+        decode_e4m3x2(u16::cast_from(bytes))
     } else {
-        decode_e4m3x2_sm80(bytes)
+        decode_e4m3x2_sm80(u16::cast_from(bytes))
     }
 }
 
-/// The rows of `b` of a cube, those of the output's column `column` first, with the first chunks of
-/// the warp on their way.
+/// What a warp has of `b`.
+#[derive(CubeType)]
+pub struct Weights {
+    source: Source,
+    /// The rows of the cube, with the first chunks of the warp on their way.
+    rows: Rows,
+    /// The elements of the only chunk, `[word, low or high row]`; nothing where there are more.
+    decoded: Array<Vector<u32, Const<4>>>,
+}
+
+/// The rows of `b` of a cube, those of the output's column `column` first.
 #[cube]
-pub fn start_weights(b: Source, column: u32, n: u32, #[comptime] shape: SmallMShape) -> Rows {
+pub fn start_weights(
+    source: Source,
+    column: u32,
+    n: u32,
+    #[comptime] shape: SmallMShape,
+) -> Weights {
     let (sets, count) = comptime!((shape.ahead, 2 * shape.strips));
     // Behind the half of the rows, or where the others begin.
     let second = column
@@ -149,10 +163,10 @@ pub fn start_weights(b: Source, column: u32, n: u32, #[comptime] shape: SmallMSh
         } else {
             comptime!(8 * shape.strips as u32).runtime()
         };
-    let mut rows = Rows::new(column, second, n - 1u32, b.blocks, count, sets);
+    let mut rows = Rows::new(column, second, n - 1u32, source.blocks, count, sets);
     let warp = UNIT_POS / 32u32;
     let quarter = UNIT_POS % 4u32;
-    let width = b.blocks.div_ceil(2u32);
+    let width = source.blocks.div_ceil(2u32);
     #[unroll]
     for set in 0..sets {
         let chunk = warp + comptime!((set * shape.warps) as u32);
@@ -160,7 +174,7 @@ pub fn start_weights(b: Source, column: u32, n: u32, #[comptime] shape: SmallMSh
         #[unroll]
         for i in 0..count {
             rows.load(
-                b,
+                source,
                 at,
                 i,
                 comptime!(set * count + i),
@@ -168,53 +182,133 @@ pub fn start_weights(b: Source, column: u32, n: u32, #[comptime] shape: SmallMSh
             );
         }
     }
-    rows
+    let mut decoded =
+        Array::<Vector<u32, Const<4>>>::new(comptime!(if shape.early { 8usize } else { 1usize }));
+    if comptime!(shape.early) {
+        decode_chunk(&rows, &mut decoded, shape);
+    }
+    Weights {
+        source,
+        rows,
+        decoded,
+    }
 }
 
-/// The sums of one warp: every `shape.warps`th chunk of 128 columns. `b_rows` are [those that are
-/// on their way](start_weights).
+/// Decodes the chunk in the first slots of two rows.
+#[cube]
+fn decode_chunk(
+    rows: &Rows,
+    to: &mut Array<Vector<u32, Const<4>>>,
+    #[comptime] shape: SmallMShape,
+) {
+    #[unroll]
+    for row in 0..2usize {
+        let scales = decode_scales(u32::reinterpret(rows.scales[row]), shape);
+        #[unroll]
+        for word in 0..4usize {
+            let codes = rows.words[row].extract(word);
+            let scale = scales.extract(comptime!(word / 2));
+            to[comptime!(2 * word + row)] = decode_e2m1x8_pairs(codes, scale);
+        }
+    }
+}
+
+/// The sums of one warp: every `shape.warps`th chunk of 128 columns.
 #[cube]
 pub fn mainloop(
     a_source: Source,
     dense: &[Vector<u32, Const<4>>],
     m: u32,
-    b_source: Source,
-    b_rows: &mut Rows,
+    b: &mut Weights,
     #[comptime] shape: SmallMShape,
 ) -> Array<Vector<f32, Const<4>>> {
-    let strips = comptime!(shape.strips);
     let columns = comptime!(shape.columns);
-    let is_packed = comptime!(shape.left == SmallMLeft::Packed);
-    let halves = comptime!(shape.halves);
-    let sets = comptime!(shape.ahead);
     let warp = UNIT_POS / 32u32;
     let quarter = UNIT_POS % 4u32;
     // Blocks in a row, and vectors of two of them.
-    let blocks = b_source.blocks;
+    let blocks = b.source.blocks;
     let width = blocks.div_ceil(2u32);
-    let chunks = width.div_ceil(4u32);
     let (zero, eight) = (0u32.runtime(), 8u32.runtime());
-    let mut a_rows = Rows::new(zero, eight, m - 1u32, blocks, columns, sets);
-    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * shape.columns));
+    let mut a_rows = Rows::new(
+        zero,
+        eight,
+        m - 1u32,
+        blocks,
+        columns,
+        comptime!(shape.ahead),
+    );
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(shape.strips * columns));
     #[unroll]
-    for i in 0..comptime!(strips * columns) {
+    for i in 0..comptime!(shape.strips * columns) {
         sums[i] = Vector::new(0.0f32);
     }
-    if comptime!(is_packed) {
+    if comptime!(shape.left == SmallMLeft::Packed) {
         #[unroll]
-        for set in 0..sets {
+        for set in 0..comptime!(shape.ahead) {
             let chunk = warp + comptime!((set * shape.warps) as u32);
             let at = min(chunk * 4u32 + quarter, width - 1u32);
             #[unroll]
             for j in 0..columns {
-                a_rows.load(a_source, at, j, comptime!(set * columns + j), halves);
+                let to = comptime!(set * columns + j);
+                a_rows.load(a_source, at, j, to, comptime!(shape.halves));
             }
         }
     }
-    let mut first = warp;
+    if comptime!(shape.early) {
+        if warp < blocks / 8u32 {
+            multiply_decoded(dense, &a_rows, &*b, &mut sums, shape);
+        }
+    } else {
+        multiply_chunks(dense, a_source, &mut a_rows, b, &mut sums, shape);
+    }
+    sums
+}
+
+/// Adds the products of the only chunk of the warp.
+#[cube]
+fn multiply_decoded(
+    dense: &[Vector<u32, Const<4>>],
+    a_rows: &Rows,
+    b: &Weights,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] shape: SmallMShape,
+) {
+    let at = UNIT_POS / 32u32 * 4u32 + UNIT_POS % 4u32;
+    let (blocks, inside) = (b.source.blocks, true.runtime());
+    #[unroll]
+    for half in 0..2usize {
+        let others = a_fragments(dense, a_rows, at, blocks, inside, 0usize, half, shape);
+        #[unroll]
+        for part in 0..2usize {
+            let word = comptime!(2 * half + part);
+            let upper = b.decoded[comptime!(2 * word)];
+            let lower = b.decoded[comptime!(2 * word + 1)];
+            sums[0usize] = multiply_word(upper, lower, others[part], sums[0usize]);
+        }
+    }
+}
+
+/// Adds the products of the chunks of the warp, with the next ones on their way.
+#[cube]
+fn multiply_chunks(
+    dense: &[Vector<u32, Const<4>>],
+    a_source: Source,
+    a_rows: &mut Rows,
+    b: &mut Weights,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] shape: SmallMShape,
+) {
+    let (strips, columns) = comptime!((shape.strips, shape.columns));
+    let is_packed = comptime!(shape.left == SmallMLeft::Packed);
+    let halves = comptime!(shape.halves);
+    let quarter = UNIT_POS % 4u32;
+    let blocks = b.source.blocks;
+    let width = blocks.div_ceil(2u32);
+    let chunks = width.div_ceil(4u32);
+    let mut first = UNIT_POS / 32u32;
     while first < chunks {
         #[unroll]
-        for set in 0..sets {
+        for set in 0..comptime!(shape.ahead) {
             let chunk = first + comptime!((set * shape.warps) as u32);
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
@@ -226,7 +320,8 @@ pub fn mainloop(
                     // be infinite.
                     let inside = at * 2u32 + comptime!(half as u32) < blocks;
                     let slot = comptime!(set * columns);
-                    let others = a_fragments(dense, &a_rows, at, blocks, inside, slot, half, shape);
+                    let others =
+                        a_fragments(dense, &*a_rows, at, blocks, inside, slot, half, shape);
                     // Two conditions, of which only the inner one is left to the kernel.
                     #[allow(clippy::collapsible_if)]
                     if comptime!(is_packed && half == 1 && !shape.late) {
@@ -240,15 +335,16 @@ pub fn mainloop(
                     #[unroll]
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
-                        multiply_strip(&*b_rows, &others, &mut sums, inside, low, i, half, shape);
+                        multiply_strip(&b.rows, &others, sums, inside, low, i, half, shape);
                         // What the lane held of these rows is multiplied: the next is under way
                         // while the other strips are.
                         #[allow(clippy::collapsible_if)]
                         if comptime!(half == 1) {
                             if next < chunks {
-                                b_rows.load(b_source, ahead, comptime!(2 * i), low, halves);
                                 let high = comptime!(low + 1);
-                                b_rows.load(b_source, ahead, comptime!(2 * i + 1), high, halves);
+                                b.rows.load(b.source, ahead, comptime!(2 * i), low, halves);
+                                b.rows
+                                    .load(b.source, ahead, comptime!(2 * i + 1), high, halves);
                             }
                         }
                     }
@@ -266,7 +362,6 @@ pub fn mainloop(
         }
         first += comptime!((shape.ahead * shape.warps) as u32);
     }
-    sums
 }
 
 /// Where a row of `blocks` blocks in shared memory has word `word` of vector `at`, eight elements
@@ -275,6 +370,31 @@ pub fn mainloop(
 #[cube]
 pub fn normed_place(at: u32, blocks: u32, word: u32) -> usize {
     (word * (blocks / 2u32) + at) as usize
+}
+
+/// Brings what the warp's chunks have of the one row of `a` to `to`, arranged for the instructions: a
+/// warp waits for it once, and not for each chunk.
+#[cube]
+pub fn stage_row(
+    from: &[Vector<u32, Const<4>>],
+    to: &mut [Vector<u32, Const<4>>],
+    #[comptime] shape: SmallMShape,
+) {
+    let blocks = comptime!(shape.left.staged() as u32 / 2);
+    let (warp, lane) = (UNIT_POS / 32u32, UNIT_POS % 32u32);
+    // Two chunks of 16 vectors at a time.
+    let first = warp * 16u32 + (lane / 16u32) * comptime!(16 * shape.warps as u32) + lane % 16u32;
+    #[unroll]
+    for i in 0..comptime!(shape.left.staged().div_ceil(32 * shape.warps)) {
+        let vector = first + comptime!((i * 32 * shape.warps) as u32);
+        let place = normed_place(vector / 4u32, blocks, vector % 4u32);
+        if comptime!((i + 1) * 32 * shape.warps <= shape.left.staged()) {
+            to[place] = interleave_pairs(from[vector as usize]);
+        } else if vector < 2u32 * blocks {
+            to[place] = interleave_pairs(from[vector as usize]);
+        }
+    }
+    sync_plane();
 }
 
 /// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
@@ -299,10 +419,10 @@ fn a_fragments(
             let word = comptime!(2 * half + part);
             let to = comptime!(2 * j + part);
             if comptime!(shape.left == SmallMLeft::Packed) {
-                let scales = decode_scales(u16::reinterpret(rows.scales[slot]), shape);
+                let scales = decode_scales(u32::reinterpret(rows.scales[slot]), shape);
                 fragments[to] =
                     decode_e2m1x8_pairs(rows.words[slot].extract(word), scales.extract(half));
-            } else if comptime!(shape.left == SmallMLeft::Normed) {
+            } else if comptime!(shape.left == SmallMLeft::Normed || shape.left.staged() > 0) {
                 let place = normed_place(at, blocks, comptime!(word as u32).runtime());
                 fragments[to] = dense[rows.first[j] * 2usize + place];
             } else {
@@ -341,8 +461,8 @@ fn multiply_strip(
     #[comptime] shape: SmallMShape,
 ) {
     let high = comptime!(low + 1);
-    let low_factor = decode_scales(u16::reinterpret(rows.scales[low]), shape);
-    let high_factor = decode_scales(u16::reinterpret(rows.scales[high]), shape);
+    let low_factor = decode_scales(u32::reinterpret(rows.scales[low]), shape);
+    let high_factor = decode_scales(u32::reinterpret(rows.scales[high]), shape);
     #[unroll]
     for part in 0..2usize {
         let word = comptime!(2 * half + part);
@@ -366,24 +486,35 @@ fn multiply_strip(
         for j in 0..comptime!(shape.columns) {
             let at = comptime!(strip * shape.columns + j);
             let other = others[comptime!(2 * j + part)];
-            let sum = mma_m16n8k16_bf16(
-                sums[at],
-                upper.extract(0usize),
-                lower.extract(0usize),
-                upper.extract(1usize),
-                lower.extract(1usize),
-                other.extract(0usize),
-                other.extract(1usize),
-            );
-            sums[at] = mma_m16n8k16_bf16(
-                sum,
-                upper.extract(2usize),
-                lower.extract(2usize),
-                upper.extract(3usize),
-                lower.extract(3usize),
-                other.extract(2usize),
-                other.extract(3usize),
-            );
+            sums[at] = multiply_word(upper, lower, other, sums[at]);
         }
     }
+}
+
+/// `sum` and the products of eight elements of each row.
+#[cube]
+fn multiply_word(
+    upper: Vector<u32, Const<4>>,
+    lower: Vector<u32, Const<4>>,
+    other: Vector<u32, Const<4>>,
+    sum: Vector<f32, Const<4>>,
+) -> Vector<f32, Const<4>> {
+    let sum = mma_m16n8k16_bf16(
+        sum,
+        upper.extract(0usize),
+        lower.extract(0usize),
+        upper.extract(1usize),
+        lower.extract(1usize),
+        other.extract(0usize),
+        other.extract(1usize),
+    );
+    mma_m16n8k16_bf16(
+        sum,
+        upper.extract(2usize),
+        lower.extract(2usize),
+        upper.extract(3usize),
+        lower.extract(3usize),
+        other.extract(2usize),
+        other.extract(3usize),
+    )
 }

@@ -20,6 +20,19 @@ pub enum SmallMLeft {
     Bf16,
     /// As bf16 rows in shared memory, which every cube normalises for itself.
     Normed,
+    /// As one bf16 row of so many vectors of eight elements, of which each warp brings what its
+    /// chunks have to shared memory at once.
+    Staged(usize),
+}
+
+impl SmallMLeft {
+    /// Vectors of eight elements that warps bring to shared memory, if they do.
+    pub(super) const fn staged(self) -> usize {
+        match self {
+            Self::Staged(vectors) => vectors,
+            _ => 0,
+        }
+    }
 }
 
 /// The shape of a cube's work.
@@ -33,6 +46,8 @@ pub struct SmallMShape {
     pub columns: usize,
     /// Chunks of a warp that are on the way at a time.
     pub ahead: usize,
+    /// A warp has one chunk at most, which it decodes before it waits for the kernel in front.
+    pub early: bool,
     /// The contraction is no multiple of `CHUNK`.
     pub tail: bool,
     /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
@@ -48,26 +63,12 @@ pub struct SmallMShape {
     /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
     /// while it waits.
     pub overlaps: bool,
-    /// Whether the next kernel may begin when this one does, and not only when the sums are there.
-    /// Cubes of a GEMM that begin beside those of another take the room that the first of them
-    /// leave, and are not shared out evenly.
-    pub next_begins_early: bool,
     /// The first half of the rows of `b` is gate, the second half up, and the output is SwiGLU of
     /// both, computed so. A cube then has as many rows of the one as of the other.
     pub swiglu: Option<Conversion>,
 }
 
 impl SmallMShape {
-    /// Whether the next kernel begins early, if kernels overlap.
-    pub(super) const fn overlaps_early(self) -> bool {
-        self.overlaps && self.next_begins_early
-    }
-
-    /// Whether it begins late, if kernels overlap.
-    pub(super) const fn overlaps_late(self) -> bool {
-        self.overlaps && !self.next_begins_early
-    }
-
     /// Rows of `b`.
     pub(super) const fn rows(self) -> usize {
         16 * self.strips
