@@ -16,7 +16,7 @@ use nvfp4_kernels::{
 
 /// Fewer rows of `b` than cubes would take, whole chunks and a tail, long contractions, and rows that
 /// end in half a vector.
-const SHAPES: [(usize, usize, usize); 12] = [
+const SHAPES: [(usize, usize, usize); 17] = [
     (1, 16, 256),
     (1, 3072, 2048),
     (1, 2064, 2304),
@@ -29,6 +29,12 @@ const SHAPES: [(usize, usize, usize); 12] = [
     (8, 144, 2176),
     (1, 72, 2064),
     (4, 66, 512),
+    // A long row, in cubes of 32 warps and of 16.
+    (1, 272, 8192),
+    (1, 258, 8208),
+    (1, 258, 8320),
+    (1, 4096, 8320),
+    (1, 4096, 14336),
 ];
 
 /// `a` in bf16, without the factor of the tensor.
