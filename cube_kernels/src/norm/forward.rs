@@ -73,8 +73,6 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     let place = place(plan);
     let slots = comptime!(plan.slots());
     let mut sums = RowSum::new(plan);
-    // The weights of a GEMM behind this one are on their way while it waits.
-    let_next_begin(plan.overlaps);
     written_before(&inputs.x, plan.overlaps);
     written_before(&inputs.residual, plan.overlaps);
     let mut gain = Array::<f32>::new(comptime!(plan.ready_gains()));
@@ -85,6 +83,8 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
             load_factors::<G>(&inputs.gain, &at, &mut gain, k * BLOCK, plan);
         }
     }
+    // The weights of a GEMM behind this kernel are on their way while both wait.
+    let_next_begin(plan.overlaps);
     wait_for_previous(plan.overlaps);
     let cube_rows = comptime!(plan.cube_rows());
     let mut largest = Running::new();

@@ -61,13 +61,15 @@ pub fn small_m_kernel(
     written_before(&epilogue.c, shape.overlaps);
     // A weight's as well: it is here before the sums are.
     written_before(&epilogue.b_amax, shape.overlaps);
+    let blocks = problem.k / 16u32;
+    let weight = Source::new(&b.codes, &b.scales, blocks);
+    let mut weights = start_weights(weight, column, problem.n, shape);
+    // Behind the loads of weights, which the division would have wait for the amax.
     let columns = OutputColumns {
         first: column,
         tile_factor: epilogue.b_tile_factor(0u32),
     };
-    let blocks = problem.k / 16u32;
-    let weight = Source::new(&b.codes, &b.scales, blocks);
-    let mut weights = start_weights(weight, column, problem.n, shape);
+    weights.decode(shape);
     // A weight is written long before; what else is read may be the output of the last kernel.
     wait_for_previous(shape.overlaps);
     let source = Source::new(&a.codes, &a.scales, blocks);
@@ -106,13 +108,15 @@ pub fn small_m_norm_kernel(
     written_before(&inputs.residual, shape.overlaps);
     // A weight's as well: it is here before the sums are.
     written_before(&epilogue.b_amax, shape.overlaps);
+    let blocks = problem.k / 16u32;
+    let weight = Source::new(&b.codes, &b.scales, blocks);
+    let mut weights = start_weights(weight, column, problem.n, shape);
+    // Behind the loads of weights, which the division would have wait for the amax.
     let columns = OutputColumns {
         first: column,
         tile_factor: epilogue.b_tile_factor(0u32),
     };
-    let blocks = problem.k / 16u32;
-    let weight = Source::new(&b.codes, &b.scales, blocks);
-    let mut weights = start_weights(weight, column, problem.n, shape);
+    weights.decode(shape);
     norm_rows(&inputs, sum, &mut normed, &problem, norm);
     let sums = mainloop(weight, &normed, problem.m, &mut weights, shape);
     stage_sums(&sums, &mut exchange, shape);

@@ -143,7 +143,7 @@ pub struct Weights {
     source: Source,
     /// The rows of the cube, with the first chunks of the warp on their way.
     rows: Rows,
-    /// The elements of the only chunk, `[word, low or high row]`; nothing where there are more.
+    /// The elements of the only chunk, `[word, low or high row]`, once they are decoded.
     decoded: Array<Vector<u32, Const<4>>>,
 }
 
@@ -182,11 +182,8 @@ pub fn start_weights(
             );
         }
     }
-    let mut decoded =
+    let decoded =
         Array::<Vector<u32, Const<4>>>::new(comptime!(if shape.early { 8usize } else { 1usize }));
-    if comptime!(shape.early) {
-        decode_chunk(&rows, &mut decoded, shape);
-    }
     Weights {
         source,
         rows,
@@ -194,21 +191,21 @@ pub fn start_weights(
     }
 }
 
-/// Decodes the chunk in the first slots of two rows.
 #[cube]
-fn decode_chunk(
-    rows: &Rows,
-    to: &mut Array<Vector<u32, Const<4>>>,
-    #[comptime] shape: SmallMShape,
-) {
-    #[unroll]
-    for row in 0..2usize {
-        let scales = decode_scales(u32::reinterpret(rows.scales[row]), shape);
-        #[unroll]
-        for word in 0..4usize {
-            let codes = rows.words[row].extract(word);
-            let scale = scales.extract(comptime!(word / 2));
-            to[comptime!(2 * word + row)] = decode_e2m1x8_pairs(codes, scale);
+impl Weights {
+    /// Decodes the chunk of the warp where it is the only one.
+    pub fn decode(&mut self, #[comptime] shape: SmallMShape) {
+        if comptime!(shape.early) {
+            #[unroll]
+            for row in 0..2usize {
+                let scales = decode_scales(u32::reinterpret(self.rows.scales[row]), shape);
+                #[unroll]
+                for word in 0..4usize {
+                    let codes = self.rows.words[row].extract(word);
+                    let scale = scales.extract(comptime!(word / 2));
+                    self.decoded[comptime!(2 * word + row)] = decode_e2m1x8_pairs(codes, scale);
+                }
+            }
         }
     }
 }
