@@ -252,6 +252,15 @@ fn overlapping_kernels_wait_before_they_read() {
                         "{name}: {constant:?}"
                     );
                 }
+                // Codes, and the scale of a row.
+                "fp8_linear_mma_kernel" => {
+                    assert!(constant.len() <= 1, "{name}: {constant:?}");
+                    assert!(
+                        other.iter().all(|line| line.contains(".NA")),
+                        "{name}: {other:?}"
+                    );
+                    assert!(!other.is_empty(), "{name}");
+                }
                 // Both.
                 "small_m_norm_kernel" => {
                     assert!(!constant.is_empty() && !other.is_empty(), "{name}");
