@@ -68,10 +68,7 @@ impl Fp8Linear {
     /// # Errors
     /// When `k` is no positive multiple of 64 or `n` is 0, a buffer has another shape or type, they
     /// are on different devices, or the device has no implementation.
-    pub fn try_from_parts(
-        codes: Tensor<2, Int>,
-        scales: Tensor<1>,
-    ) -> Result<Self, Nvfp4Error> {
+    pub fn try_from_parts(codes: Tensor<2, Int>, scales: Tensor<1>) -> Result<Self, Nvfp4Error> {
         let device = codes.device();
         validate::device("codes", &device)?;
         let [n, words] = codes.dims();

@@ -233,28 +233,28 @@ fn mainloop(
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
                 let next = chunk + comptime!((plan.ahead * plan.warps) as u32);
+                let mut others = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * columns));
                 #[unroll]
-                for half in 0..2usize {
-                    let mut others = Array::<Vector<u32, Const<4>>>::new(columns);
+                for j in 0..columns {
                     #[unroll]
-                    for j in 0..columns {
+                    for half in 0..2usize {
                         let vector = lines[j] + at as usize * 2usize + half;
-                        others[j] = pair_alternate(a[vector]);
+                        others[comptime!(2 * j + half)] = pair_alternate(a[vector]);
                     }
+                }
+                #[unroll]
+                for i in 0..strips {
+                    let low = comptime!(2 * (set * strips + i));
                     #[unroll]
-                    for i in 0..strips {
-                        let low = comptime!(2 * (set * strips + i));
+                    for half in 0..2usize {
                         multiply_strip(&*rows, &others, &mut sums, low, i, half, plan);
-                        // What the lane held of these rows is multiplied: the next is under way
-                        // while the other strips are.
-                        #[allow(clippy::collapsible_if)]
-                        if comptime!(half == 1) {
-                            if next < chunks {
-                                let ahead = next * 4u32 + quarter;
-                                rows.load(ahead, comptime!(2 * i), low);
-                                rows.load(ahead, comptime!(2 * i + 1), comptime!(low + 1));
-                            }
-                        }
+                    }
+                    // What the lane held of these rows is multiplied: the next is under way while
+                    // the other strips are.
+                    if next < chunks {
+                        let ahead = next * 4u32 + quarter;
+                        rows.load(ahead, comptime!(2 * i), low);
+                        rows.load(ahead, comptime!(2 * i + 1), comptime!(low + 1));
                     }
                 }
             }
@@ -284,7 +284,7 @@ fn multiply_strip(
         #[unroll]
         for j in 0..plan.columns {
             let at = comptime!(strip * plan.columns + j);
-            let other = others[j];
+            let other = others[comptime!(2 * j + half)];
             sums[at] = mma_m16n8k16_bf16(
                 sums[at],
                 upper.extract(0usize),

@@ -1,8 +1,9 @@
 //! Flex: the oracle's arithmetic.
 
 use burn_core::backend::{Flex, TensorMetadata, tensor::FloatTensor};
-use burn_core::tensor::TensorData;
+use burn_core::tensor::{DType, TensorData};
 use burn_flex::FlexTensor;
+use half::{bf16, f16};
 use nvfp4_kernels::reference::{Fp8Rows, fp8_linear, fp8_quantize_rows};
 
 use super::super::flex::tensors::{bytes_of, matrix, narrow, with_elements};
