@@ -19,9 +19,9 @@ const COLUMNS: usize = 64;
 /// A linear layer `y = x Wᵀ` without a bias whose weight `W` (`[n, k]`) is stored in FP8, for
 /// inference: element `(n, k)` is `e4m3(code) · scale[n]`, one scale for each row.
 ///
-/// With bf16 activations on a GPU of sm_80 or later a kernel reads the codes once for each 16 rows of
-/// activations, and decodes them in registers: it is meant for decoding. Elsewhere, and for `f32`
-/// and `f16` activations, a portable kernel computes the same, slowly on a GPU.
+/// With bf16 activations on a GPU of sm_80 or later a kernel reads the codes once for each 16 rows
+/// of activations, and decodes them in registers: it is meant for decoding. Elsewhere, and for
+/// `f32` and `f16` activations, a portable kernel computes the same, slowly on a GPU.
 ///
 /// Outputs are constants to autodiff, and parameters have no gradient. Records keep the codes and
 /// scales.

@@ -293,9 +293,9 @@ impl Decoder {
 
     /// The same model, whose logits are computed with a head in this precision, to nearest: a step
     /// of decoding reads half of the bytes of a bf16 head in FP8, and 28 % in NVFP4. Logits of both
-    /// are rounded to the type of the activations; those of FP8 are constants to autodiff. The weight
-    /// in high precision stays, and is the one that is saved; where it is the embedding, tokens are
-    /// looked up in it.
+    /// are rounded to the type of the activations; those of FP8 are constants to autodiff. The
+    /// weight in high precision stays, and is the one that is saved; where it is the embedding,
+    /// tokens are looked up in it.
     ///
     /// # Errors
     /// When the width of the model is no multiple of 64 in FP8, or of 16 in NVFP4.

@@ -67,8 +67,8 @@ impl Decoder {
         })
     }
 
-    /// Bytes of packed weights, a head in FP8 or NVFP4 among them, and of all weights that a step of
-    /// decoding reads: these, another head and norms. The look-up of one row is not counted.
+    /// Bytes of packed weights, a head in FP8 or NVFP4 among them, and of all weights that a step
+    /// of decoding reads: these, another head and norms. The look-up of one row is not counted.
     pub fn bytes_of_step(&self) -> (usize, usize) {
         let of = |projection: &Projection| match projection {
             Projection::Packed(layer) => (layer.weight.bytes(), 0),
