@@ -101,8 +101,8 @@ impl Fp8MmaPlan {
 struct Rows {
     /// Address of the codes.
     codes: u64,
-    /// Number of the first vector of each row.
-    first: Array<usize>,
+    /// Number of the first vector of each row: 32 bits, whatever addresses have.
+    first: Array<u32>,
     /// Vectors of codes, row after row for each chunk on its way.
     words: Array<Vector<u32, Const<4>>>,
 }
@@ -115,11 +115,11 @@ impl Rows {
         let count = comptime!(2 * plan.strips);
         let vectors = shape.k / 16u32;
         let lane = UNIT_POS % 32u32;
-        let mut first = Array::<usize>::new(count);
+        let mut first = Array::<u32>::new(count);
         #[unroll]
         for i in 0..count {
             let row = min(row0 + comptime!(8 * i as u32) + lane / 4u32, shape.n - 1u32);
-            first[i] = row as usize * vectors as usize;
+            first[i] = row * vectors;
         }
         let mut rows = Rows {
             codes: cvta_to_global::<u32>(codes.as_ptr()),
@@ -142,7 +142,7 @@ impl Rows {
 
     /// Loads vector `at` of row `row` for slot `to`.
     fn load(&mut self, at: u32, #[comptime] row: usize, #[comptime] to: usize) {
-        let vector = self.first[row] + at as usize;
+        let vector = self.first[row] + at;
         self.words[to] = ld_global_no_allocate_v4(self.codes + u64::cast_from(vector) * 16u64);
     }
 }
@@ -211,14 +211,14 @@ fn mainloop(
     let lane = UNIT_POS % 32u32;
     let quarter = lane % 4u32;
     let chunks = shape.k / comptime!(CHUNK as u32);
-    let mut lines = Array::<usize>::new(columns);
+    let mut lines = Array::<u32>::new(columns);
     #[unroll]
     for j in 0..columns {
         let line = min(
             line0 + comptime!(8 * j as u32) + lane / 4u32,
             shape.m - 1u32,
         );
-        lines[j] = line as usize * (shape.k / 8u32) as usize;
+        lines[j] = line * (shape.k / 8u32);
     }
     let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(strips * columns));
     #[unroll]
@@ -233,28 +233,29 @@ fn mainloop(
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
                 let next = chunk + comptime!((plan.ahead * plan.warps) as u32);
-                let mut others = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * columns));
+                // One half after the other: from sm_100 on the compiler keeps to 64 registers.
                 #[unroll]
-                for j in 0..columns {
+                for half in 0..2usize {
+                    let mut others = Array::<Vector<u32, Const<4>>>::new(columns);
                     #[unroll]
-                    for half in 0..2usize {
-                        let vector = lines[j] + at as usize * 2usize + half;
-                        others[comptime!(2 * j + half)] = pair_alternate(a[vector]);
+                    for j in 0..columns {
+                        let vector = lines[j] + at * 2u32 + comptime!(half as u32);
+                        others[j] = pair_alternate(a[vector as usize]);
                     }
-                }
-                #[unroll]
-                for i in 0..strips {
-                    let low = comptime!(2 * (set * strips + i));
                     #[unroll]
-                    for half in 0..2usize {
+                    for i in 0..strips {
+                        let low = comptime!(2 * (set * strips + i));
                         multiply_strip(&*rows, &others, &mut sums, low, i, half, plan);
-                    }
-                    // What the lane held of these rows is multiplied: the next is under way while
-                    // the other strips are.
-                    if next < chunks {
-                        let ahead = next * 4u32 + quarter;
-                        rows.load(ahead, comptime!(2 * i), low);
-                        rows.load(ahead, comptime!(2 * i + 1), comptime!(low + 1));
+                        // What the lane held of these rows is multiplied: the next is under way
+                        // while the other strips are.
+                        #[allow(clippy::collapsible_if)]
+                        if comptime!(half == 1) {
+                            if next < chunks {
+                                let ahead = next * 4u32 + quarter;
+                                rows.load(ahead, comptime!(2 * i), low);
+                                rows.load(ahead, comptime!(2 * i + 1), comptime!(low + 1));
+                            }
+                        }
                     }
                 }
             }
@@ -284,7 +285,7 @@ fn multiply_strip(
         #[unroll]
         for j in 0..plan.columns {
             let at = comptime!(strip * plan.columns + j);
-            let other = others[comptime!(2 * j + half)];
+            let other = others[j];
             sums[at] = mma_m16n8k16_bf16(
                 sums[at],
                 upper.extract(0usize),

@@ -53,6 +53,7 @@ impl Fp8Weight {
         }
         to_u32("n", n)?;
         to_u32("k", k)?;
+        to_u32("vectors of `weight`", n * k / 16)?;
         check_memory("weight.codes", &self.codes, n * k)?;
         check_memory("weight.scales", &self.scales, n * 4)
     }
@@ -139,6 +140,7 @@ pub fn linear(
         ));
     }
     to_u32("m", m)?;
+    to_u32("vectors of `a`", m * k / 8)?;
     to_u32("the output", m * n)?;
     let out = Matrix::empty(client, m, n, dtype);
     if m == 0 {

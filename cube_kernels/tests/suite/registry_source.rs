@@ -50,7 +50,7 @@ const OTHER_ARCHITECTURES: [(&str, Conversion, IsChosen); 7] = [
 
 fn is_portable(instance: &Instance) -> bool {
     use GemmInstance::{Cmma, SmallM};
-    matches!(instance.gemm, Some(Cmma(..) | SmallM(_)))
+    matches!(instance.gemm, Some(Cmma(..) | SmallM(_))) || instance.function().starts_with("fp8_")
 }
 
 fn is_block_scaled(instance: &Instance) -> bool {
