@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use clap::{Args, ValueEnum};
 use nvfp4_lm::checkpoint::write_json;
 use nvfp4_lm::decode_cost::{DecodeCost, Effort, Shape, measure};
-use nvfp4_lm::decoder::KvPrecision;
+use nvfp4_lm::decoder::{HeadPrecision, KvPrecision};
 use serde::Serialize;
 
 use crate::device::{ComputeType, DeviceName, hardware};
@@ -78,9 +78,9 @@ pub(crate) struct CostOfDecoding {
     /// Store keys and values so
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     kv: KvName,
-    /// Have the head in NVFP4, too
-    #[arg(long)]
-    packed_head: bool,
+    /// Store the head so
+    #[arg(long, value_name = "TYPE", default_value = "stored")]
+    head: HeadPrecision,
     /// Launch the kernels of a step one by one, and not as a CUDA graph
     #[arg(long)]
     no_graph: bool,
@@ -117,7 +117,7 @@ impl CostOfDecoding {
             rounds: self.rounds,
             graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
             kv: self.kv.precision(),
-            packed_head: self.packed_head,
+            head: self.head,
         };
         let mut results = Vec::new();
         for shape in &self.shapes {

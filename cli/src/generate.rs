@@ -8,8 +8,8 @@ use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::bytes::{generate, is_trained, load};
 use nvfp4_lm::checkpoint::{Checkpoint, resolve};
-use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
+use nvfp4_lm::decoder::{Decoder, HeadPrecision};
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
@@ -63,9 +63,10 @@ pub(crate) struct Generate {
     /// bf16]
     #[arg(long, value_name = "TYPE")]
     kv: Option<KvName>,
-    /// Have the head in NVFP4, too (W4A16): faster decoding, logits that differ a little
-    #[arg(long)]
-    packed_head: bool,
+    /// Compute logits with the head in this precision: faster decoding, logits that differ a little
+    /// [default: stored]
+    #[arg(long, value_name = "TYPE")]
+    head: Option<HeadPrecision>,
     /// Launch the kernels of a step one by one on a GPU, and not as a CUDA graph
     #[arg(long)]
     no_graph: bool,
@@ -91,7 +92,7 @@ impl Generate {
         for (option, is_given) in [
             ("scheme", self.scheme.is_some()),
             ("kv", self.kv.is_some()),
-            ("packed-head", self.packed_head),
+            ("head", self.head.is_some()),
             ("no-graph", self.no_graph),
             ("dtype", self.dtype.is_some()),
         ] {
@@ -145,10 +146,8 @@ impl Generate {
     fn with_decoder(self, name: DeviceName) -> Result<()> {
         let dtype = ComputeType::or_of(self.dtype, name);
         let device: Device = name.open()?.without_autodiff();
-        let mut model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
-        if self.packed_head {
-            model = model.with_packed_head()?;
-        }
+        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
+        let model = model.with_head(self.head.unwrap_or_default())?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         let prompt = tokenizer.encode(&self.prompt, true)?;

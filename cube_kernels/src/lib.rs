@@ -31,6 +31,8 @@ pub mod embedding;
 #[cfg(feature = "cuda")]
 pub mod foreign;
 #[cfg(feature = "cube")]
+pub mod fp8;
+#[cfg(feature = "cube")]
 pub mod gemm;
 #[cfg(feature = "cube")]
 pub mod graph;

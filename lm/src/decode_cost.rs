@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::capture::copy_into;
 use crate::cost::{Kernel, observe};
-use crate::decoder::{DecodeSteps, Decoder, KvCache, KvPrecision};
+use crate::decoder::{DecodeSteps, Decoder, HeadPrecision, KvCache, KvPrecision};
 use crate::hf::DecoderConfig;
 
 /// The shape of a model.
@@ -72,8 +72,8 @@ pub struct Effort {
     pub graph: bool,
     /// How keys and values are stored.
     pub kv: KvPrecision,
-    /// Whether the head is in NVFP4, too.
-    pub packed_head: bool,
+    /// How the head is stored.
+    pub head: HeadPrecision,
 }
 
 /// What was found. Times are in seconds.
@@ -85,11 +85,11 @@ pub struct DecodeCost {
     pub batch: usize,
     /// Tokens of the prompt.
     pub prompt: usize,
-    /// Bytes of the packed weights: codes and scales.
+    /// Bytes of the packed weights, in NVFP4 and FP8: codes and scales.
     pub packed_bytes: usize,
-    /// Whether the head is one of them.
-    pub packed_head: bool,
-    /// Bytes of all weights that a step reads: these, the head, norms.
+    /// How the head is stored: it is one of them unless it is as it was loaded.
+    pub head: HeadPrecision,
+    /// Bytes of all weights that a step reads: these, another head, norms.
     pub step_bytes: usize,
     /// Bytes a second of a copy on the device, those read and those written; none where it has no
     /// such copy.
@@ -132,7 +132,7 @@ pub fn measure(
         rounds,
         graph,
         kv,
-        packed_head,
+        head,
     } = effort;
     for (name, value) in [
         ("prompt", prompt),
@@ -142,10 +142,7 @@ pub fn measure(
     ] {
         ensure!(value > 0, "{name} is 0, but must be at least 1");
     }
-    let mut model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?;
-    if packed_head {
-        model = model.with_packed_head()?;
-    }
+    let model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?.with_head(head)?;
     let wait = || -> Result<()> {
         device
             .sync()
@@ -220,7 +217,7 @@ pub fn measure(
         batch,
         prompt,
         packed_bytes,
-        packed_head,
+        head,
         step_bytes,
         copy_bandwidth,
         first_token,
@@ -272,7 +269,7 @@ mod tests {
             rounds: 2,
             graph: false,
             kv: KvPrecision::Activations,
-            packed_head: false,
+            head: HeadPrecision::Stored,
         };
         let device = Device::flex();
         let found = measure(Shape::Tiny, &device, FloatDType::F32, effort).unwrap();
@@ -282,14 +279,17 @@ mod tests {
         let others = 288 * 64 * 4 + 5 * 64 * 4;
         assert_eq!(found.step_bytes, found.packed_bytes + others);
         assert!(found.step > 0.0 && found.prefill > 0.0 && !found.is_graph);
-        let with_head = Effort {
-            packed_head: true,
-            ..effort
-        };
-        let found = measure(Shape::Tiny, &device, FloatDType::F32, with_head).unwrap();
-        let weights = weights + 288 * 64;
-        assert_eq!(found.packed_bytes, weights * 9 / 16 + (2 * 4 + 1) * 4);
-        assert_eq!(found.step_bytes, found.packed_bytes + 5 * 64 * 4);
+        // 4.5 bits an element and a global scale, or 8 and a scale for each of 288 rows.
+        for (head, bytes) in [
+            (HeadPrecision::Nvfp4, 288 * 64 * 9 / 16 + 4),
+            (HeadPrecision::Fp8, 288 * 64 + 288 * 4),
+        ] {
+            let with_head = Effort { head, ..effort };
+            let found = measure(Shape::Tiny, &device, FloatDType::F32, with_head).unwrap();
+            let layers = weights * 9 / 16 + 2 * 4 * 4;
+            assert_eq!((found.head, found.packed_bytes), (head, layers + bytes));
+            assert_eq!(found.step_bytes, found.packed_bytes + 5 * 64 * 4);
+        }
         let none = Effort {
             rounds: 0,
             ..effort

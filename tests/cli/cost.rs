@@ -95,3 +95,28 @@ fn measurements_take_turns() {
     lock.unlock().unwrap();
     assert!(waiting.join().unwrap().contains("f32"));
 }
+
+/// Each precision of the head has its bytes, which the file names.
+#[test]
+fn the_cost_of_decoding_is_measured_with_each_head() {
+    let path = folder("decode-cost").with_extension("json");
+    let file = path.to_str().unwrap();
+    let run = "decode-cost tiny --device flex --prompt 8 --tokens 2 --rounds 1";
+    let layers = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128) * 9 / 16 + 2 * 4 * 4;
+    for (head, bytes) in [
+        ("stored", 0),
+        ("fp8", 288 * 64 + 288 * 4),
+        ("nvfp4", 288 * 64 * 9 / 16 + 4),
+    ] {
+        let said = succeeds(nvfp4(run, &["--head", head, "--json", file]));
+        assert!(said.contains("tiny") && said.contains("a step"), "{said}");
+        let figures = json(&path);
+        let result = &figures["results"][0];
+        assert_eq!(result["head"], head);
+        assert_eq!(result["packed_bytes"], layers + bytes, "{head}");
+    }
+    fails(
+        nvfp4(run, &["--head", "int8"]),
+        &["int8", "stored, fp8, nvfp4"],
+    );
+}

@@ -46,6 +46,7 @@ fn checkpoints_continue_the_prompt() {
     for (more, name) in [
         (["--scheme", "w4a4"], "scheme is given"),
         (["--kv", "fp8"], "kv is given"),
+        (["--head", "fp8"], "head is given"),
         (["--dtype", "f32"], "dtype is given"),
     ] {
         fails(run(&more), &[name, "a model of `train`"]);

@@ -7,7 +7,7 @@
 //! scale. [`ExpertParallelMoe`] is the mixture with its experts on several ranks.
 //!
 //! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are
-//! stored in NVFP4.
+//! stored in NVFP4. [`Fp8Linear`] has one in FP8.
 //!
 //! [`tensor_parallel`] has layers whose weights are sharded over ranks.
 //!
@@ -17,6 +17,7 @@ mod attention;
 mod block;
 mod embedding;
 mod feed_forward;
+mod fp8;
 mod grouped;
 mod head;
 mod linear;
@@ -34,6 +35,7 @@ pub use embedding::Embedding;
 pub use feed_forward::{
     Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu, try_swiglu_of, try_swiglu_of_experts,
 };
+pub use fp8::Fp8Linear;
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
 pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};

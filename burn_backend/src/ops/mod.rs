@@ -41,6 +41,7 @@ pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
 mod form;
+pub mod fp8;
 mod gradients;
 pub mod graph;
 pub mod inference;

@@ -14,6 +14,7 @@ mod decorate_limits;
 mod draws;
 mod errors;
 mod feed_forward;
+mod fp8;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod fusion;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -24,9 +24,10 @@ use crate::{
 
 /// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
 /// whether they overlap.
-pub const WAITING: [&str; 7] = [
+pub const WAITING: [&str; 8] = [
     "decode_mma_kernel",
     "decode_run_kernel",
+    "fp8_linear_mma_kernel",
     "greedy_kernel",
     "norm_kernel",
     "prologue_kernel",
@@ -57,8 +58,9 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
 ///
 /// # Safety
 /// What these kernels read before they wait must not be written by the graph in front of them. They
-/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, gains of [`norm`](crate::norm) and
-/// of [`fused_linear`](crate::gemm::fused_linear) of few rows, and the cache, starts and counts of
+/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, weights of
+/// [`fp8::linear`](crate::fp8::linear()), gains of [`norm`](crate::norm) and of
+/// [`fused_linear`](crate::gemm::fused_linear) of few rows, and the cache, starts and counts of
 /// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {
@@ -193,6 +195,8 @@ mod tests {
     fn kernels_are_known_by_their_names() {
         assert!(waits("small_m_kernel_7e38897c"));
         assert!(waits("small_m_norm_kernel_67b5e359"));
+        assert!(waits("fp8_linear_mma_kernel_f_u16_1b5e359c"));
+        assert!(!waits("fp8_linear_kernel_a_f32_f_f32_5e359c1b"));
         assert!(waits("norm_kernel_f_u32_n_4_g_4_7f9d55c9"));
         assert!(!waits("norm_backward_kernel_f_u32_n_4_g_4_8bc37cfb"));
         assert!(!waits("copy_words_kernel_171e6e26"));

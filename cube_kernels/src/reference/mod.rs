@@ -19,6 +19,7 @@ mod dequantize;
 mod element;
 mod embedding;
 mod exponential;
+mod fp8;
 mod gelu;
 mod gemm;
 mod hadamard;
@@ -52,6 +53,7 @@ pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};
 #[cfg(feature = "cube")]
 pub(crate) use exponential::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
 pub use exponential::{exp_of_negative, sigmoid};
+pub use fp8::{Fp8Rows, fp8_dequantize_rows, fp8_linear, fp8_quantize_rows};
 #[cfg(feature = "cube")]
 pub(crate) use gelu::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,

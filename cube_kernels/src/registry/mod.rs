@@ -15,6 +15,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
         crate::activation::instances::instances,
         crate::attention::instances::instances,
         crate::embedding::instances::instances,
+        crate::fp8::instances::instances,
         crate::gemm::align_groups::instances,
         crate::gemm::instances::instances,
         crate::graph::instances,

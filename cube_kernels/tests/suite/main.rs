@@ -23,6 +23,8 @@ mod embedding;
 #[cfg(feature = "cube")]
 mod emulated;
 #[cfg(feature = "cube")]
+mod fp8;
+#[cfg(feature = "cube")]
 mod gemm;
 #[cfg(feature = "cube")]
 mod gemm_cublaslt;

@@ -50,7 +50,7 @@ const OTHER_ARCHITECTURES: [(&str, Conversion, IsChosen); 7] = [
 
 fn is_portable(instance: &Instance) -> bool {
     use GemmInstance::{Cmma, SmallM};
-    matches!(instance.gemm, Some(Cmma(..) | SmallM(_)))
+    matches!(instance.gemm, Some(Cmma(..) | SmallM(_))) || instance.function().starts_with("fp8_")
 }
 
 fn is_block_scaled(instance: &Instance) -> bool {
@@ -251,6 +251,15 @@ fn overlapping_kernels_wait_before_they_read() {
                         constant.is_empty() && !other.is_empty(),
                         "{name}: {constant:?}"
                     );
+                }
+                // Codes, and the scale of a row.
+                "fp8_linear_mma_kernel" => {
+                    assert!(constant.len() <= 1, "{name}: {constant:?}");
+                    assert!(
+                        other.iter().all(|line| line.contains(".NA")),
+                        "{name}: {other:?}"
+                    );
+                    assert!(!other.is_empty(), "{name}");
                 }
                 // Weights are, and gains: two vectors of each, which are not kept in L1. Those of
                 // activations are.

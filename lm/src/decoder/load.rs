@@ -231,7 +231,7 @@ impl Loader<'_> {
             layers: layers.collect::<Result<_>>()?,
             norm: loader.norm(NORM)?,
             head,
-            packed_head: None,
+            quantized_head: None,
             config: config.clone(),
             dtype: self.dtype,
             positions: Positions::new(config.rope.clone(), config.head),

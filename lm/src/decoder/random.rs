@@ -59,7 +59,7 @@ impl Decoder {
             layers: layers.collect::<Result<_>>()?,
             norm: random.norm(),
             head,
-            packed_head: None,
+            quantized_head: None,
             config: config.clone(),
             dtype,
             positions: Positions::new(config.rope.clone(), config.head),
@@ -67,8 +67,8 @@ impl Decoder {
         })
     }
 
-    /// Bytes of packed weights, and of all weights that a step of decoding reads: these, head and
-    /// norms. The look-up of one row is not counted.
+    /// Bytes of packed weights, a head in FP8 or NVFP4 among them, and of all weights that a step
+    /// of decoding reads: these, another head and norms. The look-up of one row is not counted.
     pub fn bytes_of_step(&self) -> (usize, usize) {
         let of = |projection: &Projection| match projection {
             Projection::Packed(layer) => (layer.weight.bytes(), 0),
@@ -95,8 +95,8 @@ impl Decoder {
             }
             others += norm(&layer.attention_norm) + norm(&layer.feed_forward_norm);
         }
-        if let Some(head) = &self.packed_head {
-            packed += head.weight.bytes();
+        if let Some(head) = &self.quantized_head {
+            packed += head.bytes();
             return (packed, packed + others);
         }
         let head = self.head_weight();

@@ -247,9 +247,9 @@ impl Decoder {
     }
 
     /// The logits of `features` (`[rows, d_model]`), `[rows, vocab]`, as a constant to autodiff: those
-    /// of a packed head in the type of the activations, others in f32.
+    /// of a head in fewer bits in the type of the activations, others in f32.
     pub(super) fn next_logits(&self, features: Tensor<2>) -> Result<Tensor<2>> {
-        if self.packed_head.is_some() {
+        if self.quantized_head.is_some() {
             return Ok(self.rounded_logits(features));
         }
         let weight = self.head_weight();

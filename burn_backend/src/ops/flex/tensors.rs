@@ -142,7 +142,7 @@ fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
 }
 
 /// The bytes of words of codes.
-pub(super) fn bytes_of(words: &[u32]) -> Vec<u8> {
+pub(in crate::ops) fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 

@@ -161,6 +161,46 @@ pub fn decode_e2m1_pair(pair: u32, scale: u32) -> u32 {
     u32::reinterpret(product)
 }
 
+/// The four E4M3 codes of a word as pairs of bf16, (0, 2) and (1, 3), exactly.
+///
+/// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
+/// 2^-120: its bias is 7, a bf16's is 127, and codes without an exponent land on subnormals. The
+/// multiplication by 2^120 brings them back. The codes of NaN become 480 with their sign: what
+/// holds them must be NaN for another reason.
+#[cube]
+pub fn decode_e4m3x4_pairs(codes: u32) -> Vector<u32, Const<2>> {
+    let pairs: Vector<u32, Const<2>>;
+    gpu_asm!(
+        "{{ .reg .b32 s, t, p<2>, c, m; mov.b32 c, 0x7B807B80; mov.b32 m, 0x80008000;",
+        "shl.b32 s, {w}, 8; and.b32 s, s, m; shl.b32 t, {w}, 4; and.b32 t, t, 0x07f007f0;",
+        "or.b32 p0, s, t;",
+        "and.b32 s, {w}, m; shr.u32 t, {w}, 4; and.b32 t, t, 0x07f007f0;",
+        "or.b32 p1, s, t;",
+        // A multiplication of pairs is an instruction of sm_90; a sum with -0 is one of sm_80.
+        "fma.rn.bf16x2 %0, p0, c, m; fma.rn.bf16x2 %1, p1, c, m;",
+        "// {o}",
+        "}}",
+        o = out(_) pairs, w = in(_) codes,
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<2>>::reinterpret(pairs)
+}
+
+/// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 2), (1, 3), (4, 6), (5, 7): the
+/// order of [`decode_e4m3x4_pairs()`].
+#[cube]
+pub fn pair_alternate(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
+    let out: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "// {i} {o}",
+        "prmt.b32 %0, %4, %5, 0x5410; prmt.b32 %1, %4, %5, 0x7632;",
+        "prmt.b32 %2, %6, %7, 0x5410; prmt.b32 %3, %6, %7, 0x7632;",
+        o = out(_) out, i = in(_) Vector::<u32, Const<4>>::reinterpret(pairs),
+        options(pure, nomem)
+    );
+    Vector::<u32, Const<4>>::reinterpret(out)
+}
+
 /// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the
 /// order of [`decode_e2m1x8_pairs()`].
 #[cube]

@@ -1,0 +1,329 @@
+//! The kernel for `mma.sync`, for few rows of `a`: bound by reading the codes of the weight once.
+//! They are decoded in registers.
+//!
+//! The weight is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8
+//! rows). A lane takes 16 codes of a row from each 64: the order of the contraction inside an
+//! instruction is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g`
+//! at `16 c`, and the same columns of `a`. Each word of four codes is one instruction's share of a
+//! lane, as pairs (0, 2) and (1, 3). The warps of a cube share its rows and take turns along the
+//! contraction; their sums are added in the order of the warps.
+
+use cubecl::prelude::*;
+
+use crate::{
+    cube::{
+        codec::{decode_e4m3x4_pairs, pair_alternate, store},
+        overlap::{let_next_begin, wait_for_previous, written_before},
+        ptx::{cvta_to_global, ld_global_no_allocate_v4, mma_m16n8k16_bf16},
+    },
+    tensor::FloatKind,
+};
+
+/// Columns that a warp takes at a time.
+pub(super) const CHUNK: usize = 64;
+
+/// The weight of [`fp8_linear_mma_kernel()`] and of the portable kernel.
+#[derive(CubeType, CubeLaunch)]
+pub struct Fp8Weight {
+    /// Four codes a word, row-major.
+    pub codes: Box<[u32]>,
+    /// One for each row.
+    pub scales: Box<[f32]>,
+}
+
+/// The sizes of the product.
+#[derive(CubeType, CubeLaunch)]
+pub struct Fp8Shape {
+    /// Rows of `a`.
+    pub m: u32,
+    /// Rows of the weight.
+    pub n: u32,
+    /// Columns of both.
+    pub k: u32,
+}
+
+/// The comptime choices of [`fp8_linear_mma_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fp8MmaPlan {
+    /// Warps of a cube.
+    pub warps: usize,
+    /// Groups of 16 rows of the weight.
+    pub strips: usize,
+    /// Groups of 8 rows of `a`.
+    pub columns: usize,
+    /// Chunks of a warp that are on the way at a time.
+    pub ahead: usize,
+    /// Type of the output.
+    pub out: FloatKind,
+    /// Whether the kernel can begin before the one in front of it has ended: the weight is on its
+    /// way while it waits.
+    pub overlaps: bool,
+}
+
+impl Fp8MmaPlan {
+    /// For `m` rows of `a`. A chunk on its way for each of 8 warps takes so few registers that four
+    /// cubes fit on an SM: 64 KiB of codes are on their way there.
+    pub(super) fn of(m: usize, out: FloatKind, overlaps: bool) -> Self {
+        Self {
+            warps: 8,
+            strips: 2,
+            columns: if m <= 8 { 1 } else { 2 },
+            ahead: 1,
+            out,
+            overlaps,
+        }
+    }
+
+    /// Rows of the weight that a cube has.
+    pub(super) const fn rows(self) -> usize {
+        16 * self.strips
+    }
+
+    /// Rows of `a` that a cube has.
+    pub(super) const fn lines(self) -> usize {
+        8 * self.columns
+    }
+
+    /// Floats from one row of `a` to the next in the sums that warps exchange: four more than there
+    /// are, so that the lanes of a warp write to different banks.
+    const fn stride(self) -> usize {
+        self.rows() + 4
+    }
+
+    /// Floats of the sums of one warp.
+    const fn sums(self) -> usize {
+        self.lines() * self.stride()
+    }
+}
+
+/// The rows of the weight that a lane has, and what is on the way of each chunk of them.
+#[derive(CubeType)]
+struct Rows {
+    /// Address of the codes.
+    codes: u64,
+    /// Number of the first vector of each row: 32 bits, whatever addresses have.
+    first: Array<u32>,
+    /// Vectors of codes, row after row for each chunk on its way.
+    words: Array<Vector<u32, Const<4>>>,
+}
+
+#[cube]
+impl Rows {
+    /// Those of the cube whose first row is `row0`, with the first chunks of the warp on their way.
+    /// Rows behind the last one read it, and are not written.
+    fn start(codes: &[u32], row0: u32, shape: &Fp8Shape, #[comptime] plan: Fp8MmaPlan) -> Rows {
+        let count = comptime!(2 * plan.strips);
+        let vectors = shape.k / 16u32;
+        let lane = UNIT_POS % 32u32;
+        let mut first = Array::<u32>::new(count);
+        #[unroll]
+        for i in 0..count {
+            let row = min(row0 + comptime!(8 * i as u32) + lane / 4u32, shape.n - 1u32);
+            first[i] = row * vectors;
+        }
+        let mut rows = Rows {
+            codes: cvta_to_global::<u32>(codes.as_ptr()),
+            first,
+            words: Array::<Vector<u32, Const<4>>>::new(comptime!(plan.ahead * count)),
+        };
+        let warp = UNIT_POS / 32u32;
+        #[unroll]
+        for set in 0..plan.ahead {
+            let chunk = warp + comptime!((set * plan.warps) as u32);
+            // A warp without a chunk reads the last.
+            let at = min(chunk * 4u32 + lane % 4u32, vectors - 1u32);
+            #[unroll]
+            for i in 0..count {
+                rows.load(at, i, comptime!(set * count + i));
+            }
+        }
+        rows
+    }
+
+    /// Loads vector `at` of row `row` for slot `to`.
+    fn load(&mut self, at: u32, #[comptime] row: usize, #[comptime] to: usize) {
+        let vector = self.first[row] + at;
+        self.words[to] = ld_global_no_allocate_v4(self.codes + u64::cast_from(vector) * 16u64);
+    }
+}
+
+/// `out[m, n] = (Σₖ a[m, k] · code[n, k]) · scale[n]` for some rows of the weight and some of `a`,
+/// bf16 in units of eight elements. Of neighbouring cubes those with the same rows of the weight
+/// come first: together they read them from memory once.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn fp8_linear_mma_kernel<F: Numeric>(
+    a: &[Vector<u32, Const<4>>],
+    b: Fp8Weight,
+    out: &mut [F],
+    shape: Fp8Shape,
+    #[comptime] plan: Fp8MmaPlan,
+    #[define(F)] _out_storage: ElemType,
+) {
+    let mut exchange: Shared<[f32]> =
+        Shared::new_aligned_slice(comptime!(plan.warps * plan.sums()), 16usize);
+    let mut factors = Shared::<[f32]>::new_slice(comptime!(plan.rows()));
+    let_next_begin(plan.overlaps);
+    written_before(a, plan.overlaps);
+    let lines = comptime!(plan.lines() as u32);
+    let groups = shape.m.div_ceil(lines);
+    let row0 = CUBE_POS as u32 / groups * comptime!(plan.rows() as u32);
+    let line0 = CUBE_POS as u32 % groups * lines;
+    let mut rows = Rows::start(&b.codes, row0, &shape, plan);
+    let factor_row = row0 + UNIT_POS % comptime!(plan.rows() as u32);
+    let factor = b.scales[min(factor_row, shape.n - 1u32) as usize];
+    // The weight is written long before; `a` may be the output of the last kernel.
+    wait_for_previous(plan.overlaps);
+    let sums = mainloop(a, line0, &mut rows, &shape, plan);
+    if UNIT_POS < comptime!(plan.rows() as u32) {
+        factors[UNIT_POS as usize] = factor;
+    }
+    stage_sums(&sums, &mut exchange, plan);
+    sync_cube();
+    let count = min(shape.m - line0, lines) * comptime!(plan.rows() as u32);
+    let mut item = UNIT_POS;
+    while item < count {
+        let line = item / comptime!(plan.rows() as u32);
+        let local = item % comptime!(plan.rows() as u32);
+        if row0 + local < shape.n {
+            let mut sum = 0.0f32;
+            #[unroll]
+            for w in 0..plan.warps {
+                let base = comptime!((w * plan.sums()) as u32);
+                sum += exchange[(base + line * comptime!(plan.stride() as u32) + local) as usize];
+            }
+            let at = (line0 + line) as usize * shape.n as usize + (row0 + local) as usize;
+            out[at] = store::<F>(sum * factors[local as usize], plan.out);
+        }
+        item += CUBE_DIM;
+    }
+}
+
+/// The sums of one warp: every `plan.warps`th chunk.
+#[cube]
+fn mainloop(
+    a: &[Vector<u32, Const<4>>],
+    line0: u32,
+    rows: &mut Rows,
+    shape: &Fp8Shape,
+    #[comptime] plan: Fp8MmaPlan,
+) -> Array<Vector<f32, Const<4>>> {
+    let (strips, columns) = comptime!((plan.strips, plan.columns));
+    let lane = UNIT_POS % 32u32;
+    let quarter = lane % 4u32;
+    let chunks = shape.k / comptime!(CHUNK as u32);
+    let mut lines = Array::<u32>::new(columns);
+    #[unroll]
+    for j in 0..columns {
+        let line = min(
+            line0 + comptime!(8 * j as u32) + lane / 4u32,
+            shape.m - 1u32,
+        );
+        lines[j] = line * (shape.k / 8u32);
+    }
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(strips * columns));
+    #[unroll]
+    for i in 0..comptime!(strips * columns) {
+        sums[i] = Vector::new(0.0f32);
+    }
+    let mut first = UNIT_POS / 32u32;
+    while first < chunks {
+        #[unroll]
+        for set in 0..plan.ahead {
+            let chunk = first + comptime!((set * plan.warps) as u32);
+            if chunk < chunks {
+                let at = chunk * 4u32 + quarter;
+                let next = chunk + comptime!((plan.ahead * plan.warps) as u32);
+                // One half after the other: from sm_100 on the compiler keeps to 64 registers.
+                #[unroll]
+                for half in 0..2usize {
+                    let mut others = Array::<Vector<u32, Const<4>>>::new(columns);
+                    #[unroll]
+                    for j in 0..columns {
+                        let vector = lines[j] + at * 2u32 + comptime!(half as u32);
+                        others[j] = pair_alternate(a[vector as usize]);
+                    }
+                    #[unroll]
+                    for i in 0..strips {
+                        let low = comptime!(2 * (set * strips + i));
+                        multiply_strip(&*rows, &others, &mut sums, low, i, half, plan);
+                        // What the lane held of these rows is multiplied: the next is under way
+                        // while the other strips are.
+                        #[allow(clippy::collapsible_if)]
+                        if comptime!(half == 1) {
+                            if next < chunks {
+                                let ahead = next * 4u32 + quarter;
+                                rows.load(ahead, comptime!(2 * i), low);
+                                rows.load(ahead, comptime!(2 * i + 1), comptime!(low + 1));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        first += comptime!((plan.ahead * plan.warps) as u32);
+    }
+    sums
+}
+
+/// Adds the products of half a vector, which is two words, to the sums of strip `strip`, whose rows
+/// are in slots `low` and the next.
+#[cube]
+fn multiply_strip(
+    rows: &Rows,
+    others: &Array<Vector<u32, Const<4>>>,
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    #[comptime] low: usize,
+    #[comptime] strip: usize,
+    #[comptime] half: usize,
+    #[comptime] plan: Fp8MmaPlan,
+) {
+    #[unroll]
+    for part in 0..2usize {
+        let word = comptime!(2 * half + part);
+        let upper = decode_e4m3x4_pairs(rows.words[low].extract(word));
+        let lower = decode_e4m3x4_pairs(rows.words[comptime!(low + 1)].extract(word));
+        #[unroll]
+        for j in 0..plan.columns {
+            let at = comptime!(strip * plan.columns + j);
+            let other = others[j];
+            sums[at] = mma_m16n8k16_bf16(
+                sums[at],
+                upper.extract(0usize),
+                lower.extract(0usize),
+                upper.extract(1usize),
+                lower.extract(1usize),
+                other.extract(comptime!(2 * part)),
+                other.extract(comptime!(2 * part + 1)),
+            );
+        }
+    }
+}
+
+/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two
+/// neighbouring rows of `a`.
+#[cube]
+fn stage_sums(
+    sums: &Array<Vector<f32, Const<4>>>,
+    exchange: &mut Shared<[f32]>,
+    #[comptime] plan: Fp8MmaPlan,
+) {
+    let warp = UNIT_POS / 32u32;
+    let group = (UNIT_POS % 32u32) / 4u32;
+    let quarter = UNIT_POS % 4u32;
+    let stride = comptime!(plan.stride() as u32);
+    #[unroll]
+    for i in 0..plan.strips {
+        #[unroll]
+        for j in 0..plan.columns {
+            let sum = sums[comptime!(i * plan.columns + j)];
+            let base = warp * comptime!(plan.sums() as u32)
+                + (comptime!(8 * j as u32) + quarter * 2u32) * stride
+                + comptime!(16 * i as u32)
+                + group;
+            exchange[base as usize] = sum.extract(0usize);
+            exchange[(base + stride) as usize] = sum.extract(1usize);
+            exchange[(base + 8u32) as usize] = sum.extract(2usize);
+            exchange[(base + stride + 8u32) as usize] = sum.extract(3usize);
+        }
+    }
+}
