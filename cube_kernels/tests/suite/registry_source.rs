@@ -261,14 +261,12 @@ fn overlapping_kernels_wait_before_they_read() {
                     );
                     assert!(!other.is_empty(), "{name}");
                 }
-                // Weights are, and gains: two vectors of each, which are not kept in L1. Those of
-                // activations are.
+                // Weights are, and gains, which are constant, may be.
                 "small_m_norm_kernel" => {
-                    assert!(constant.is_empty(), "{name}: {constant:?}");
-                    let vectors = other.iter().filter(|line| line.contains(".128"));
-                    let is_kept = |line: &&&str| !line.contains(".NA");
-                    assert!(vectors.clone().count() >= 4, "{name}: {other:?}");
-                    assert_eq!(vectors.filter(is_kept).count(), 0, "{name}: {other:?}");
+                    assert!(!other.is_empty(), "{name}");
+                    // Vectors of weights are not kept in L1, those of activations are.
+                    let is_weight = |line: &&str| line.contains(".NA") || !line.contains(".128");
+                    assert!(other.iter().all(is_weight), "{name}: {other:?}");
                 }
                 _ => assert!(
                     constant.is_empty() && other.is_empty(),

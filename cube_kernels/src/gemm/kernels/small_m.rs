@@ -23,7 +23,6 @@ use crate::{
     cube::{
         codec::interleave_pairs,
         overlap::{let_next_begin, wait_for_previous, written_before},
-        ptx::{cvta_to_global, ld_global_no_allocate_v4},
         words::{pack, unpack},
     },
     gemm::{
@@ -183,8 +182,8 @@ fn norm_rows(
     sync_cube();
 }
 
-/// The gains of the vectors that this unit normalises of each row. They are loaded before the wait:
-/// no kernel in front writes them. As constants compilers would load them behind it.
+/// The gains of the vectors that this unit normalises of each row. Nothing in front of this kernel
+/// writes them, so that they may be loaded before the wait.
 #[cube]
 fn load_gains(
     gain: &[Vector<f32, Const<4>>],
@@ -192,7 +191,6 @@ fn load_gains(
     #[comptime] norm: SmallMNorm,
 ) -> Array<f32> {
     let mut gains = Array::<f32>::new(comptime!(8 * norm.unit_vectors()));
-    let address = cvta_to_global::<Vector<f32, Const<4>>>(gain.as_ptr());
     #[unroll]
     for i in 0..comptime!(norm.unit_vectors()) {
         let place = UNIT_POS + comptime!((i * norm.units()) as u32);
@@ -202,11 +200,10 @@ fn load_gains(
         let column = 4u32 * (place % (blocks / 2u32)) + place / (blocks / 2u32);
         #[unroll]
         for part in 0..2usize {
-            let vector = 2u32 * column + comptime!(part as u32);
-            let loaded = ld_global_no_allocate_v4(address + u64::cast_from(vector) * 16u64);
+            let loaded = gain[(2u32 * column) as usize + part];
             #[unroll]
             for e in 0..4usize {
-                gains[comptime!(8 * i + 4 * part + e)] = f32::reinterpret(loaded.extract(e));
+                gains[comptime!(8 * i + 4 * part + e)] = loaded.extract(e);
             }
         }
     }
