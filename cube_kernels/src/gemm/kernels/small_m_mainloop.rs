@@ -193,17 +193,22 @@ pub fn start_weights(
 
 #[cube]
 impl Weights {
-    /// Decodes the chunk of the warp where it is the only one.
+    /// Decodes the chunk of the warp where it is the only one. Warps without one branch around it,
+    /// as they need not: without a branch compilers move it behind the wait for the kernel in front.
     pub fn decode(&mut self, #[comptime] shape: SmallMShape) {
+        // Two conditions, of which only the inner one is left to the kernel.
+        #[allow(clippy::collapsible_if)]
         if comptime!(shape.early) {
-            #[unroll]
-            for row in 0..2usize {
-                let scales = decode_scales(u32::reinterpret(self.rows.scales[row]), shape);
+            if UNIT_POS / 32u32 < self.source.blocks / 8u32 {
                 #[unroll]
-                for word in 0..4usize {
-                    let codes = self.rows.words[row].extract(word);
-                    let scale = scales.extract(comptime!(word / 2));
-                    self.decoded[comptime!(2 * word + row)] = decode_e2m1x8_pairs(codes, scale);
+                for row in 0..2usize {
+                    let scales = decode_scales(u32::reinterpret(self.rows.scales[row]), shape);
+                    #[unroll]
+                    for word in 0..4usize {
+                        let codes = self.rows.words[row].extract(word);
+                        let scale = scales.extract(comptime!(word / 2));
+                        self.decoded[comptime!(2 * word + row)] = decode_e2m1x8_pairs(codes, scale);
+                    }
                 }
             }
         }
