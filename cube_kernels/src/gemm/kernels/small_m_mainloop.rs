@@ -390,6 +390,8 @@ pub fn stage_row(
     for i in 0..comptime!(shape.left.staged().div_ceil(32 * shape.warps)) {
         let vector = first + comptime!((i * 32 * shape.warps) as u32);
         let place = normed_place(vector / 4u32, blocks, vector % 4u32);
+        // The first condition is known when the kernel is made.
+        #[allow(clippy::if_same_then_else)]
         if comptime!((i + 1) * 32 * shape.warps <= shape.left.staged()) {
             to[place] = interleave_pairs(from[vector as usize]);
         } else if vector < 2u32 * blocks {
