@@ -7,14 +7,12 @@ use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nn::Linear;
 use nvfp4_kernels::Nvfp4Error;
+use nvfp4_kernels::reference::FP8_CHUNK;
 
 use super::rows;
 use crate::functions::or_panic;
 use crate::ops::fp8::{Fp8Ops, Fp8Tensors};
 use crate::validate;
-
-/// The width of a weight is a multiple of this.
-const COLUMNS: usize = 64;
 
 /// A linear layer `y = x Wᵀ` without a bias whose weight `W` (`[n, k]`) is stored in FP8, for
 /// inference: element `(n, k)` is `e4m3(code) · scale[n]`, one scale for each row.
@@ -134,12 +132,12 @@ fn check_shape(
     found: [usize; 2],
     [n, k]: [usize; 2],
 ) -> Result<(), Nvfp4Error> {
-    if n > 0 && k > 0 && k.is_multiple_of(COLUMNS) {
+    if n > 0 && k > 0 && k.is_multiple_of(FP8_CHUNK) {
         return Ok(());
     }
     Err(Nvfp4Error::shape(
         argument,
         format!("{found:?}, {n} rows of {k}"),
-        format!("at least one row, of a positive multiple of {COLUMNS}"),
+        format!("at least one row, of a positive multiple of {FP8_CHUNK}"),
     ))
 }

@@ -22,4 +22,5 @@ pub mod row_blocks;
 pub mod scale;
 pub mod unscaled;
 pub mod w4a16_order;
+pub mod warp_sums;
 pub mod words;

@@ -3,10 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::{
-    codec::{Conversion, decode_e2m1, decode_e4m3_element, encode_e4m3_element, round_nearest},
-    ptx,
-};
+use super::codec::{Conversion, decode_e2m1, decode_e4m3_element, encode_e4m3x4, round_nearest};
 use crate::format::block::ElementFormat;
 
 /// The UE8M0 byte of `value`, which is not negative, rounded up.
@@ -51,7 +48,13 @@ pub fn encode_word(
     #[comptime] hardware: bool,
 ) -> u32 {
     match comptime!(element) {
-        ElementFormat::E4m3 => encode_e4m3x4(values, first, multiplier, hardware),
+        ElementFormat::E4m3 => encode_e4m3x4(
+            values[first] * multiplier,
+            values[comptime!(first + 1)] * multiplier,
+            values[comptime!(first + 2)] * multiplier,
+            values[comptime!(first + 3)] * multiplier,
+            hardware,
+        ),
         ElementFormat::E2m1 => encode_e2m1x8(values, first, multiplier),
     }
 }
@@ -62,27 +65,6 @@ pub fn decode_element(code: u32, #[comptime] element: ElementFormat) -> f32 {
     match comptime!(element) {
         ElementFormat::E4m3 => decode_e4m3_element(code),
         ElementFormat::E2m1 => decode_e2m1(code),
-    }
-}
-
-#[cube]
-fn encode_e4m3x4(
-    values: &Array<f32>,
-    #[comptime] first: usize,
-    multiplier: f32,
-    #[comptime] hardware: bool,
-) -> u32 {
-    let a0 = values[first] * multiplier;
-    let a1 = values[comptime!(first + 1)] * multiplier;
-    let a2 = values[comptime!(first + 2)] * multiplier;
-    let a3 = values[comptime!(first + 3)] * multiplier;
-    if comptime!(hardware) {
-        ptx::cvt_rn_e4m3x4(a0, a1, a2, a3)
-    } else {
-        encode_e4m3_element(a0)
-            | (encode_e4m3_element(a1) << 8u32)
-            | (encode_e4m3_element(a2) << 16u32)
-            | (encode_e4m3_element(a3) << 24u32)
     }
 }
 

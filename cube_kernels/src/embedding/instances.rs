@@ -3,8 +3,9 @@
 use cubecl::prelude::*;
 
 use super::kernels::{
-    LookUpLaunch, PlacePlan, SortPlan, SortedTokensLaunch, TokensLaunch, count_digits_kernel,
-    embedding_kernel, join_runs_kernel, place_kernel, scan_kernel, sum_runs_kernel,
+    LookUpLaunch, LookUpPlan, PlacePlan, SortPlan, SortedTokensLaunch, TokensLaunch,
+    count_digits_kernel, embedding_kernel, join_runs_kernel, place_kernel, scan_kernel,
+    sum_runs_kernel,
 };
 use crate::{
     cube::row_blocks::RowPlan,
@@ -133,10 +134,12 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(TOKENS),
                 LookUpLaunch::new(b(TOKENS), TOKENS, 0, VOCAB, VOCAB, COLS),
                 b(TOKENS),
-                plan,
-                to,
-                device.conversion,
-                device.overlaps,
+                LookUpPlan {
+                    from: plan,
+                    to,
+                    conversion: device.conversion,
+                    overlaps: device.overlaps,
+                },
                 elem,
                 to_elem
             ));

@@ -32,20 +32,31 @@ pub struct LookUp {
     pub cols: usize,
 }
 
+/// The comptime choices of [`embedding_kernel()`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LookUpPlan {
+    /// Rows of the table.
+    pub from: RowPlan,
+    /// Rows of the output.
+    pub to: RowPlan,
+    /// Who converts.
+    pub conversion: Conversion,
+    /// Whether the kernel behind this one can begin before it has ended.
+    pub overlaps: bool,
+}
+
 /// One unit looks up every `units`-th block of 8.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
     table: &[Vector<F, N>],
     look_up: LookUp,
     out: &mut [Vector<G, M>],
-    #[comptime] from: RowPlan,
-    #[comptime] to: RowPlan,
-    #[comptime] conversion: Conversion,
-    #[comptime] overlaps: bool,
+    #[comptime] plan: LookUpPlan,
     #[define(F)] _table_elem: ElemType,
     #[define(G)] _out_elem: ElemType,
 ) {
-    let_next_begin(overlaps);
+    let (from, to, conversion) = comptime!((plan.from, plan.to, plan.conversion));
+    let_next_begin(plan.overlaps);
     let (in_width, out_width) = (N::value(), M::value());
     let in_vectors = comptime!(from.vectors(in_width));
     let out_vectors = comptime!(to.vectors(out_width));

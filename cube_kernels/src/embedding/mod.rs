@@ -24,14 +24,16 @@ use crate::{
     zeroed::zeros,
 };
 use kernel::{
-    LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
+    LookUpLaunch, LookUpPlan, SortedTokensLaunch, embedding_kernel, join_runs_kernel,
+    sum_runs_kernel,
 };
 
 /// The kernels themselves, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::kernel::{
-        LookUpLaunch, SortedTokensLaunch, embedding_kernel, join_runs_kernel, sum_runs_kernel,
+        LookUpLaunch, LookUpPlan, SortedTokensLaunch, embedding_kernel, join_runs_kernel,
+        sum_runs_kernel,
     };
     pub use crate::sort::{
         PlacePlan, SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel,
@@ -78,6 +80,12 @@ pub fn embedding(
     let (from, from_plan) = row_plan(table);
     let (to, to_plan) = row_plan(&out);
     let (count, dim) = grid(client, tokens * table.cols.div_ceil(ROW_BLOCK));
+    let plan = LookUpPlan {
+        from: from_plan,
+        to: to_plan,
+        conversion: conversion_of(client),
+        overlaps: overlaps_kernels(client),
+    };
     // SAFETY: the kernel stays below the tokens, and reads rows that there are.
     unsafe {
         embedding_kernel::launch_unchecked(
@@ -97,10 +105,7 @@ pub fn embedding(
                 table.cols,
             ),
             to.arg(),
-            from_plan,
-            to_plan,
-            conversion_of(client),
-            overlaps_kernels(client),
+            plan,
             from.elem,
             to.elem,
         );

@@ -15,12 +15,14 @@ use crate::{
         codec::{decode_e4m3x4_pairs, pair_alternate, store},
         overlap::{let_next_begin, wait_for_previous, written_before},
         ptx::{cvta_to_global, ld_global_no_allocate_v4, mma_m16n8k16_bf16},
+        warp_sums::{WarpSums, stage_sums},
     },
+    reference::FP8_CHUNK,
     tensor::FloatKind,
 };
 
 /// Columns that a warp takes at a time.
-pub(super) const CHUNK: usize = 64;
+const CHUNK: usize = FP8_CHUNK;
 
 /// The weight of [`fp8_linear_mma_kernel()`] and of the portable kernel.
 #[derive(CubeType, CubeLaunch)]
@@ -84,15 +86,12 @@ impl Fp8MmaPlan {
         8 * self.columns
     }
 
-    /// Floats from one row of `a` to the next in the sums that warps exchange: four more than there
-    /// are, so that the lanes of a warp write to different banks.
-    const fn stride(self) -> usize {
-        self.rows() + 4
-    }
-
-    /// Floats of the sums of one warp.
-    const fn sums(self) -> usize {
-        self.lines() * self.stride()
+    /// What each warp has sums of.
+    const fn warp_sums(self) -> WarpSums {
+        WarpSums {
+            strips: self.strips,
+            columns: self.columns,
+        }
     }
 }
 
@@ -160,7 +159,7 @@ pub fn fp8_linear_mma_kernel<F: Numeric>(
     #[define(F)] _out_storage: ElemType,
 ) {
     let mut exchange: Shared<[f32]> =
-        Shared::new_aligned_slice(comptime!(plan.warps * plan.sums()), 16usize);
+        Shared::new_aligned_slice(comptime!(plan.warps * plan.warp_sums().floats()), 16usize);
     let mut factors = Shared::<[f32]>::new_slice(comptime!(plan.rows()));
     let_next_begin(plan.overlaps);
     written_before(a, plan.overlaps);
@@ -177,7 +176,7 @@ pub fn fp8_linear_mma_kernel<F: Numeric>(
     if UNIT_POS < comptime!(plan.rows() as u32) {
         factors[UNIT_POS as usize] = factor;
     }
-    stage_sums(&sums, &mut exchange, plan);
+    stage_sums(&sums, &mut exchange, comptime!(plan.warp_sums()));
     sync_cube();
     let count = min(shape.m - line0, lines) * comptime!(plan.rows() as u32);
     let mut item = UNIT_POS;
@@ -188,8 +187,9 @@ pub fn fp8_linear_mma_kernel<F: Numeric>(
             let mut sum = 0.0f32;
             #[unroll]
             for w in 0..plan.warps {
-                let base = comptime!((w * plan.sums()) as u32);
-                sum += exchange[(base + line * comptime!(plan.stride() as u32) + local) as usize];
+                let base = comptime!((w * plan.warp_sums().floats()) as u32);
+                sum += exchange
+                    [(base + line * comptime!(plan.warp_sums().stride() as u32) + local) as usize];
             }
             let at = (line0 + line) as usize * shape.n as usize + (row0 + local) as usize;
             out[at] = store::<F>(sum * factors[local as usize], plan.out);
@@ -295,35 +295,6 @@ fn multiply_strip(
                 other.extract(comptime!(2 * part)),
                 other.extract(comptime!(2 * part + 1)),
             );
-        }
-    }
-}
-
-/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two
-/// neighbouring rows of `a`.
-#[cube]
-fn stage_sums(
-    sums: &Array<Vector<f32, Const<4>>>,
-    exchange: &mut Shared<[f32]>,
-    #[comptime] plan: Fp8MmaPlan,
-) {
-    let warp = UNIT_POS / 32u32;
-    let group = (UNIT_POS % 32u32) / 4u32;
-    let quarter = UNIT_POS % 4u32;
-    let stride = comptime!(plan.stride() as u32);
-    #[unroll]
-    for i in 0..plan.strips {
-        #[unroll]
-        for j in 0..plan.columns {
-            let sum = sums[comptime!(i * plan.columns + j)];
-            let base = warp * comptime!(plan.sums() as u32)
-                + (comptime!(8 * j as u32) + quarter * 2u32) * stride
-                + comptime!(16 * i as u32)
-                + group;
-            exchange[base as usize] = sum.extract(0usize);
-            exchange[(base + stride) as usize] = sum.extract(1usize);
-            exchange[(base + 8u32) as usize] = sum.extract(2usize);
-            exchange[(base + stride + 8u32) as usize] = sum.extract(3usize);
         }
     }
 }

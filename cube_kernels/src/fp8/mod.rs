@@ -22,10 +22,11 @@ use crate::{
     launch::{buffer, cubes, grid, units},
     memory::{address_type, allocate, check_memory, is_aligned},
     moe::groups::to_u32,
+    reference::FP8_CHUNK,
     tensor::{FloatKind, Matrix},
 };
 use linear::{Fp8LinearPlan, fp8_linear_kernel};
-use mma::{CHUNK, Fp8MmaPlan, Fp8ShapeLaunch, Fp8WeightLaunch, fp8_linear_mma_kernel};
+use mma::{Fp8MmaPlan, Fp8ShapeLaunch, Fp8WeightLaunch, fp8_linear_mma_kernel};
 use quantize::{Fp8QuantizePlan, fp8_quantize_kernel};
 
 /// A weight `[n, k]` in FP8 in device memory: element `(n, k)` is `e4m3(code) · scale[n]`.
@@ -44,11 +45,11 @@ pub struct Fp8Weight {
 impl Fp8Weight {
     fn check(&self) -> Result<(), Nvfp4Error> {
         let Self { n, k, .. } = *self;
-        if n == 0 || k == 0 || !k.is_multiple_of(CHUNK) {
+        if n == 0 || k == 0 || !k.is_multiple_of(FP8_CHUNK) {
             return Err(Nvfp4Error::shape(
                 "weight",
                 format!("[{n}, {k}]"),
-                format!("at least one row, and columns in a positive multiple of {CHUNK}"),
+                format!("at least one row, and columns in a positive multiple of {FP8_CHUNK}"),
             ));
         }
         to_u32("n", n)?;

@@ -3,10 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::{
-    cube::{
-        codec::{Conversion, INFINITY, QUIET_NAN, encode_e4m3_element, load, magnitude_bits},
-        ptx::cvt_rn_e4m3x4,
-    },
+    cube::codec::{Conversion, INFINITY, QUIET_NAN, encode_e4m3x4, load, magnitude_bits},
     tensor::FloatKind,
 };
 
@@ -100,18 +97,13 @@ pub fn fp8_quantize_kernel<F: Numeric, N: Size>(
         let mut word = UNIT_POS as usize;
         while word < words {
             let values = load_four::<F, N>(x, row * words + word, plan.kind);
-            let a0 = values[0] / scale;
-            let a1 = values[1] / scale;
-            let a2 = values[2] / scale;
-            let a3 = values[3] / scale;
-            let bytes = if comptime!(plan.conversion.has_e4m3()) {
-                cvt_rn_e4m3x4(a0, a1, a2, a3)
-            } else {
-                encode_e4m3_element(a0)
-                    | (encode_e4m3_element(a1) << 8u32)
-                    | (encode_e4m3_element(a2) << 16u32)
-                    | (encode_e4m3_element(a3) << 24u32)
-            };
+            let bytes = encode_e4m3x4(
+                values[0] / scale,
+                values[1] / scale,
+                values[2] / scale,
+                values[3] / scale,
+                comptime!(plan.conversion.has_e4m3()),
+            );
             codes[row * words + word] = select(is_zero, 0u32, bytes);
             word += CUBE_DIM as usize;
         }

@@ -5,6 +5,9 @@ use rayon::prelude::*;
 use super::{Element, amax_rows};
 use crate::format::e4m3;
 
+/// What the columns of a weight in FP8 are a multiple of where kernels multiply with it.
+pub const FP8_CHUNK: usize = 64;
+
 /// Partial sums of a row of [`fp8_linear`].
 const LANES: usize = 16;
 

@@ -53,7 +53,7 @@ pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};
 #[cfg(feature = "cube")]
 pub(crate) use exponential::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
 pub use exponential::{exp_of_negative, sigmoid};
-pub use fp8::{Fp8Rows, fp8_dequantize_rows, fp8_linear, fp8_quantize_rows};
+pub use fp8::{FP8_CHUNK, Fp8Rows, fp8_dequantize_rows, fp8_linear, fp8_quantize_rows};
 #[cfg(feature = "cube")]
 pub(crate) use gelu::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,

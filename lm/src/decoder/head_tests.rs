@@ -4,6 +4,8 @@ use burn::module::Param;
 use burn::tensor::TensorData;
 use serde_json::json;
 
+#[cfg(feature = "cpu")]
+use super::steps_tests::same_on_flex_and_cpu;
 use super::*;
 use crate::decode_cost::Shape;
 
@@ -86,14 +88,7 @@ fn steps_use_the_head() {
 #[test]
 fn kernels_choose_the_tokens_of_flex() {
     let prompts = vec![vec![7, 9, 200], vec![1, 2, 3, 4, 5]];
-    let texts = [Device::flex(), Device::cpu()].map(|device| {
-        let model = model(&device, HeadPrecision::Fp8);
-        let generation = Generation::greedy(5);
-        model
-            .generate(&prompts, &generation, |_, _| Ok(true))
-            .unwrap()
-    });
-    assert_eq!(texts[0], texts[1]);
+    same_on_flex_and_cpu(&prompts, 5, |device| model(device, HeadPrecision::Fp8));
 }
 
 /// A graph of steps with the head has the tokens and logits of steps that are launched one by

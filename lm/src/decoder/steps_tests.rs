@@ -134,12 +134,23 @@ fn steps_choose_what_logits_say() {
 fn kernels_take_the_steps_of_flex() {
     let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
     let prompts = vec![ids()[..11].to_vec(), ids()[..3].to_vec()];
-    let texts = [Device::flex(), Device::cpu()].map(|device| {
+    same_on_flex_and_cpu(&prompts, 6, |device| {
         let scheme = Some(Scheme::W4a16);
-        let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
-        let generation = Generation::greedy(6);
-        model
-            .generate(&prompts, &generation, |_, _| Ok(true))
+        Decoder::load_packed(&folder, device, FloatDType::F32, scheme).unwrap()
+    });
+}
+
+/// Fails unless a model chooses the same `tokens` tokens on Flex and on CubeCL's CPU runtime.
+#[cfg(feature = "cpu")]
+pub(super) fn same_on_flex_and_cpu(
+    prompts: &[Vec<u32>],
+    tokens: usize,
+    model: impl Fn(&Device) -> Decoder,
+) {
+    let texts = [Device::flex(), Device::cpu()].map(|device| {
+        let generation = Generation::greedy(tokens);
+        model(&device)
+            .generate(prompts, &generation, |_, _| Ok(true))
             .unwrap()
     });
     assert_eq!(texts[0], texts[1]);

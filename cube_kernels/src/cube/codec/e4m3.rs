@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{INFINITY, MAGNITUDE, QUIET_NAN};
+use crate::cube::ptx;
 
 /// Bits of 448.
 const E4M3_MAX: u32 = 0x43E0_0000;
@@ -48,6 +49,20 @@ pub fn encode_e4m3_element(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
     let sign = (bits >> 24u32) & 0x80u32;
     encode_e4m3(value) | select((bits & MAGNITUDE) > INFINITY, 0u32, sign)
+}
+
+/// Four E4M3 elements in a word, the first in its lowest byte; `hardware` says that the device has
+/// an instruction that converts.
+#[cube]
+pub fn encode_e4m3x4(a0: f32, a1: f32, a2: f32, a3: f32, #[comptime] hardware: bool) -> u32 {
+    if comptime!(hardware) {
+        ptx::cvt_rn_e4m3x4(a0, a1, a2, a3)
+    } else {
+        encode_e4m3_element(a0)
+            | (encode_e4m3_element(a1) << 8u32)
+            | (encode_e4m3_element(a2) << 16u32)
+            | (encode_e4m3_element(a3) << 24u32)
+    }
 }
 
 /// The value of an E4M3 element in the low byte of `byte`, with its sign.

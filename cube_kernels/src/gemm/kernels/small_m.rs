@@ -16,13 +16,14 @@ use cubecl::prelude::*;
 
 use super::{
     small_m_mainloop::{Source, mainloop, normed_place, stage_row, start_weights},
-    small_m_output::{OutputColumns, stage_sums, write_columns},
+    small_m_output::{OutputColumns, write_columns},
     small_m_shape::{SmallMLeft, SmallMNorm, SmallMShape},
 };
 use crate::{
     cube::{
         codec::interleave_pairs,
         overlap::{let_next_begin, wait_for_previous, written_before},
+        warp_sums::stage_sums,
         words::{pack, unpack},
     },
     gemm::{
@@ -48,7 +49,7 @@ pub fn small_m_kernel(
     #[comptime] shape: SmallMShape,
 ) {
     let mut exchange: Shared<[f32]> =
-        Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
+        Shared::new_aligned_slice(comptime!(shape.warps * shape.warp_sums().floats()), 16usize);
     let mut staged: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(usize::max(shape.left.staged(), 1)), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
@@ -78,7 +79,7 @@ pub fn small_m_kernel(
     } else {
         mainloop(source, &a.dense, problem.m, &mut weights, shape)
     };
-    stage_sums(&sums, &mut exchange, shape);
+    stage_sums(&sums, &mut exchange, comptime!(shape.warp_sums()));
     sync_cube();
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
@@ -98,7 +99,7 @@ pub fn small_m_norm_kernel(
     #[comptime] shape: SmallMShape,
 ) {
     let mut exchange: Shared<[f32]> =
-        Shared::new_aligned_slice(comptime!(shape.warps * shape.sums()), 16usize);
+        Shared::new_aligned_slice(comptime!(shape.warps * shape.warp_sums().floats()), 16usize);
     let mut normed: Shared<[Vector<u32, Const<4>>]> =
         Shared::new_aligned_slice(comptime!(norm.vectors()), 16usize);
     let column = CUBE_POS as u32 * comptime!(shape.outputs() as u32);
@@ -118,7 +119,7 @@ pub fn small_m_norm_kernel(
     weights.decode(shape);
     norm_rows(&inputs, sum, &mut normed, &problem, norm);
     let sums = mainloop(weight, &normed, problem.m, &mut weights, shape);
-    stage_sums(&sums, &mut exchange, shape);
+    stage_sums(&sums, &mut exchange, comptime!(shape.warp_sums()));
     sync_cube();
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }

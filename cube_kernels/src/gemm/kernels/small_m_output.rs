@@ -12,35 +12,6 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Stores the sums of a warp. A lane has rows `lane / 4` and 8 below of a strip, for two
-/// neighbouring rows of `a`.
-#[cube]
-pub fn stage_sums(
-    sums: &Array<Vector<f32, Const<4>>>,
-    exchange: &mut [f32],
-    #[comptime] shape: SmallMShape,
-) {
-    let warp = UNIT_POS / 32u32;
-    let group = (UNIT_POS % 32u32) / 4u32;
-    let quarter = UNIT_POS % 4u32;
-    let stride = comptime!(shape.stride() as u32);
-    #[unroll]
-    for i in 0..comptime!(shape.strips) {
-        #[unroll]
-        for j in 0..comptime!(shape.columns) {
-            let sum = sums[comptime!(i * shape.columns + j)];
-            let base = warp * comptime!(shape.sums() as u32)
-                + (comptime!(j as u32 * 8) + quarter * 2u32) * stride
-                + comptime!(i as u32 * 16)
-                + group;
-            exchange[base as usize] = sum.extract(0usize);
-            exchange[(base + stride) as usize] = sum.extract(1usize);
-            exchange[(base + 8u32) as usize] = sum.extract(2usize);
-            exchange[(base + stride + 8u32) as usize] = sum.extract(3usize);
-        }
-    }
-}
-
 /// The columns of the output that a cube has.
 #[derive(CubeType, Clone, Copy)]
 pub struct OutputColumns {
@@ -71,13 +42,13 @@ fn finish(
     epilogue: &Epilogue,
     #[comptime] shape: SmallMShape,
 ) -> Pair {
-    let stride = comptime!(shape.stride() as u32);
+    let stride = comptime!(shape.warp_sums().stride() as u32);
     let kind = comptime!(epilogue.kind);
     let mut even = 0.0f32;
     let mut odd = 0.0f32;
     #[unroll]
     for w in 0..comptime!(shape.warps) {
-        let base = comptime!((w * shape.sums()) as u32) + line * stride + local;
+        let base = comptime!((w * shape.warp_sums().floats()) as u32) + line * stride + local;
         even += exchange[base as usize];
         odd += exchange[(base + 1u32) as usize];
     }

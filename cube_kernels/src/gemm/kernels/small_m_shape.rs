@@ -1,6 +1,9 @@
 //! How the kernels of small M are specialized.
 
-use crate::{cube::codec::Conversion, norm::plan::NormPlan};
+use crate::{
+    cube::{codec::Conversion, warp_sums::WarpSums},
+    norm::plan::NormPlan,
+};
 
 /// Columns that a warp takes at a time.
 pub(super) const CHUNK: usize = 128;
@@ -87,15 +90,12 @@ impl SmallMShape {
         self.rows() / self.inputs()
     }
 
-    /// Floats from one row of `a` to the next in the sums that warps exchange: four more than there
-    /// are, so that the lanes of a warp write to different banks.
-    pub(super) const fn stride(self) -> usize {
-        self.rows() + 4
-    }
-
-    /// Floats of the sums of one warp.
-    pub(super) const fn sums(self) -> usize {
-        8 * self.columns * self.stride()
+    /// What each warp has sums of.
+    pub(super) const fn warp_sums(self) -> WarpSums {
+        WarpSums {
+            strips: self.strips,
+            columns: self.columns,
+        }
     }
 }
 
