@@ -79,8 +79,8 @@ pub use swizzle::{
 pub mod kernels {
     pub use super::{
         amax::{
-            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_strips_kernel,
-            amax_tiles_kernel,
+            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_lines_kernel,
+            amax_strips_kernel, amax_tiles_kernel,
         },
         dequantize::{
             ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,

@@ -142,7 +142,7 @@ fn larger_half(both: u32) -> u32 {
     ))
 }
 
-/// The comptime choices of `amax_tiles_kernel` and of `amax_strips_kernel`.
+/// The comptime choices of `amax_tiles_kernel`, `amax_strips_kernel` and `amax_lines_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
     /// Maxima for rowwise tensors.
@@ -168,15 +168,20 @@ pub struct AmaxPlan {
 }
 
 impl AmaxPlan {
-    /// Whether strips of 16 rows of a matrix in memory give what is asked for: one maximum of all
-    /// rows, or of all columns, whose transform mixes no more.
+    /// Whether strips of 16 rows of a matrix in memory give what is asked for: its transform mixes
+    /// no more.
     pub(super) fn has_strips(&self) -> bool {
-        let is_whole = |scope: Option<AmaxGranularity>| scope != Some(AmaxGranularity::PerRow);
-        self.grouping == Grouping::One
-            && is_whole(self.rows)
-            && is_whole(self.cols)
-            && tile::span(self.hadamard) == STRIP
-            && !self.elements
+        self.grouping == Grouping::One && tile::span(self.hadamard) == STRIP && !self.elements
+    }
+
+    /// Whether all that is asked for is of the whole matrix.
+    pub(super) fn is_whole(&self) -> bool {
+        self.rows != Some(AmaxGranularity::PerRow) && !self.has_own_columns()
+    }
+
+    /// Whether each column has a maximum.
+    pub(super) fn has_own_columns(&self) -> bool {
+        self.cols == Some(AmaxGranularity::PerRow)
     }
 
     pub(super) const fn load(&self) -> LoadPlan {

@@ -10,7 +10,7 @@ use super::{
     },
     fold::{AmaxOutLaunch, AmaxPlan, STRIP},
     kernel::{AMAX_UNROLL, AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
-    strips::{STRIP_WORDS, amax_strips_kernel},
+    strips::{STRIP_WORDS, amax_lines_kernel, amax_strips_kernel},
 };
 use crate::{
     Hadamard, Nvfp4Error, Usage,
@@ -77,7 +77,7 @@ impl AmaxRequest {
     /// these are amax values of the whole matrix, down columns of a [strip](STRIP) at most.
     pub(crate) fn of_whole(&self, client: &Client, kind: FloatKind) -> Option<AmaxPlan> {
         let plan = self.plan(client, kind);
-        (self.rows.is_some() && plan.has_strips()).then_some(plan)
+        (self.rows.is_some() && plan.has_strips() && plan.is_whole()).then_some(plan)
     }
 
     /// How a kernel finds it in one group of rows of `kind` in whole words.
@@ -259,7 +259,10 @@ const WIDE_CUBES: usize = 4;
 /// Least turns of the SMs with strips of two words.
 const WIDE_TURNS: usize = 2;
 
-/// The amax values of the whole of `x`, whose memory was checked.
+/// The same for [`amax_lines_kernel()`].
+const LINE_CUBES: usize = 4;
+
+/// The amax values of `x`, whose memory was checked, from strips of its rows.
 fn launch_strips(
     client: &Client,
     x: &Matrix,
@@ -270,14 +273,45 @@ fn launch_strips(
     let blocks = x.rows.div_ceil(STRIP);
     let row_words = x.cols * x.dtype.size() / 4;
     // Strips of two words take fewer instructions an element, those of one balance better: the SMs
-    // must have some turns of the former.
+    // must have some turns of the former. With a maximum for each column they take registers, too.
     let wide = blocks * row_words / STRIP_WORDS;
-    let most = match is_cpu(client) || wide >= WIDE_TURNS * resident_units(client, WIDE_CUBES) {
+    let is_wide =
+        wide >= WIDE_TURNS * resident_units(client, WIDE_CUBES) && !plan.has_own_columns();
+    let most = match is_cpu(client) || is_wide {
         true => STRIP_WORDS,
         false => 1,
     };
     let words = Words::of(x).of_at_most(most);
     let row_vectors = row_words / words.width;
+    if !plan.is_whole() {
+        // As few cubes side by side as have a unit for each vector of a row, and below each other
+        // as many as run at once.
+        let most = units(client);
+        let across = row_vectors.div_ceil(most);
+        let dim = match is_cpu(client) {
+            true => most,
+            false => row_vectors.div_ceil(across).next_multiple_of(32).min(most),
+        };
+        let down = resident_units(client, LINE_CUBES) / (across * dim);
+        let count = CubeCount::Static(across as u32, down.clamp(1, blocks) as u32, 1);
+        // SAFETY: the kernel stays below the rows and the vectors of each.
+        unsafe {
+            amax_lines_kernel::launch_unchecked(
+                client,
+                count,
+                CubeDim::new_1d(dim as u32),
+                address_type(x.len()),
+                words.width,
+                words.arg(),
+                out,
+                signs,
+                x.rows,
+                row_vectors,
+                plan,
+            );
+        }
+        return;
+    }
     let (count, dim) = grid(client, blocks * row_vectors);
     // SAFETY: the kernel stays below the rows and the vectors of each.
     unsafe {

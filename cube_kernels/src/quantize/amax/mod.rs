@@ -11,5 +11,5 @@ pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, fold_words, leave_group, 
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use kernel::*;
 pub use launch::*;
-pub use strips::amax_strips_kernel;
 pub(crate) use strips::{Strip, fold_strip};
+pub use strips::{amax_lines_kernel, amax_strips_kernel};

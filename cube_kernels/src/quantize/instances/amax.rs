@@ -5,7 +5,7 @@ use cubecl::ir::{ElemType, UIntKind};
 use super::{
     super::kernels::{
         AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
-        amax_kernel, amax_strips_kernel, amax_tiles_kernel,
+        amax_kernel, amax_lines_kernel, amax_strips_kernel, amax_tiles_kernel,
     },
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
@@ -16,6 +16,9 @@ use crate::{
     tensor::AmaxGranularity,
     zeroed::zero_kernel,
 };
+
+const PER_ROW: Option<AmaxGranularity> = Some(AmaxGranularity::PerRow);
+const PER_TENSOR: Option<AmaxGranularity> = Some(AmaxGranularity::PerTensor);
 
 pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
@@ -72,6 +75,37 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                     cols: Some(AmaxGranularity::PerTensor),
                     hadamard,
                     default_signs,
+                    grouping: Grouping::One,
+                    elements: false,
+                    units: 256,
+                    planes: true,
+                    conversion: device.conversion,
+                    kind: dtype,
+                }
+            ));
+        }
+        for (width, hadamard, rows, cols) in [
+            (1, Some(HadamardSize::H16), PER_ROW, PER_ROW),
+            (1, None, None, PER_ROW),
+            (2, Some(HadamardSize::H16), PER_ROW, PER_TENSOR),
+        ] {
+            all.push(instance!(
+                device,
+                amax_lines_kernel,
+                format!("{tag}-{hadamard:?}-{}-{width}", rows.is_some()),
+                Expected::NONE,
+                address,
+                width,
+                b(words / width),
+                AmaxOutLaunch::new(b(ROWS), b(COLS)),
+                signs(),
+                ROWS,
+                COLS * dtype.size() / (4 * width),
+                AmaxPlan {
+                    rows,
+                    cols,
+                    hadamard,
+                    default_signs: hadamard.is_some(),
                     grouping: Grouping::One,
                     elements: false,
                     units: 256,
