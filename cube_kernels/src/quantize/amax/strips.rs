@@ -144,12 +144,27 @@ pub fn amax_lines_kernel<N: Size>(
     }
     leave_group(&mut out, 0usize, &maxima, plan);
     if comptime!(own_columns) {
-        if vector < row_vectors {
-            #[unroll]
-            for i in 0..comptime!(width * per_word) {
-                let bits = canonical(with_factor(columns[i], plan.hadamard));
-                out.cols[vector * comptime!(width * per_word) + i].fetch_max(bits);
-            }
+        let count = comptime!(width * per_word);
+        raise_columns(&columns, &mut out.cols, vector, row_vectors, count, plan);
+    }
+}
+
+/// Raises the amax values of the `count` columns of vector `vector`, if rows have as many, to
+/// maxima without the factor of their transform.
+#[cube]
+fn raise_columns(
+    columns: &Array<u32>,
+    out: &mut Box<[Atomic<u32>]>,
+    vector: usize,
+    row_vectors: usize,
+    #[comptime] count: usize,
+    #[comptime] plan: AmaxPlan,
+) {
+    if vector < row_vectors {
+        #[unroll]
+        for i in 0..count {
+            let bits = canonical(with_factor(columns[i], plan.hadamard));
+            out[vector * count + i].fetch_max(bits);
         }
     }
 }
