@@ -259,7 +259,7 @@ const WIDE_CUBES: usize = 4;
 /// Least turns of the SMs with strips of two words.
 const WIDE_TURNS: usize = 2;
 
-/// The same for [`amax_lines_kernel()`].
+/// Cubes of [`amax_lines_kernel()`] for each SM: with twice as many it takes longer.
 const LINE_CUBES: usize = 4;
 
 /// The amax values of `x`, whose memory was checked, from strips of its rows.
@@ -286,12 +286,9 @@ fn launch_strips(
     if !plan.is_whole() {
         // As few cubes side by side as have a unit for each vector of a row, and below each other
         // as many as run at once.
-        let most = units(client);
-        let across = row_vectors.div_ceil(most);
-        let dim = match is_cpu(client) {
-            true => most,
-            false => row_vectors.div_ceil(across).next_multiple_of(32).min(most),
-        };
+        let units = units(client);
+        let across = row_vectors.div_ceil(units);
+        let dim = row_vectors.div_ceil(across).next_multiple_of(32).min(units);
         let down = resident_units(client, LINE_CUBES) / (across * dim);
         let count = CubeCount::Static(across as u32, down.clamp(1, blocks) as u32, 1);
         // SAFETY: the kernel stays below the rows and the vectors of each.

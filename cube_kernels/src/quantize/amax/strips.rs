@@ -57,6 +57,17 @@ fn load_strip<N: Size>(
     words
 }
 
+/// Column `w` of the words of a strip, of `width` words a row.
+#[cube]
+fn column_of(words: &Array<u32>, #[comptime] w: usize, #[comptime] width: usize) -> Array<u32> {
+    let mut column = Array::<u32>::new(STRIP);
+    #[unroll]
+    for i in 0..STRIP {
+        column[i] = words[comptime!(i * width + w)];
+    }
+    column
+}
+
 /// One unit folds every `units`-th strip. They count from the end of the matrix, as the tiles of
 /// `amax_tiles_kernel` do.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
@@ -79,12 +90,7 @@ pub fn amax_strips_kernel<N: Size>(
         let words = load_strip::<N>(x, row0, vector, rows, row_vectors);
         #[unroll]
         for w in 0..width {
-            let mut column = Array::<u32>::new(STRIP);
-            #[unroll]
-            for i in 0..STRIP {
-                column[i] = words[comptime!(i * width + w)];
-            }
-            let folded = fold_words(&column, &signs, 0usize, plan);
+            let folded = fold_words(&column_of(&words, w, width), &signs, 0usize, plan);
             maxima.include(&folded, plan);
         }
         index += CUBE_COUNT * CUBE_DIM as usize;
@@ -122,12 +128,7 @@ pub fn amax_lines_kernel<N: Size>(
         let words = load_strip::<N>(x, row0, loaded, rows, row_vectors);
         #[unroll]
         for w in 0..width {
-            let mut column = Array::<u32>::new(STRIP);
-            #[unroll]
-            for i in 0..STRIP {
-                column[i] = words[comptime!(i * width + w)];
-            }
-            let folded = fold_words(&column, &signs, 0usize, plan);
+            let folded = fold_words(&column_of(&words, w, width), &signs, 0usize, plan);
             maxima.include(&folded, plan);
             if comptime!(own_columns) {
                 #[unroll]

@@ -36,6 +36,18 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     for (dtype, address) in ELEMENTS {
         let tag = format!("{dtype:?}-{address:?}");
         let words = ROWS * COLS * dtype.size() / 4;
+        let plan = |rows, cols, hadamard| AmaxPlan {
+            rows,
+            cols,
+            hadamard,
+            default_signs: hadamard == Some(HadamardSize::H16),
+            grouping: Grouping::One,
+            elements: false,
+            units: 256,
+            planes: true,
+            conversion: device.conversion,
+            kind: dtype,
+        };
         all.push(instance!(
             device,
             amax_kernel,
@@ -71,16 +83,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ROWS,
                 COLS * dtype.size() / (4 * width),
                 AmaxPlan {
-                    rows: Some(AmaxGranularity::PerTensor),
-                    cols: Some(AmaxGranularity::PerTensor),
-                    hadamard,
                     default_signs,
-                    grouping: Grouping::One,
-                    elements: false,
-                    units: 256,
-                    planes: true,
-                    conversion: device.conversion,
-                    kind: dtype,
+                    ..plan(PER_TENSOR, PER_TENSOR, hadamard)
                 }
             ));
         }
@@ -101,18 +105,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 signs(),
                 ROWS,
                 COLS * dtype.size() / (4 * width),
-                AmaxPlan {
-                    rows,
-                    cols,
-                    hadamard,
-                    default_signs: hadamard.is_some(),
-                    grouping: Grouping::One,
-                    elements: false,
-                    units: 256,
-                    planes: true,
-                    conversion: device.conversion,
-                    kind: dtype,
-                }
+                plan(rows, cols, hadamard)
             ));
         }
         for (hadamard, grouping, computed) in [
@@ -141,16 +134,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 AmaxOutLaunch::new(b(1), b(1)),
                 signs(),
                 AmaxPlan {
-                    rows: Some(AmaxGranularity::PerTensor),
-                    cols: Some(AmaxGranularity::PerRow),
-                    hadamard,
-                    default_signs: hadamard == Some(HadamardSize::H16),
                     grouping,
-                    elements: false,
-                    units: 256,
-                    planes: true,
-                    conversion: device.conversion,
-                    kind: dtype,
+                    ..plan(PER_TENSOR, PER_ROW, hadamard)
                 },
                 word
             ));
