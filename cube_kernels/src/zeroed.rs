@@ -31,24 +31,30 @@ mod kernel {
 
 pub use kernel::zero_kernel;
 
-/// Bytes that are cleared together.
+/// Bytes that are cleared together first in a step. Each further chunk of it has twice as many, up
+/// to [`LARGEST_CHUNK`]: a step that asks for much has few launches, one that asks for little
+/// little memory.
 const CHUNK: usize = 64 << 10;
+/// The most bytes that are cleared together.
+const LARGEST_CHUNK: usize = 1 << 20;
 /// Requests begin at multiples of so many bytes: a sector of the L2 cache, in which atomics of
 /// different kernels do not meet.
 const SLOT: usize = 32;
-/// The longest request that shares a chunk, in words.
-const LONGEST: usize = 1024;
+/// Requests that a chunk is at least for: a longer one is cleared by itself.
+const SHARED_BY: usize = 4;
 
 /// A chunk of a step, cleared, and its bytes that are taken.
 struct Chunk {
     memory: Handle,
+    bytes: usize,
     taken: usize,
 }
 
 impl Chunk {
-    fn new(client: &Client) -> Self {
+    fn new(client: &Client, bytes: usize) -> Self {
         Self {
-            memory: zeros(client, CHUNK / 4),
+            memory: zeros(client, bytes / 4),
+            bytes,
             taken: 0,
         }
     }
@@ -57,11 +63,15 @@ impl Chunk {
     fn take(&mut self, words: usize) -> Option<Handle> {
         let start = self.taken;
         let end = start + words * 4;
-        if end > CHUNK {
+        if end > self.bytes {
             return None;
         }
         self.taken = end.next_multiple_of(SLOT);
-        Some(part(&self.memory, start, CHUNK - end))
+        Some(part(&self.memory, start, self.bytes - end))
+    }
+
+    fn left(&self) -> usize {
+        self.bytes - self.taken
     }
 }
 
@@ -77,11 +87,40 @@ struct Step {
     stream: StreamId,
     /// None before its first request, and while one is served.
     chunk: Option<Chunk>,
+    /// Bytes of its next chunk.
+    next: usize,
+}
+
+/// How a request is served.
+enum Served {
+    /// From a chunk.
+    Taken(Handle),
+    /// From a new chunk of so many bytes.
+    ByChunk(usize),
+    /// By a launch of its own.
+    Alone,
 }
 
 impl Step {
     fn is_of(&self, client: &Client) -> bool {
         self.client.service_id() == client.service_id() && self.stream == StreamId::current()
+    }
+
+    /// Bytes of a chunk to be made, after which the next one has more.
+    fn grow(&mut self) -> usize {
+        let bytes = self.next;
+        self.next = (2 * bytes).min(LARGEST_CHUNK);
+        bytes
+    }
+
+    fn serve(&mut self, words: usize) -> Served {
+        if let Some(taken) = self.chunk.as_mut().and_then(|chunk| chunk.take(words)) {
+            return Served::Taken(taken);
+        }
+        match self.grow() {
+            bytes if bytes >= SHARED_BY * words * 4 => Served::ByChunk(bytes),
+            _ => Served::Alone,
+        }
     }
 }
 
@@ -100,6 +139,7 @@ pub fn begin_step(client: &Client) {
         client: client.clone(),
         stream: StreamId::current(),
         chunk: None,
+        next: CHUNK,
     });
 }
 
@@ -113,16 +153,22 @@ pub fn end_step(client: &Client) {
 pub(crate) fn make_ready(client: &Client) {
     const READY: usize = CHUNK / 4;
     let mine = |step: &&mut Step| step.is_of(client);
-    let left = |step: &mut Step| step.chunk.as_ref().map_or(0, |chunk| CHUNK - chunk.taken);
-    let is_ready = (steps().iter_mut().find(mine)).is_none_or(|step| left(step) >= READY);
-    if is_ready {
-        return;
-    }
-    // The lock is not held while a chunk is made: that launches.
-    let chunk = Chunk::new(client);
-    if let Some(step) = steps().iter_mut().find(mine) {
+    let bytes = match steps().iter_mut().find(mine) {
+        Some(step) if step.chunk.as_ref().map_or(0, Chunk::left) < READY => step.grow(),
+        _ => return,
+    };
+    make_chunk(client, bytes, None);
+}
+
+/// A chunk of `bytes` for the step of the current stream of `client`, and the first `words` of it.
+fn make_chunk(client: &Client, bytes: usize, words: Option<usize>) -> Option<Handle> {
+    // The lock is not held meanwhile: this launches.
+    let mut chunk = Chunk::new(client, bytes);
+    let taken = words.map(|words| chunk.take(words).expect("a chunk is longer than a request"));
+    if let Some(step) = steps().iter_mut().find(|step| step.is_of(client)) {
         step.chunk = Some(chunk);
     }
+    taken
 }
 
 /// `count` words of zeros.
@@ -145,26 +191,18 @@ pub(crate) fn clear(client: &Client, out: &Handle, count: usize) {
 
 /// The same for what no later step reads.
 pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
-    if count == 0 || count > LONGEST {
-        return zeros(client, count);
-    }
     let mine = |step: &&mut Step| step.is_of(client);
-    let chunk = match steps().iter_mut().find(mine) {
-        Some(step) => step.chunk.take(),
-        None => return zeros(client, count),
+    let served = match steps().iter_mut().find(mine) {
+        Some(step) if count > 0 => step.serve(count),
+        _ => Served::Alone,
     };
-    // The lock is not held while a chunk is made: that launches.
-    let mut chunk = chunk.unwrap_or_else(|| Chunk::new(client));
-    let words = chunk.take(count).unwrap_or_else(|| {
-        chunk = Chunk::new(client);
-        chunk
-            .take(count)
-            .expect("a chunk holds the longest request")
-    });
-    if let Some(step) = steps().iter_mut().find(mine) {
-        step.chunk = Some(chunk);
+    match served {
+        Served::Taken(words) => words,
+        Served::ByChunk(bytes) => {
+            make_chunk(client, bytes, Some(count)).expect("words were asked for")
+        }
+        Served::Alone => zeros(client, count),
     }
-    words
 }
 
 /// Counters of a stream that kernels leave at zero.
@@ -261,5 +299,51 @@ mod tests {
         let long = LEAST_COUNTERS + 5;
         assert_eq!(words(long).len(), long * 4);
         assert!(words(long).iter().all(|byte| *byte == 0));
+    }
+
+    /// Chunks of a step grow until they are for several of the requests, and what was asked for lies
+    /// apart.
+    #[test]
+    fn chunks_of_a_step_grow() {
+        const WORDS: usize = 16384;
+        let client = cubecl::Device::Cpu(Default::default()).client();
+        let chunk = || {
+            let steps = steps();
+            let step = steps.iter().find(|step| step.is_of(&client)).unwrap();
+            step.chunk.as_ref().map(|chunk| (chunk.bytes, chunk.left()))
+        };
+        let one = client.create_from_slice(&[1, 0, 0, 0]);
+        begin_step(&client);
+        let mut chunks = Vec::new();
+        let asked: Vec<_> = (0..8)
+            .map(|_| {
+                let words = zeros_of_step(&client, WORDS);
+                chunks.push(chunk());
+                words
+            })
+            .collect();
+        let of =
+            |bytes: usize, taken: usize| Some((bytes << 10, (bytes << 10) - taken * WORDS * 4));
+        let quarter = (1..=4).map(|taken| of(256, taken));
+        let alone = [None, None].into_iter();
+        let half = (1..=2).map(|taken| of(512, taken));
+        assert_eq!(chunks, alone.chain(quarter).chain(half).collect::<Vec<_>>());
+        for words in asked {
+            let read = client.read_one(words.clone()).expect("they are in memory");
+            assert_eq!(read.len(), WORDS * 4);
+            assert!(read.iter().all(|byte| *byte == 0));
+            for at in [0, WORDS - 1] {
+                let word = part(&words, at * 4, (WORDS - 1 - at) * 4);
+                crate::graph::copy_words(&client, &one, &word, 1).unwrap();
+            }
+        }
+        // Short requests fill what is left.
+        let short = zeros_of_step(&client, 1);
+        assert_eq!(client.read_one(short).unwrap()[..], [0; 4]);
+        assert_eq!(
+            chunk(),
+            of(512, 2).map(|(bytes, left)| (bytes, left - SLOT))
+        );
+        end_step(&client);
     }
 }

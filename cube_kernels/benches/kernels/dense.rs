@@ -5,13 +5,19 @@ use nvfp4_kernels::{
     gemm::kernels::decode,
     quantize::{self, AmaxRequest, QuantRequest},
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups},
+    zeroed,
 };
 
 use crate::{
     harness::Section,
-    inputs::{Inputs, MX, MXFP4, NEAREST, copy_of, plain_and_transformed, rht, stochastic, words},
+    inputs::{
+        Inputs, MX, MXFP4, NEAREST, copy_of, plain_and_transformed, rht, stochastic, with_amax,
+        words,
+    },
 };
 
+/// Tensors of a step of training.
+const PER_STEP: usize = 32;
 const ONE: &Groups = &Groups::One;
 const MAE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 const MSE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mse);
@@ -273,15 +279,34 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
             quantize::quantize_per_token_cols(&client, inputs.get(i), ONE, &copy).unwrap();
         });
     }
+    // What each does from x on: amax values, and both tensors by them; then as in a step of
+    // training, where one launch clears the amax values of many tensors.
     let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
-    section.time(
-        "per token rows RN + columns RHT SR",
-        inputs.bytes(2.0),
-        |i| {
+    for (place, in_step) in [("", false), (", in a step", true)] {
+        let begin = |i: usize| {
+            if in_step && i.is_multiple_of(PER_STEP) {
+                zeroed::begin_step(&client);
+            }
+        };
+        let name = format!("amax, then row RN + col RHT SR{place}");
+        section.time(&name, inputs.bytes(2.0), |i| {
+            begin(i);
+            let x = inputs.get(i);
+            let found = quantize::amaxes(&client, x, ONE, &plain_and_transformed()).unwrap();
+            let [row, col] = &copies;
+            let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);
+            let row = with_amax(&rows, row.clone());
+            let col = with_amax(&cols, col.clone());
+            quantize::quantize_both(&client, x, ONE, &row, &col).unwrap();
+        });
+        let name = format!("per token rows RN + columns RHT SR{place}");
+        section.time(&name, inputs.bytes(2.0), |i| {
+            begin(i);
             let [row, col] = &copies;
             quantize::quantize_per_token_both(&client, inputs.get(i), ONE, row, col).unwrap();
-        },
-    );
+        });
+        zeroed::end_step(&client);
+    }
 }
 
 /// Copies that are written as values of two bytes, for products that would decode them.

@@ -62,14 +62,17 @@ pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u
 /// Two values to two E4M3 elements, `low` in the lowest byte, 448 at most, 0x7F for NaN:
 /// `cvt.rn.satfinite.e4m3x2.f32`.
 ///
-/// PTX 7.8 (8.1 for sm_89); sm_89 and later. The first operand lands in the upper byte.
+/// PTX 7.8 (8.1 for sm_89); sm_89 and later. The first operand lands in the upper byte. The upper
+/// half of the word is that of a conversion of zeros, of which compilers know that it is one: a
+/// half by itself would have to be widened.
 #[cube]
 pub fn cvt_rn_e4m3x2(low: f32, high: f32) -> u32 {
     let low = f32::reinterpret(low);
     let high = f32::reinterpret(high);
     let bytes: u32;
     gpu_asm!(
-        "{{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, {h}, {l}; cvt.u32.u16 {o}, h; }}",
+        "{{ .reg .b16 h, z; cvt.rn.satfinite.e4m3x2.f32 z, 0f00000000, 0f00000000;",
+        "cvt.rn.satfinite.e4m3x2.f32 h, {h}, {l}; mov.b32 {o}, {{h, z}}; }}",
         l = in(_) low, h = in(_) high, o = out(_) bytes,
         options(pure, nomem)
     );

@@ -52,19 +52,3 @@ pub fn vote_sync_ballot(predicate: u32) -> u32 {
     );
     units
 }
-
-/// The largest `value` of the units of this plane: `redux.sync.max.u32` of all 32 units, which must
-/// all be here.
-///
-/// PTX ISA "Parallel Synchronization and Communication Instructions: redux.sync"; PTX 7.0, sm_80 and
-/// later.
-#[cube]
-pub fn redux_sync_max(value: u32) -> u32 {
-    let value = u32::reinterpret(value);
-    let largest: u32;
-    gpu_asm!(
-        "redux.sync.max.u32 {o}, {v}, 0xffffffff;",
-        o = out(_) largest, v = in(_) value
-    );
-    u32::reinterpret(largest)
-}

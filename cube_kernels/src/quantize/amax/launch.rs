@@ -304,7 +304,7 @@ fn launch_strips(
                 signs,
                 x.rows,
                 row_vectors,
-                plan,
+                AmaxPlan { units, ..plan },
             );
         }
         return;

@@ -9,9 +9,10 @@ use super::fold::{
 };
 use crate::{
     cube::{
-        codec::canonical,
+        codec::{Conversion, canonical},
         hadamard::Signs,
-        ptx::{cvta_to_global, ld_global_u32, max_nan_abs_bf16x2, prmt, redux_sync_max},
+        plane::exchange,
+        ptx::{cvta_to_global, ld_global_u32, max_nan_abs_bf16x2, max_nan_bf16x2, prmt},
     },
     tensor::{AmaxGranularity, FloatKind},
 };
@@ -19,18 +20,18 @@ use crate::{
 /// The most words of a vector: four columns of 16 bits, for which a unit has 32 words in flight.
 pub(super) const STRIP_WORDS: usize = 2;
 
-/// The words of the strip of rows `row0` on at vector `vector` of rows of `row_vectors`, row by row:
-/// zeros behind the last of `rows`.
+/// Fills `words` with those of the strip of rows `row0` on at vector `vector` of rows of
+/// `row_vectors`, row by row: zeros behind the last of `rows`.
 #[cube]
 fn load_strip<N: Size>(
     x: &[Vector<u32, N>],
+    words: &mut Array<u32>,
     row0: usize,
     vector: usize,
     rows: usize,
     row_vectors: usize,
-) -> Array<u32> {
+) {
     let width = N::value();
-    let mut words = Array::<u32>::new(comptime!(STRIP * width));
     let first = row0 * row_vectors + vector;
     if row0 + STRIP <= rows {
         #[unroll]
@@ -54,7 +55,6 @@ fn load_strip<N: Size>(
             }
         }
     }
-    words
 }
 
 /// Column `w` of the words of a strip, of `width` words a row.
@@ -81,13 +81,14 @@ pub fn amax_strips_kernel<N: Size>(
 ) {
     let width = N::value();
     let strips = rows.div_ceil(STRIP) * row_vectors;
+    let mut words = Array::<u32>::new(comptime!(STRIP * width));
     let mut maxima = Maxima::new();
     let mut index = ABSOLUTE_POS;
     while index < strips {
         let strip = strips - 1usize - index;
         let row0 = strip / row_vectors * STRIP;
         let vector = strip % row_vectors;
-        let words = load_strip::<N>(x, row0, vector, rows, row_vectors);
+        load_strip::<N>(x, &mut words, row0, vector, rows, row_vectors);
         #[unroll]
         for w in 0..width {
             let folded = fold_words(&column_of(&words, w, width), &signs, 0usize, plan);
@@ -122,10 +123,13 @@ pub fn amax_lines_kernel<N: Size>(
     for i in 0..comptime!(width * per_word) {
         columns[i] = 0u32;
     }
+    let own_rows = comptime!(plan.rows == Some(AmaxGranularity::PerRow));
+    let mut stage = LineStage::new(plan);
+    let mut words = Array::<u32>::new(comptime!(STRIP * width));
     let mut index = CUBE_POS_Y as usize;
+    let mut row0 = (strips - 1usize - min(index, strips - 1usize)) * STRIP;
+    load_strip::<N>(x, &mut words, row0, loaded, rows, row_vectors);
     while index < strips {
-        let row0 = (strips - 1usize - index) * STRIP;
-        let words = load_strip::<N>(x, row0, loaded, rows, row_vectors);
         #[unroll]
         for w in 0..width {
             let folded = fold_words(&column_of(&words, w, width), &signs, 0usize, plan);
@@ -138,56 +142,83 @@ pub fn amax_lines_kernel<N: Size>(
                 }
             }
         }
-        if comptime!(plan.rows == Some(AmaxGranularity::PerRow)) {
-            raise_rows(&words, &mut out.rows, row0, rows, width, plan);
-        }
+        let mut lines = rows_of_unit(&words, width, plan);
+        let this = row0;
         index += CUBE_COUNT_Y as usize;
+        // The next strip is on its way while planes find the amax of the rows of this one.
+        if index < strips {
+            row0 = (strips - 1usize - index) * STRIP;
+            load_strip::<N>(x, &mut words, row0, loaded, rows, row_vectors);
+        }
+        if comptime!(own_rows && plan.planes) {
+            stage.keep_rows(&mut lines, this, plan);
+            if stage.turns == STAGED || index >= strips {
+                stage.leave_rows(&mut out.rows, rows);
+            }
+        } else if comptime!(own_rows) {
+            #[unroll]
+            for line in 0..STRIP {
+                if this + line < rows {
+                    out.rows[this + line].fetch_max(canonical(lines[line]));
+                }
+            }
+        }
     }
     leave_group(&mut out, 0usize, &maxima, plan);
     if comptime!(own_columns) {
         let count = comptime!(width * per_word);
-        raise_columns(&columns, &mut out.cols, vector, row_vectors, count, plan);
+        raise_columns(&columns, &mut out.cols, row_vectors * count, count, plan);
     }
 }
 
-/// Raises the amax values of the `count` columns of vector `vector`, if rows have as many, to
-/// maxima without the factor of their transform.
+/// Raises the amax values of the columns of a cube, `columns` of each unit, to maxima without the
+/// factor of their transform: neighbouring units those of neighbouring columns, however many each
+/// has, so that as few sectors of the L2 cache as possible are touched. All units of the cube must
+/// be here.
 #[cube]
 fn raise_columns(
     columns: &Array<u32>,
     out: &mut Box<[Atomic<u32>]>,
-    vector: usize,
-    row_vectors: usize,
+    cols: usize,
     #[comptime] count: usize,
     #[comptime] plan: AmaxPlan,
 ) {
-    if vector < row_vectors {
-        #[unroll]
-        for i in 0..count {
-            let bits = canonical(with_factor(columns[i], plan.hadamard));
-            out[vector * count + i].fetch_max(bits);
+    let units = CUBE_DIM as usize;
+    let mut staged: Shared<[u32]> = Shared::new_slice(comptime!(plan.units * count));
+    #[unroll]
+    for i in 0..count {
+        staged[UNIT_POS as usize * count + i] = columns[i];
+    }
+    sync_cube();
+    #[unroll]
+    for i in 0..count {
+        let at = UNIT_POS as usize + i * units;
+        let column = CUBE_POS_X as usize * units * count + at;
+        if column < cols {
+            out[column].fetch_max(canonical(with_factor(staged[at], plan.hadamard)));
         }
     }
 }
 
-/// Raises the amax values of the rows of a strip, of which each unit has `width` words of each row:
-/// of a plane at once, where there are planes.
+/// Whether the maxima of two rows of a strip are the halves of a word.
+const fn rows_in_pairs(plan: &AmaxPlan) -> bool {
+    matches!(plan.kind, FloatKind::Bf16) && plan.conversion.has_ptx()
+}
+
+/// The magnitude bits of the largest of a unit's words of each row of a strip, `width` words a row;
+/// [in pairs](rows_in_pairs) of rows, or one by one. Nothing where rows have no maxima.
 #[cube]
-fn raise_rows(
+fn rows_of_unit(
     words: &Array<u32>,
-    out: &mut Box<[Atomic<u32>]>,
-    row0: usize,
-    rows: usize,
     #[comptime] width: usize,
     #[comptime] plan: AmaxPlan,
-) {
-    let (conversion, kind) = comptime!((plan.conversion, plan.kind));
-    let pairs = comptime!(conversion.has_ptx() && kind == FloatKind::Bf16);
-    let mut own = 0u32;
-    #[unroll]
-    for pair in 0..comptime!(STRIP / 2) {
-        let mut both = Array::<u32>::new(2usize);
-        if comptime!(pairs) {
+) -> Array<u32> {
+    let pairs = comptime!(rows_in_pairs(&plan));
+    let per_row = comptime!(plan.rows == Some(AmaxGranularity::PerRow));
+    let mut lines = Array::<u32>::new(comptime!(if pairs { STRIP / 2 } else { STRIP }));
+    if comptime!(per_row && pairs) {
+        #[unroll]
+        for pair in 0..comptime!(STRIP / 2) {
             let first = comptime!(2 * pair * width);
             let mut upper = words[first];
             let mut lower = words[comptime!(first + width)];
@@ -196,46 +227,147 @@ fn raise_rows(
                 upper = max_nan_abs_bf16x2(upper, words[comptime!(first + w)]);
                 lower = max_nan_abs_bf16x2(lower, words[comptime!(first + width + w)]);
             }
-            // The first halves of the words of both rows, and the second ones.
             let firsts = prmt(upper, lower, 0x5410u32);
-            let largest = max_nan_abs_bf16x2(firsts, prmt(upper, lower, 0x7632u32));
-            both[0] = redux_sync_max(largest << 16u32);
-            // The half below changes no order, and goes.
-            both[1] = redux_sync_max(largest) & 0xFFFF_0000u32;
-        } else {
-            #[unroll]
-            for i in 0..2usize {
-                let mut row = Array::<u32>::new(width);
-                #[unroll]
-                for w in 0..width {
-                    row[w] = words[comptime!((2 * pair + i) * width + w)];
-                }
-                let largest = words_amax(&row, width, conversion, kind);
-                both[i] = if comptime!(conversion.has_ptx()) {
-                    redux_sync_max(largest)
-                } else if comptime!(plan.planes) {
-                    plane_max(largest)
-                } else {
-                    largest
-                };
-            }
+            lines[pair] = max_nan_abs_bf16x2(firsts, prmt(upper, lower, 0x7632u32));
         }
+    } else if comptime!(per_row) {
         #[unroll]
-        for i in 0..2usize {
-            let line = comptime!(2 * pair + i);
-            if comptime!(plan.planes) {
-                own = select(UNIT_POS_PLANE as usize == line, both[i], own);
-            } else if row0 + line < rows {
-                out[row0 + line].fetch_max(canonical(both[i]));
+        for line in 0..STRIP {
+            let mut row = Array::<u32>::new(width);
+            #[unroll]
+            for w in 0..width {
+                row[w] = words[comptime!(line * width + w)];
             }
+            lines[line] = words_amax(&row, width, plan.conversion, plan.kind);
         }
     }
-    if comptime!(plan.planes) {
-        let row = row0 + UNIT_POS_PLANE as usize;
-        if (UNIT_POS_PLANE as usize) < STRIP && row < rows {
-            out[row].fetch_max(canonical(own));
+    lines
+}
+
+/// Strips of a cube whose rows are raised at once.
+const STAGED: usize = 16;
+
+/// The amax values of the rows of a cube's last strips, by plane, before they are raised: all cubes
+/// that share a row raise it, and those of the planes would be eight times as many.
+#[derive(CubeType)]
+struct LineStage {
+    /// The first row of each of the strips.
+    first_rows: Shared<[u32]>,
+    /// Magnitude bits, by strip, plane, and row.
+    bits: Shared<[u32]>,
+    /// Strips in here.
+    turns: usize,
+    /// Planes that there is room for.
+    #[cube(comptime)]
+    planes: usize,
+}
+
+#[cube]
+impl LineStage {
+    fn new(#[comptime] plan: AmaxPlan) -> LineStage {
+        let stages = comptime!(plan.planes && plan.rows == Some(AmaxGranularity::PerRow));
+        let planes = comptime!(if stages { plan.units.div_ceil(32) } else { 1 });
+        let strips = comptime!(if stages { STAGED } else { 1 });
+        LineStage {
+            first_rows: Shared::new_slice(strips),
+            bits: Shared::new_slice(comptime!(strips * planes * STRIP)),
+            turns: 0usize,
+            planes,
         }
     }
+
+    /// Takes the rows of the strip from row `row0` on, of which each unit has `lines`, what
+    /// [`rows_of_unit()`] gives.
+    fn keep_rows(&mut self, lines: &mut Array<u32>, row0: usize, #[comptime] plan: AmaxPlan) {
+        let pairs = comptime!(rows_in_pairs(&plan));
+        let unit = UNIT_POS % 32u32;
+        let mut line = unit / 2u32;
+        let mut first = unit & 1u32 == 0u32;
+        let bits = if comptime!(pairs) {
+            let both = reduce_scatter(lines, comptime!(STRIP / 2), true, plan.conversion);
+            line = unit / 4u32 * 2u32 + unit % 2u32;
+            first = unit % 4u32 < 2u32;
+            select(unit & 1u32 == 0u32, both << 16u32, both & 0xFFFF_0000u32)
+        } else {
+            reduce_scatter(lines, STRIP, false, plan.conversion)
+        };
+        let plane = UNIT_POS as usize / 32usize;
+        if first {
+            self.bits[(self.turns * self.planes + plane) * STRIP + line as usize] = bits;
+        }
+        if UNIT_POS == 0u32 {
+            self.first_rows[self.turns] = row0 as u32;
+        }
+        self.turns += 1usize;
+    }
+
+    /// Raises the amax values of the rows in here. All units of the cube must be here.
+    fn leave_rows(&mut self, out: &mut Box<[Atomic<u32>]>, rows: usize) {
+        sync_cube();
+        let planes = CUBE_DIM as usize / 32usize;
+        let mut item = UNIT_POS as usize;
+        while item < self.turns * STRIP {
+            let (turn, line) = (item / STRIP, item % STRIP);
+            let mut bits = 0u32;
+            for plane in 0..planes {
+                bits = max(bits, self.bits[(turn * self.planes + plane) * STRIP + line]);
+            }
+            let row = self.first_rows[turn] as usize + line;
+            if row < rows {
+                out[row].fetch_max(canonical(bits));
+            }
+            item += CUBE_DIM as usize;
+        }
+        sync_cube();
+        self.turns = 0usize;
+    }
+}
+
+/// The larger of two magnitudes, or in each half of words of bf16 `pairs`.
+#[cube]
+fn larger(a: u32, b: u32, #[comptime] pairs: bool) -> u32 {
+    if comptime!(pairs) {
+        max_nan_bf16x2(a, b)
+    } else {
+        max(a, b)
+    }
+}
+
+/// Number `unit * count / 32` of `count` words, a power of two: the largest over the units of a
+/// plane. From stage to stage a unit keeps half of its words and sends the others to the unit that
+/// keeps those. `redux.sync` takes one instruction for a word, but two cycles of an SM.
+#[cube]
+fn reduce_scatter(
+    words: &mut Array<u32>,
+    #[comptime] count: usize,
+    #[comptime] pairs: bool,
+    #[comptime] conversion: Conversion,
+) -> u32 {
+    #[unroll]
+    for stage in 0..5u32 {
+        let distance = comptime!(16u32 >> stage);
+        let kept = comptime!(count >> (stage + 1));
+        if comptime!(kept > 0) {
+            let keeps_upper = UNIT_POS & distance != 0u32;
+            #[unroll]
+            for i in 0..kept {
+                let (low, high) = (words[i], words[comptime!(i + kept)]);
+                let sent = select(keeps_upper, low, high);
+                let own = select(keeps_upper, high, low);
+                words[i] = larger(own, exchange_word(sent, distance, conversion), pairs);
+            }
+        } else {
+            let own = words[0];
+            words[0] = larger(own, exchange_word(own, distance, conversion), pairs);
+        }
+    }
+    words[0]
+}
+
+/// [`exchange()`] of a word.
+#[cube]
+fn exchange_word(word: u32, #[comptime] distance: u32, #[comptime] conversion: Conversion) -> u32 {
+    u32::reinterpret(exchange(f32::reinterpret(word), distance, conversion))
 }
 
 /// A strip of a matrix that a cube shares.
