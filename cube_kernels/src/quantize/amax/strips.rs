@@ -1,6 +1,7 @@
-//! Amax values of a matrix in strips of 16 rows, each in the registers of a unit: a column of vectors
-//! of a block of rows. No shared memory, no barrier before the end: units load while others fold,
-//! where cubes that share tiles all do the same at once.
+//! Amax values of a matrix in strips of 16 rows, each in the registers of a unit: a column of
+//! vectors of a block of rows. Elements do not go through shared memory, and units meet at few
+//! barriers or at the end alone: they load while others fold, where cubes that share tiles all do
+//! the same at once.
 
 use cubecl::prelude::*;
 
@@ -99,8 +100,9 @@ pub fn amax_strips_kernel<N: Size>(
     leave_group(&mut out, 0usize, &maxima, plan);
 }
 
-/// One unit folds the same vector of every `CUBE_COUNT_Y`th strip, from the end of the matrix on, so
-/// that the amax of a column stays in its registers. Planes have a maximum of each row.
+/// One unit folds the same vector of every `CUBE_COUNT_Y`th strip, from the end of the matrix on,
+/// so that the amax of a column stays in its registers. Planes have a maximum of each row, which
+/// their cube raises together.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_lines_kernel<N: Size>(
     x: &[Vector<u32, N>],
