@@ -85,7 +85,7 @@ fn part(memory: &Handle, before: usize, behind: usize) -> Handle {
 struct Step {
     client: Client,
     stream: StreamId,
-    /// None before its first request, and while one is served.
+    /// None before its first one is made.
     chunk: Option<Chunk>,
     /// Bytes of its next chunk.
     next: usize,
@@ -157,18 +157,15 @@ pub(crate) fn make_ready(client: &Client) {
         Some(step) if step.chunk.as_ref().map_or(0, Chunk::left) < READY => step.grow(),
         _ => return,
     };
-    make_chunk(client, bytes, None);
+    // The lock is not held while a chunk is made: that launches.
+    keep_chunk(client, Chunk::new(client, bytes));
 }
 
-/// A chunk of `bytes` for the step of the current stream of `client`, and the first `words` of it.
-fn make_chunk(client: &Client, bytes: usize, words: Option<usize>) -> Option<Handle> {
-    // The lock is not held meanwhile: this launches.
-    let mut chunk = Chunk::new(client, bytes);
-    let taken = words.map(|words| chunk.take(words).expect("a chunk is longer than a request"));
+/// Further requests of the step of the current stream of `client` take from `chunk`.
+fn keep_chunk(client: &Client, chunk: Chunk) {
     if let Some(step) = steps().iter_mut().find(|step| step.is_of(client)) {
         step.chunk = Some(chunk);
     }
-    taken
 }
 
 /// `count` words of zeros.
@@ -199,7 +196,10 @@ pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
     match served {
         Served::Taken(words) => words,
         Served::ByChunk(bytes) => {
-            make_chunk(client, bytes, Some(count)).expect("words were asked for")
+            let mut chunk = Chunk::new(client, bytes);
+            let words = chunk.take(count).expect("a chunk is for several requests");
+            keep_chunk(client, chunk);
+            words
         }
         Served::Alone => zeros(client, count),
     }

@@ -229,6 +229,7 @@ fn rows_of_unit(
                 upper = max_nan_abs_bf16x2(upper, words[comptime!(first + w)]);
                 lower = max_nan_abs_bf16x2(lower, words[comptime!(first + width + w)]);
             }
+            // The first halves of the words of both rows, and the second ones.
             let firsts = prmt(upper, lower, 0x5410u32);
             lines[pair] = max_nan_abs_bf16x2(firsts, prmt(upper, lower, 0x7632u32));
         }
