@@ -1,13 +1,16 @@
 //! `cargo xtask ci`: everything that a change must pass.
 //!
-//! All stages run even when one fails, so that one run tells everything. The last line is the one
-//! of `cargo xtask test`.
+//! All stages run even when one fails, so that one run tells everything. The table of stages is also
+//! written to `ci.json` in the target folder. The last line is the one of `cargo xtask test`.
 
+use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{ExitCode, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use serde::Serialize;
 
 use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
@@ -16,8 +19,13 @@ use crate::{book, fuzz, imports, packages, results, setup, tools, unified};
 /// Seconds that the fuzz targets have together.
 const FUZZ_SECONDS: u64 = 20;
 
+/// Optimizer steps of the training run whose speed is printed.
+const TRAINING_STEPS: &str = "30";
+
 /// Runs all stages; prints how long each took.
 pub fn run() -> Result<ExitCode> {
+    let machine = Machine::find()?;
+    println!("{machine}");
     let mut counts = None;
     let mut stages: Vec<Stage> = Vec::new();
     let mut stage = |name: &'static str, work: &mut dyn FnMut() -> Result<()>| {
@@ -28,31 +36,32 @@ pub fn run() -> Result<ExitCode> {
             println!("{name} failed: {error:#}");
         }
         let took = start.elapsed();
-        println!("=== {name}: {} ({})", verdict(outcome.is_ok()), shown(took));
+        println!(
+            "=== {name}: {} ({})",
+            verdict(outcome.is_ok()),
+            shown(took.as_secs_f64())
+        );
         stages.push(Stage {
             name,
             good: outcome.is_ok(),
-            took,
+            seconds: took.as_secs_f64(),
         });
     };
 
     stage("format", &mut || cargo(&["fmt", "--all", "--check"]));
     stage("circles of imports", &mut imports::run);
     stage("set-up", &mut || setup::run(&setup::Args::default()));
-    // Of its own, so that the time of the tests is theirs.
+    // A stage by itself, so that the next one's time is that of the tests.
     stage("test build", &mut || {
         cargo(&["test", "--no-run", "--workspace", "--features", FEATURES])
     });
     stage("tests", &mut || tests(&mut counts));
     stage("fuzz", &mut || fuzz::run(&fuzz::Args::all(FUZZ_SECONDS)));
     stage("unified features", &mut unified::run);
-    stage("clippy", &mut || clippy(&["--features", FEATURES]));
-    stage("documentation", &mut || {
-        let mut command = workspace::cargo();
-        command.args(["doc", "--no-deps", "--workspace", "--features", FEATURES]);
-        workspace::spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
-    });
-    stage("clippy, default features", &mut || clippy(&[]));
+    stage("speed of training", &mut training_speed);
+    // The packages' own check compiles the default features.
+    stage("clippy", &mut clippy);
+    stage("documentation", &mut documentation);
     stage("packages", &mut packages::run);
     stage("licences", &mut licences);
     stage("book", &mut || {
@@ -60,14 +69,7 @@ pub fn run() -> Result<ExitCode> {
         book::run()
     });
 
-    println!();
-    for Stage { name, good, took } in &stages {
-        println!("{:>11}  {:<6}  {name}", shown(*took), verdict(*good));
-    }
-    println!(
-        "{:>11}  together",
-        shown(stages.iter().map(|stage| stage.took).sum())
-    );
+    report(&machine, &stages)?;
     if let Some(counts) = counts {
         println!("{counts}");
     }
@@ -79,18 +81,89 @@ pub fn run() -> Result<ExitCode> {
     })
 }
 
+#[derive(Serialize)]
 struct Stage {
     name: &'static str,
     good: bool,
-    took: Duration,
+    seconds: f64,
+}
+
+/// The machine and the state that a run of CI began with.
+#[derive(Serialize)]
+struct Machine {
+    /// Model name of the processor.
+    processor: String,
+    cores: usize,
+    /// True if the target folder held no compiled dependencies.
+    cold: bool,
+}
+
+impl Machine {
+    fn find() -> Result<Self> {
+        let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let name = text.lines().find(|line| line.starts_with("model name"));
+        let name = name.and_then(|line| line.split_once(':'));
+        // `cargo xtask` has compiled its own few dependencies already.
+        let compiled = workspace::target_folder()?.join("debug/deps");
+        let is_dependency = |entry: io::Result<fs::DirEntry>| {
+            entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("libcubecl"))
+        };
+        let cold = !fs::read_dir(compiled).is_ok_and(|mut entries| entries.any(is_dependency));
+        Ok(Self {
+            processor: name.map_or("unknown", |(_, name)| name.trim()).to_owned(),
+            cores: thread::available_parallelism().map_or(1, usize::from),
+            cold,
+        })
+    }
+}
+
+impl std::fmt::Display for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            processor,
+            cores,
+            cold,
+        } = self;
+        let state = if *cold { "cold" } else { "warm" };
+        write!(f, "{processor}, {cores} cores, {state} target folder")
+    }
+}
+
+/// Prints the table of stages and writes it to `ci.json` in the target folder.
+fn report(machine: &Machine, stages: &[Stage]) -> Result<()> {
+    #[derive(Serialize)]
+    struct Report<'a> {
+        machine: &'a Machine,
+        stages: &'a [Stage],
+        seconds: f64,
+    }
+    println!("\n{machine}");
+    for Stage {
+        name,
+        good,
+        seconds,
+    } in stages
+    {
+        println!("{:>11}  {:<6}  {name}", shown(*seconds), verdict(*good));
+    }
+    let seconds = stages.iter().map(|stage| stage.seconds).sum();
+    println!("{:>11}  together", shown(seconds));
+    let report = Report {
+        machine,
+        stages,
+        seconds,
+    };
+    let file = workspace::target_folder()?.join("ci.json");
+    fs::write(&file, serde_json::to_string_pretty(&report)? + "\n")
+        .with_context(|| format!("cannot write {}", file.display()))
 }
 
 fn verdict(good: bool) -> &'static str {
     if good { "ok" } else { "FAILED" }
 }
 
-fn shown(time: Duration) -> String {
-    let seconds = time.as_secs();
+fn shown(seconds: f64) -> String {
+    let seconds = Duration::from_secs_f64(seconds).as_secs();
     format!("{} min {:02} s", seconds / 60, seconds % 60)
 }
 
@@ -98,12 +171,41 @@ fn cargo(arguments: &[&str]) -> Result<()> {
     workspace::spawn(workspace::cargo().args(arguments))
 }
 
-fn clippy(features: &[&str]) -> Result<()> {
+fn clippy() -> Result<()> {
+    let mut command = workspace::cargo();
+    command.args(["clippy", "--workspace", "--all-targets"]);
+    command.args(["--features", FEATURES, "--", "-D", "warnings"]);
+    workspace::spawn(&mut command)
+}
+
+/// Documentation of the published packages.
+fn documentation() -> Result<()> {
+    let mut command = workspace::cargo();
+    command.args(["doc", "--no-deps", "--features", FEATURES]);
+    for member in workspace::members()? {
+        if member.published {
+            command.args(["--package", &member.name]);
+        }
+    }
+    workspace::spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+/// The main job, `nvfp4 train`, in the build of the tests. Its last lines say how many tokens it
+/// trains per second.
+fn training_speed() -> Result<()> {
+    let out = workspace::target_folder()?.join("ci-train");
+    if out.exists() {
+        fs::remove_dir_all(&out)?;
+    }
     let mut command = workspace::cargo();
     command
-        .args(["clippy", "--workspace", "--all-targets"])
-        .args(features);
-    workspace::spawn(command.args(["--", "-D", "warnings"]))
+        .args(["run", "--quiet", "--workspace", "--bin", "nvfp4"])
+        .args(["--features", FEATURES, "--", "train", "--device", "flex"])
+        .args(["--preset", "tiny", "--no-compare"])
+        .args(["--steps", TRAINING_STEPS])
+        .arg("--out")
+        .arg(&out);
+    workspace::spawn(&mut command)
 }
 
 /// The test command, as a user types it; keeps its last line.

@@ -27,6 +27,7 @@ mod interop;
 mod machine_code;
 mod packages;
 mod results;
+mod runner;
 mod sanitize;
 mod setup;
 mod smollm2;

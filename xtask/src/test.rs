@@ -2,18 +2,31 @@
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
 use crate::counts::Reader;
+use crate::runner::Timing;
 use crate::workspace::FEATURES;
-use crate::{interop, setup, workspace};
+use crate::{interop, runner, setup, workspace};
 
 /// Tells the tests not to leave anything out.
 const FULL: &str = "NVFP4_TEST_FULL";
 
-/// The package with Burn's layers.
+/// The device that tests of kernels and layers run on.
+const DEVICE: &str = "NVFP4_TEST_DEVICE";
+
+/// The package with Burn's layers, and the binary with their tests.
 const LAYERS: &str = "burn-nvfp4";
+const LAYERS_SUITE: &str = "burn_nvfp4";
+
+/// Modules of that binary that do not run on CubeCL's CPU runtime a second time: those that choose
+/// it by themselves.
+const NOT_ON_CPU_RUNTIME: [&str; 2] = ["decorate", "decorate_limits"];
+
+/// Number of the longest processes that a run prints.
+const SHOWN_TIMINGS: usize = 15;
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -46,26 +59,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut reader = Reader::new();
-    let mut broken = Vec::new();
-    for (mut command, options) in commands(args) {
-        if args.release {
-            command.arg("--release");
-        }
-        if args.full {
-            command.env(FULL, "1");
-        }
-        command
-            .args(["--", "--show-output"])
-            .args(options)
-            .args(&args.rest);
-        let status = read(&mut command, &mut reader)?;
-        if !status.success() {
-            broken.push(format!(
-                "`{}` ended with {status}",
-                workspace::shown(&command)
-            ));
-        }
-    }
+    let broken = if args.rest.is_empty() {
+        run_all(args, &mut reader)?
+    } else {
+        run_selected(args, &mut reader)?
+    };
     let (counts, skips, failures) = reader.finish();
 
     println!();
@@ -93,28 +91,81 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })
 }
 
-/// What is run, one after another, with options for the test binaries.
-fn commands(args: &Args) -> Vec<(Command, Vec<&'static str>)> {
-    let test = || {
-        let mut command = workspace::cargo();
-        command.args(["test", "--no-fail-fast"]);
-        command
-    };
-    let mut all = test();
-    select_packages(&mut all, &args.package);
-    let mut commands = vec![(all, Vec::new())];
-    if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
-        // Without this variable the layers run on Flex. The second run has the tests that are small
-        // enough for CubeCL's CPU runtime.
-        let mut cube = test();
-        select_packages(&mut cube, &args.package);
-        cube.args(["--test", "burn_nvfp4"]);
-        cube.env("NVFP4_TEST_DEVICE", "cpu");
-        // Those of the decorator are on that runtime in the first run.
-        let skip = ["--skip=decorate::", "--skip=decorate_limits::"];
-        commands.push((cube, skip.to_vec()));
+/// Runs every test of the chosen packages, several binaries at a time, then the examples of the
+/// documentation. Returns the commands that failed.
+fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
+    let mut build = workspace::cargo();
+    build.args(["test", "--no-run"]);
+    select_packages(&mut build, &args.package);
+    if args.release {
+        build.arg("--release");
     }
-    commands
+    let mut build = runner::build(&mut build)?;
+    if args.full {
+        build.set(FULL, "1");
+    }
+    let mut jobs = build.jobs(None, |_| true, |_| true)?;
+    // Without a device of their own the layers run on Flex. Modules whose code differs on CubeCL's
+    // CPU runtime, and that are small enough for it, run there as well.
+    if std::env::var_os(DEVICE).is_none() {
+        jobs.extend(build.jobs(
+            Some("cpu"),
+            |binary| binary.package == LAYERS && binary.target == LAYERS_SUITE,
+            |module| !NOT_ON_CPU_RUNTIME.contains(&module),
+        )?);
+    }
+    let timings = build.run(&jobs, processes(), reader)?;
+    let total: Duration = timings.iter().map(|timing| timing.took).sum();
+    println!(
+        "\nThe longest of {} processes, {:.0} s in all:",
+        timings.len(),
+        total.as_secs_f64()
+    );
+    for Timing { name, tests, took } in timings.iter().take(SHOWN_TIMINGS) {
+        println!("{:>8.1} s  {tests:>4} tests  {name}", took.as_secs_f64());
+    }
+
+    let mut examples = workspace::cargo();
+    examples.args(["test", "--no-fail-fast", "--doc"]);
+    if !select_libraries(&mut examples, &args.package)? {
+        return Ok(Vec::new());
+    }
+    if args.release {
+        examples.arg("--release");
+    }
+    examples.args(["--", "--show-output"]);
+    let status = read(&mut examples, reader)?;
+    Ok(broken(&examples, status).into_iter().collect())
+}
+
+/// Runs the tests that the user's arguments select, as `cargo test` does. Returns the commands that
+/// failed.
+fn run_selected(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
+    let mut command = workspace::cargo();
+    command.args(["test", "--no-fail-fast"]);
+    select_packages(&mut command, &args.package);
+    if args.release {
+        command.arg("--release");
+    }
+    if args.full {
+        command.env(FULL, "1");
+    }
+    command.args(["--", "--show-output"]).args(&args.rest);
+    let status = read(&mut command, reader)?;
+    Ok(broken(&command, status).into_iter().collect())
+}
+
+/// A message about a command that failed.
+fn broken(command: &Command, status: ExitStatus) -> Option<String> {
+    (!status.success()).then(|| format!("`{}` ended with {status}", workspace::shown(command)))
+}
+
+/// Number of test processes at a time: one on a GPU, otherwise one per core.
+fn processes() -> usize {
+    match std::env::var(DEVICE).as_deref() {
+        Ok("cuda") => 1,
+        _ => std::thread::available_parallelism().map_or(1, usize::from),
+    }
 }
 
 /// Runs `command`, whose output goes to `reader` too.
@@ -145,4 +196,26 @@ fn select_packages(command: &mut Command, packages: &[String]) {
     if packages.iter().any(|package| package != "xtask") || packages.is_empty() {
         command.args(["--features", FEATURES]);
     }
+}
+
+/// The chosen packages that have a library; false if none has.
+fn select_libraries(command: &mut Command, packages: &[String]) -> Result<bool> {
+    if packages.is_empty() {
+        select_packages(command, packages);
+        return Ok(true);
+    }
+    let members = workspace::members()?;
+    let libraries: Vec<String> = (packages.iter())
+        .filter(|name| {
+            members
+                .iter()
+                .any(|member| member.has_library && member.name == **name)
+        })
+        .cloned()
+        .collect();
+    if libraries.is_empty() {
+        return Ok(false);
+    }
+    select_packages(command, &libraries);
+    Ok(true)
 }

@@ -50,6 +50,8 @@ pub struct Member {
     pub folder: PathBuf,
     /// It goes to crates.io.
     pub published: bool,
+    /// It has a library whose documentation has examples.
+    pub has_library: bool,
     /// Those of [`FEATURES`] that it has, separated by commas.
     pub features: String,
 }
@@ -69,7 +71,9 @@ fn member(package: &Value) -> Result<Member> {
         .split(',')
         .filter(|name| package["features"].get(name).is_some())
         .collect();
+    let targets = package["targets"].as_array().context("no targets")?;
     Ok(Member {
+        has_library: targets.iter().any(|target| target["doctest"] == true),
         name: package["name"].as_str().context("no name")?.to_owned(),
         folder: PathBuf::from(manifest)
             .parent()

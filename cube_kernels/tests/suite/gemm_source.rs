@@ -9,11 +9,10 @@ use nvfp4_kernels::{
     gemm::{
         GemmInstance,
         kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, GroupedDim, Multiply, Sm90Plan, Sm90Tile, Sm100Form,
-            Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore, sm100_units,
+            CmmaPlan, CmmaTile, EpilogueKind, Multiply, Sm90Plan, Sm90Tile, Sm100Form, Sm100Plan,
+            Sm120Plan, SmallMShape, StreamKPlan, TensorCore, sm100_units,
         },
     },
-    tensor::FloatKind,
 };
 
 /// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
@@ -327,32 +326,4 @@ fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str
     };
     let found = count(sass, "HMMA.16816.F32.BF16");
     assert_eq!(found, 2 * 2 * instructions, "{name}");
-}
-
-/// Whether a run without `--full` compiles `gemm`: every kernel, every tile as it is launched most
-/// often, and everything that the widest tile can do.
-pub fn is_in_ci(gemm: GemmInstance) -> bool {
-    match gemm {
-        GemmInstance::Sm90Bf16(plan, kind) => {
-            let is_plain = kind.out == FloatKind::Bf16 && plan.majors == [Major::K; 2];
-            plan.tile == Sm90Tile::N256 || is_plain
-        }
-        GemmInstance::Sm90StreamK(plan) => {
-            plan.tile == Sm90Tile::N256 || plan.majors == [Major::K; 2]
-        }
-        GemmInstance::Sm100BlockScaled(plan) => match plan.core {
-            TensorCore::Instruction => true,
-            // The other forms with the groups that they treat in their own way.
-            TensorCore::Software(_) => match (plan.format, plan.form) {
-                (BlockScaled::Nvfp4, Sm100Form::OneCta) => plan.grouped != GroupedDim::None,
-                (BlockScaled::Mxfp8, Sm100Form::OneCta) => plan.grouped == GroupedDim::K,
-                (_, Sm100Form::TwoCta | Sm100Form::SwapAb) => plan.grouped == GroupedDim::M,
-            },
-        },
-        GemmInstance::Sm120BlockScaled(plan) => match plan.tile.multiply {
-            Multiply::Instruction => true,
-            Multiply::Software => plan.grouped == GroupedDim::M,
-        },
-        _ => true,
-    }
 }

@@ -1,11 +1,16 @@
-//! The CUDA source of every kernel of the registry, compiled on a machine without a GPU; the
-//! conversion instructions and spilled registers are looked for in the machine code.
+//! The CUDA source of every kernel of the registry, on a machine without a GPU: compared with the
+//! lock files of [`lock`], compiled where it changed, and checked for conversion instructions, matrix
+//! instructions and spilled registers.
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
     fs,
+    panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::Instant,
 };
@@ -13,6 +18,7 @@ use std::{
 use crate::gemm_source::{self, Resources};
 use crate::support::{
     is_full,
+    lock::{self, Cost, Lock, Locked},
     nvrtc::CudaTools,
     sources::{self, is_left_out, machine_code},
 };
@@ -36,17 +42,44 @@ const E4M3: &str = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C";
 /// Which instances are compiled.
 type IsChosen = fn(&Instance) -> bool;
 
-/// Architectures that only `cargo xtask test --full` compiles for, with how they convert, and the
-/// kernels that are compiled for them: all, or those with matrix instructions of every GPU.
-const OTHER_ARCHITECTURES: [(&str, Conversion, IsChosen); 7] = [
-    ("sm_80", Conversion::Sm80, is_portable),
-    ("sm_86", Conversion::Sm80, is_portable),
-    ("sm_89", Conversion::Sm89, is_portable),
-    ("sm_90", Conversion::Sm89, is_portable),
-    ("sm_103a", Conversion::Hardware, |_| true),
-    ("sm_120a", Conversion::HardwareNearest, is_not_block_scaled),
-    ("sm_121a", Conversion::HardwareNearest, is_block_scaled),
+/// What kernels are compiled for: an architecture, how a device of it converts, and the kernels.
+struct Target {
+    /// Name of the lock file.
+    name: &'static str,
+    arch: &'static str,
+    conversion: Conversion,
+    is_chosen: IsChosen,
+}
+
+/// One lock file each. Architectures without kernels of their own have those with the matrix
+/// instructions of every GPU. The emulated conversions of Blackwell are compiled for Hopper with
+/// one type of element.
+const TARGETS: [Target; 10] = [
+    target("sm_90a", Conversion::Sm89, |_| true),
+    target("sm_100a", Conversion::Hardware, |_| true),
+    target("sm_103a", Conversion::Hardware, is_tcgen05),
+    target("sm_120a", Conversion::HardwareNearest, |_| true),
+    target("sm_121a", Conversion::HardwareNearest, is_block_scaled),
+    target("sm_80", Conversion::Sm80, is_portable),
+    target("sm_86", Conversion::Sm80, is_portable),
+    target("sm_89", Conversion::Sm89, is_portable),
+    target("sm_90", Conversion::Sm89, is_portable),
+    Target {
+        name: "sm_90a-emulated",
+        ..target("sm_90a", Conversion::Emulated, |instance| {
+            instance.expected.converts() && instance.name.contains("Bf16-U32")
+        })
+    },
 ];
+
+const fn target(arch: &'static str, conversion: Conversion, is_chosen: IsChosen) -> Target {
+    Target {
+        name: arch,
+        arch,
+        conversion,
+        is_chosen,
+    }
+}
 
 fn is_portable(instance: &Instance) -> bool {
     use GemmInstance::{Cmma, SmallM};
@@ -60,10 +93,6 @@ fn is_block_scaled(instance: &Instance) -> bool {
 fn is_tcgen05(instance: &Instance) -> bool {
     use GemmInstance::{Sm100BlockScaled, Sm100Probe};
     matches!(instance.gemm, Some(Sm100BlockScaled(_) | Sm100Probe { .. }))
-}
-
-fn is_not_block_scaled(instance: &Instance) -> bool {
-    !is_block_scaled(instance)
 }
 
 fn instances(conversion: Conversion, arch: &str) -> Vec<Instance> {
@@ -100,13 +129,14 @@ fn assert_no_pointers(name: &str, source: &str) {
     }
 }
 
-fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
+/// Compiles one instance and checks its machine code.
+fn check_instance(tools: &CudaTools, instance: &Instance, source: &Source, arch: &str) -> Cost {
     let name = &instance.name;
-    let (text, shared) = sources::cuda_kernel(name, &*instance.kernel);
+    let Source { text, shared } = source;
     if is_tcgen05(instance) {
-        assert_no_pointers(name, &text);
+        assert_no_pointers(name, text);
     }
-    let compiled = machine_code(tools, name, &text, arch);
+    let compiled = machine_code(tools, name, text, arch);
     let Expected {
         e2m1_rn,
         e2m1_rs,
@@ -115,15 +145,6 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     } = instance.expected;
     let what = |which: &str| format!("{which} in {name} for {arch}");
     assert_found(spills, compiled.stack > 0, &what("spills"));
-    // Disassembling takes as long as compiling: what the source does not mention is not there.
-    let mentions = |expected: Option<bool>, names: &[&str]| {
-        expected == Some(true) || expected.is_some() && names.iter().any(|name| text.contains(name))
-    };
-    let converts =
-        mentions(e2m1_rn.or(e2m1_rs), &["e2m1", "fp4"]) || mentions(e4m3, &["e4m3", "fp8"]);
-    if !converts && instance.gemm.is_none() {
-        return;
-    }
     let sass = tools.disassemble(&compiled.code, &format!("{name}-{arch}"));
     let nearest = |line: &str| line.contains(E2M1_RN) && !line.contains(E2M1_RS);
     assert_found(
@@ -136,73 +157,169 @@ fn check_instance(tools: &CudaTools, instance: &Instance, arch: &str) {
     if let Some(gemm) = instance.gemm {
         let takes = Resources {
             registers: compiled.registers,
-            shared,
+            shared: *shared,
         };
         gemm_source::check(name, gemm, takes, &sass, arch);
     }
-}
-
-/// Compiles the chosen kernels of a device with `conversion` for `arch`, on all cores.
-fn check(test: &str, arch: &str, conversion: Conversion, is_chosen: IsChosen) {
-    let tools = tools!(test);
-    let mut instances = instances(conversion, arch);
-    if !is_full() && ["sm_90a", "sm_100a"].contains(&arch) {
-        keep_those_of_ci(&mut instances, arch);
+    if arch == "sm_90a" && WAITING.contains(&instance.function()) {
+        assert_waits(name, instance.function(), &sass);
     }
-    instances.retain(|instance| {
-        is_chosen(instance) && instance.architectures.contains(arch) && !is_left_out(&instance.name)
-    });
-    println!("{arch}: {} instances", instances.len());
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(instance) = instances.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let start = Instant::now();
-            check_instance(&tools, instance, arch);
-            println!("{} {arch}: {:.1?}", instance.name, start.elapsed());
-        }
-    };
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    thread::scope(|scope| {
-        for _ in 0..cores {
-            scope.spawn(work);
-        }
-    });
+    Cost {
+        registers: compiled.registers,
+        stack: compiled.stack,
+        instructions: lock::instructions(&sass),
+    }
 }
 
-/// Those of `instances` that a run without `--full` compiles for `arch`, which is sm_90a or
-/// sm_100a.
-///
-/// The first instance of each kernel is compiled for both, each other one that most launches take
-/// for one of the two. Of the instances that differ from one of those in the type of elements or in
-/// the width of addresses alone, every fourth one of each kernel is compiled, for one of the two.
-/// Of the GEMMs, see [`gemm_source::is_in_ci`].
-fn keep_those_of_ci(instances: &mut Vec<Instance>, arch: &str) {
-    let archs = ["sm_90a", "sm_100a"];
-    let names: BTreeSet<String> = (instances.iter())
-        .map(|instance| instance.name.clone())
-        .collect();
-    let mut variants: BTreeMap<&'static str, usize> = BTreeMap::new();
-    let mut usuals: BTreeMap<&'static str, usize> = BTreeMap::new();
-    instances.retain(|instance| {
-        let mut usual = instance.name.replace("-U64", "-U32");
-        for kind in ["-F32-", "-F16-"] {
-            usual = usual.replace(kind, "-Bf16-");
+/// The CUDA source of an instance.
+struct Source {
+    text: String,
+    /// Bytes of shared memory at its launch.
+    shared: usize,
+}
+
+/// The hash of the source of an instance, and its machine code where that is known.
+type Found = BTreeMap<String, (u64, Option<Cost>)>;
+
+/// Compares the kernels of a target with its lock file. Compiles those whose source changed; with
+/// `--full` all of them.
+fn check(target: &str) {
+    let target = TARGETS.iter().find(|it| it.name == target).unwrap();
+    let mut lock = Lock::read(target.name);
+    let tools = CudaTools::find();
+    let (found, failures) = target.compile(&lock, tools.as_ref().ok());
+    println!("{}: {} instances", target.name, found.len());
+    if lock::writes() {
+        if let Err(reason) = tools {
+            panic!("no lock file can be written: {reason}");
         }
-        let is_variant = usual != instance.name && names.contains(&usual);
-        match instance.gemm {
-            Some(gemm) => gemm_source::is_in_ci(gemm),
-            None if is_variant => {
-                let count = variants.entry(instance.function()).or_default();
-                *count += 1;
-                (*count - 1).is_multiple_of(4) && arch == archs[(*count - 1) / 4 % 2]
-            }
-            None => {
-                let count = usuals.entry(instance.function()).or_default();
-                *count += 1;
-                *count == 1 || arch == archs[*count % 2]
+        if !sources::is_selection() {
+            lock.entries.clear();
+        }
+        for (name, (hash, cost)) in found {
+            if let Some(cost) = cost {
+                lock.entries.insert(name, Locked { hash, cost });
             }
         }
-    });
+        lock.write();
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+        return;
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    let stale = differences(&lock, &found);
+    assert!(
+        stale.is_empty(),
+        "tests/machine_code/{}.tsv is not up to date, `cargo xtask machine-code` writes it:\n{}",
+        target.name,
+        stale.join("\n")
+    );
+    if let Err(reason) = tools {
+        println!("SKIPPED: registry_source::{}: {reason}", target.name);
+    }
+}
+
+impl Target {
+    fn instances(&self) -> Vec<Instance> {
+        let mut instances = instances(self.conversion, self.arch);
+        instances.retain(|instance| {
+            (self.is_chosen)(instance)
+                && instance.architectures.contains(self.arch)
+                && !is_left_out(&instance.name)
+        });
+        instances
+    }
+
+    /// Makes the sources, and compiles and checks those that differ from `lock`, on all cores.
+    /// Returns what it found and the messages of failed checks.
+    fn compile(&self, lock: &Lock, tools: Option<&CudaTools>) -> (Found, Vec<String>) {
+        let instances = self.instances();
+        let next = AtomicUsize::new(0);
+        let found = Mutex::new(Found::new());
+        let failures = Mutex::new(Vec::new());
+        let work = || {
+            while let Some(instance) = instances.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let checked = panic::catch_unwind(AssertUnwindSafe(|| {
+                    self.compile_instance(instance, lock, tools)
+                }));
+                match checked {
+                    Ok(one) => {
+                        let before = found.lock().unwrap().insert(instance.name.clone(), one);
+                        assert!(before.is_none(), "two instances are {}", instance.name);
+                    }
+                    Err(payload) => {
+                        let text = (payload.downcast_ref::<String>().map(String::as_str))
+                            .or(payload.downcast_ref::<&str>().copied());
+                        let text = text.unwrap_or("a panic without a message").to_owned();
+                        failures.lock().unwrap().push(text);
+                    }
+                }
+            }
+        };
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        thread::scope(|scope| {
+            for _ in 0..cores {
+                scope.spawn(work);
+            }
+        });
+        (found.into_inner().unwrap(), failures.into_inner().unwrap())
+    }
+
+    fn compile_instance(
+        &self,
+        instance: &Instance,
+        lock: &Lock,
+        tools: Option<&CudaTools>,
+    ) -> (u64, Option<Cost>) {
+        let start = Instant::now();
+        let (text, shared) = sources::cuda_kernel(&instance.name, &*instance.kernel);
+        let hash = lock::hash(&text);
+        let locked = lock.entries.get(&instance.name);
+        let locked = locked.filter(|entry| entry.hash == hash);
+        let cost = match (tools, locked) {
+            (_, Some(entry)) if !is_full() && !hash.is_multiple_of(lock::SAMPLE) => {
+                Some(entry.cost)
+            }
+            (None, _) => locked.map(|entry| entry.cost),
+            (Some(tools), _) => {
+                let source = Source { text, shared };
+                let cost = check_instance(tools, instance, &source, self.arch);
+                println!(
+                    "{} {}: {cost}, {:.1?}",
+                    instance.name,
+                    self.arch,
+                    start.elapsed()
+                );
+                Some(cost)
+            }
+        };
+        (hash, cost)
+    }
+}
+
+/// One line for each instance that is not as in the lock file.
+fn differences(lock: &Lock, found: &Found) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (name, &(hash, cost)) in found {
+        let shown = cost.map_or("not compiled".to_owned(), |cost| cost.to_string());
+        match lock.entries.get(name) {
+            None => lines.push(format!("{name} is new: {shown}")),
+            Some(entry) if cost != Some(entry.cost) => {
+                lines.push(format!("{name}: {shown}, was {}", entry.cost));
+            }
+            Some(entry) if entry.hash != hash => {
+                lines.push(format!("{name}: another source, the same {shown}"));
+            }
+            Some(_) => {}
+        }
+    }
+    let gone = lock
+        .entries
+        .keys()
+        .filter(|name| !found.contains_key(*name));
+    if !sources::is_selection() {
+        lines.extend(gone.map(|name| format!("{name} is gone")));
+    }
+    lines
 }
 
 /// No kernel that waits is left out where kernels are made to overlap.
@@ -219,134 +336,96 @@ fn kernels_that_wait_are_known() {
     }
 }
 
-/// What overlapping kernels load before they wait for those in front of them: by compilers that may
+/// What an overlapping kernel loads before it waits for those in front of it: by compilers that may
 /// move loads, nothing but what the contract of `graph::overlap_kernels` names.
-#[test]
-fn overlapping_kernels_wait_before_they_read() {
-    let tools = tools!("registry_source::overlapping_kernels_wait_before_they_read");
-    let all = instances(Conversion::Sm89, "sm_90a");
-    for function in WAITING {
-        let mut count = 0;
-        let of_function = all.iter().filter(|it| it.function() == function).take(3);
-        for Instance { name, kernel, .. } in of_function {
-            let (text, _) = sources::cuda_kernel(name, &**kernel);
-            let compiled = machine_code(&tools, name, &text, "sm_90a");
-            let sass = tools.disassemble(&compiled.code, &format!("{name}-overlap"));
-            let wait = sass.find("ACQBULK");
-            let wait = wait.unwrap_or_else(|| panic!("{name} does not wait"));
-            assert!(sass.contains("PREEXIT"), "{name} lets no kernel begin");
-            let before = sass[..wait].lines().filter(|line| line.contains("LDG."));
-            let (constant, other): (Vec<_>, Vec<_>) =
-                before.partition(|line| line.contains("CONSTANT"));
-            match function {
-                // Gains are constant.
-                "norm_kernel" => assert!(other.is_empty(), "{name}: {other:?}"),
-                // Starts and counts are; what is in the cache is on its way.
-                "decode_run_kernel" | "decode_mma_kernel" => {
-                    assert!(constant.len() <= 2, "{name}: {constant:?}");
-                }
-                // Weights are on their way.
-                "small_m_kernel" => {
-                    assert!(
-                        constant.is_empty() && !other.is_empty(),
-                        "{name}: {constant:?}"
-                    );
-                }
-                // Codes, and the scale of a row.
-                "fp8_linear_mma_kernel" => {
-                    assert!(constant.len() <= 1, "{name}: {constant:?}");
-                    assert!(
-                        other.iter().all(|line| line.contains(".NA")),
-                        "{name}: {other:?}"
-                    );
-                    assert!(!other.is_empty(), "{name}");
-                }
-                // Weights are, and gains, which are constant, may be.
-                "small_m_norm_kernel" => {
-                    assert!(!other.is_empty(), "{name}");
-                    // Vectors of weights are not kept in L1, those of activations are.
-                    let is_weight = |line: &&str| line.contains(".NA") || !line.contains(".128");
-                    assert!(other.iter().all(is_weight), "{name}: {other:?}");
-                }
-                _ => assert!(
-                    constant.is_empty() && other.is_empty(),
-                    "{name}: {constant:?} {other:?}"
-                ),
-            }
-            count += 1;
+fn assert_waits(name: &str, function: &str, sass: &str) {
+    let wait = sass.find("ACQBULK");
+    let wait = wait.unwrap_or_else(|| panic!("{name} does not wait"));
+    assert!(sass.contains("PREEXIT"), "{name} lets no kernel begin");
+    let before = sass[..wait].lines().filter(|line| line.contains("LDG."));
+    let (constant, other): (Vec<_>, Vec<_>) = before.partition(|line| line.contains("CONSTANT"));
+    match function {
+        // Gains are constant.
+        "norm_kernel" => assert!(other.is_empty(), "{name}: {other:?}"),
+        // Starts and counts are; what is in the cache is on its way.
+        "decode_run_kernel" | "decode_mma_kernel" => {
+            assert!(constant.len() <= 2, "{name}: {constant:?}");
         }
-        assert!(count > 0, "no {function}");
+        // Weights are on their way.
+        "small_m_kernel" => {
+            assert!(
+                constant.is_empty() && !other.is_empty(),
+                "{name}: {constant:?}"
+            );
+        }
+        // Codes, and the scale of a row.
+        "fp8_linear_mma_kernel" => {
+            assert!(constant.len() <= 1, "{name}: {constant:?}");
+            assert!(
+                other.iter().all(|line| line.contains(".NA")),
+                "{name}: {other:?}"
+            );
+            assert!(!other.is_empty(), "{name}");
+        }
+        // Weights are, and gains, which are constant, may be.
+        "small_m_norm_kernel" => {
+            assert!(!other.is_empty(), "{name}");
+            // Vectors of weights are not kept in L1, those of activations are.
+            let is_weight = |line: &&str| line.contains(".NA") || !line.contains(".128");
+            assert!(other.iter().all(is_weight), "{name}: {other:?}");
+        }
+        _ => assert!(
+            constant.is_empty() && other.is_empty(),
+            "{name}: {constant:?} {other:?}"
+        ),
     }
 }
 
+/// CubeCL makes the same source of a kernel each time, but for the numbers of its variables: lock
+/// files rest on it.
 #[test]
-fn compiles_for_sm_90a() {
-    let test = "registry_source::compiles_for_sm_90a";
-    check(test, "sm_90a", Conversion::Sm89, |instance| {
-        instance.gemm.is_none()
-    });
+fn sources_are_reproducible() {
+    let sources = || -> BTreeMap<String, u64> {
+        (instances(Conversion::Hardware, "sm_100a").iter())
+            .step_by(16)
+            .map(|Instance { name, kernel, .. }| {
+                (
+                    name.clone(),
+                    lock::hash(&sources::cuda_source(name, &**kernel)),
+                )
+            })
+            .collect()
+    };
+    assert_eq!(sources(), sources());
 }
 
-#[test]
-fn gemms_compile_for_sm_90a() {
-    let test = "registry_source::gemms_compile_for_sm_90a";
-    check(test, "sm_90a", Conversion::Sm89, |instance| {
-        instance.gemm.is_some()
-    });
+macro_rules! targets {
+    ($($name:ident $target:literal),* $(,)?) => {
+        $(
+            #[test]
+            fn $name() {
+                check($target);
+            }
+        )*
+
+        #[test]
+        fn every_target_is_checked() {
+            assert_eq!([$($target),*], TARGETS.map(|target| target.name));
+        }
+    };
 }
 
-/// Of the kernels for consumer Blackwell alone: no other architecture has their instruction.
-#[test]
-fn block_scaled_gemms_compile_for_sm_120a() {
-    let test = "registry_source::block_scaled_gemms_compile_for_sm_120a";
-    check(
-        test,
-        "sm_120a",
-        Conversion::HardwareNearest,
-        is_block_scaled,
-    );
-}
-
-/// Of the kernel for `tcgen05` alone; that of sm_100a is among all kernels.
-#[test]
-fn tcgen05_gemms_compile_for_sm_103a() {
-    let test = "registry_source::tcgen05_gemms_compile_for_sm_103a";
-    check(test, "sm_103a", Conversion::Hardware, is_tcgen05);
-}
-
-#[test]
-fn compiles_for_sm_100a() {
-    let test = "registry_source::compiles_for_sm_100a";
-    check(test, "sm_100a", Conversion::Hardware, |_| true);
-}
-
-/// With the instructions of Blackwell emulated its kernels compile for a Hopper: those that
-/// convert, with one type of element.
-#[test]
-fn emulated_compiles_for_sm_90a() {
-    let test = "registry_source::emulated_compiles_for_sm_90a";
-    if !is_full() {
-        println!("SKIPPED: {test}: `cargo xtask test --full`");
-        return;
-    }
-    check(test, "sm_90a", Conversion::Emulated, |instance| {
-        instance.expected.converts() && instance.name.contains("Bf16-U32")
-    });
-}
-
-/// The architectures that a run leaves out by default.
-#[test]
-fn other_architectures() {
-    let test = "registry_source::other_architectures";
-    if !is_full() {
-        let count = instances(Conversion::Hardware, "sm_100a").len();
-        let archs = OTHER_ARCHITECTURES.map(|(arch, ..)| arch).join(", ");
-        println!("SKIPPED: {test}: {count} instances for {archs}: `cargo xtask test --full`");
-        return;
-    }
-    for (arch, conversion, is_chosen) in OTHER_ARCHITECTURES {
-        check(test, arch, conversion, is_chosen);
-    }
+targets! {
+    sm_90a "sm_90a",
+    sm_100a "sm_100a",
+    sm_103a "sm_103a",
+    sm_120a "sm_120a",
+    sm_121a "sm_121a",
+    sm_80 "sm_80",
+    sm_86 "sm_86",
+    sm_89 "sm_89",
+    sm_90 "sm_90",
+    sm_90a_emulated "sm_90a-emulated",
 }
 
 /// The compilation can fail: the block-scaled instruction exists on sm_120a and sm_121a alone,
@@ -491,23 +570,6 @@ fn launched(text: &str) -> Vec<String> {
         names.push(name.trim().to_owned());
     }
     names
-}
-
-/// A run without `--full` compiles each kernel for each architecture that it is for.
-#[test]
-fn a_run_without_full_compiles_every_kernel() {
-    for arch in ["sm_90a", "sm_100a"] {
-        let functions = |instances: &[Instance]| -> BTreeSet<&str> {
-            (instances.iter())
-                .filter(|instance| instance.architectures.contains(arch))
-                .map(Instance::function)
-                .collect()
-        };
-        let mut instances = instances(Conversion::Hardware, "sm_100a");
-        let all = functions(&instances);
-        keep_those_of_ci(&mut instances, arch);
-        assert_eq!(functions(&instances), all, "{arch}");
-    }
 }
 
 /// No kernel is forgotten: the registry has those that the crate defines, by the names of their

@@ -26,8 +26,9 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let random = || RandomLaunch::of([1, 2], 3 << 32 | 4);
     let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
-    let e2m1 = Expected {
-        e2m1_rn: Some(device.has_nearest()),
+    // Forms in bf16 round in software, for their results are no codes.
+    let e2m1 = |form: EdenForm| Expected {
+        e2m1_rn: Some(device.has_nearest() && !form.is_bf16()),
         e4m3: Some(device.conversion.has_e4m3()),
         ..Expected::NONE
     };
@@ -103,7 +104,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 units units,
                 ms_eden_kernel,
                 format!("{tag}{suffix}"),
-                e2m1,
+                e2m1(form),
                 address,
                 1,
                 EdenStoredArgs::Packed(packed(device)),
@@ -158,7 +159,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 device,
                 ms_eden_kernel,
                 format!("{tag}{suffix}"),
-                e2m1,
+                e2m1(form),
                 address,
                 width,
                 EdenStoredArgs::Matrix(b(BLOCKS)),

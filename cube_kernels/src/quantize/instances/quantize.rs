@@ -72,14 +72,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         let standard = BlockScaling::Standard;
         let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mse);
         let conversions = |plans: &[QuantPlan]| {
-            // Four over six measures errors, for which it needs the rounded values themselves.
-            let counts = |plan: &&QuantPlan| plan.policy.scaling != four_over_six;
             let stochastic = |plan: &QuantPlan| plan.policy.stochastic;
-            let mut plans = plans.iter().filter(counts);
-            let nearest = plans.clone().any(|plan| !stochastic(plan));
             e2m1(
-                nearest && device.has_nearest(),
-                plans.any(stochastic) && device.has_stochastic(),
+                plans.iter().any(|plan| !stochastic(plan)) && device.has_nearest(),
+                plans.iter().any(stochastic) && device.has_stochastic(),
             )
         };
         let values = |plan| QuantPlan {

@@ -22,6 +22,8 @@ pub mod process;
 pub mod samples;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]
+pub mod lock;
+#[cfg(all(feature = "cpu", feature = "cuda"))]
 pub mod nvrtc;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 #[macro_use]

@@ -36,9 +36,17 @@ pub fn cuda_kernel(name: &str, kernel: &dyn CubeKernel) -> (String, usize) {
     (compiled.to_string(), compiled.shared_memory_size)
 }
 
-/// Whether `NVFP4_ONLY`, a part of its name, leaves this kernel out.
+/// Part of the names of the only kernels that a run takes.
+const ONLY: &str = "NVFP4_ONLY";
+
+/// True if the run takes some kernels only.
+pub fn is_selection() -> bool {
+    std::env::var_os(ONLY).is_some()
+}
+
+/// True if the run leaves this kernel out.
 pub fn is_left_out(name: &str) -> bool {
-    std::env::var("NVFP4_ONLY").is_ok_and(|only| !name.contains(&only))
+    std::env::var(ONLY).is_ok_and(|only| !name.contains(&only))
 }
 
 /// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who

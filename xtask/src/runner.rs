@@ -1,0 +1,379 @@
+//! Runs the test binaries, several at a time.
+//!
+//! `cargo test` runs one binary after another, and the tests of one process share its devices, so
+//! that one slow test leaves the other cores idle. Here each module of a binary is a process of its
+//! own, on one test thread, and as many run at a time as there are cores. On a GPU one process runs
+//! at a time: CubeCL captures graphs in CUDA's global mode.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use std::{env, thread};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::counts::Reader;
+use crate::workspace;
+
+/// A module with fewer tests than this runs together with its neighbours.
+const SMALL_MODULE: usize = 4;
+
+/// A test binary that cargo built.
+#[derive(Clone, Debug)]
+pub struct Binary {
+    /// Name of the package.
+    pub package: String,
+    /// Name of the target: `suite`, or the library's for unit tests.
+    pub target: String,
+    program: PathBuf,
+    /// Working directory of its tests, as under `cargo test`.
+    folder: PathBuf,
+}
+
+/// Test binaries and the environment that they run in.
+#[derive(Debug, Default)]
+pub struct Build {
+    /// In the order in which cargo reported them.
+    pub binaries: Vec<Binary>,
+    /// Folders of shared libraries, from build scripts.
+    libraries: Vec<PathBuf>,
+    variables: Vec<(&'static str, &'static str)>,
+}
+
+/// One process: tests of one binary.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Job {
+    /// Index of the binary in [`Build::binaries`].
+    binary: usize,
+    /// Value of `NVFP4_TEST_DEVICE`, if the job sets it.
+    device: Option<&'static str>,
+    /// Modules, for the report.
+    name: String,
+    /// Names of the tests.
+    tests: Vec<String>,
+}
+
+/// Time of one job.
+pub struct Timing {
+    /// Binary, device and modules.
+    pub name: String,
+    /// Number of tests.
+    pub tests: usize,
+    /// Wall-clock time of the process.
+    pub took: Duration,
+}
+
+/// Builds the tests by `command`, a `cargo test --no-run` without a message format.
+///
+/// # Errors
+/// Returns an error if something does not compile.
+pub fn build(command: &mut Command) -> Result<Build> {
+    command.arg("--message-format=json-render-diagnostics");
+    println!("$ {}", workspace::shown(command));
+    let output = workspace::output(command)?;
+    let mut build = Build::default();
+    for line in String::from_utf8_lossy(&output).lines() {
+        let message: Value = serde_json::from_str(line).context("cargo's messages")?;
+        build.add(&message)?;
+    }
+    Ok(build)
+}
+
+impl Build {
+    /// Sets an environment variable of all jobs.
+    pub fn set(&mut self, name: &'static str, value: &'static str) {
+        self.variables.push((name, value));
+    }
+
+    /// Takes one of cargo's messages.
+    fn add(&mut self, message: &Value) -> Result<()> {
+        match message["reason"].as_str() {
+            Some("build-script-executed") => {
+                let paths = message["linked_paths"].as_array();
+                for path in paths.into_iter().flatten().filter_map(Value::as_str) {
+                    let (kind, folder) = path.split_once('=').unwrap_or(("all", path));
+                    let folder = PathBuf::from(folder);
+                    if ["native", "all", "dependency"].contains(&kind)
+                        && !self.libraries.contains(&folder)
+                    {
+                        self.libraries.push(folder);
+                    }
+                }
+            }
+            Some("compiler-artifact") if message["profile"]["test"] == true => {
+                let Some(program) = message["executable"].as_str() else {
+                    return Ok(());
+                };
+                let manifest = message["manifest_path"]
+                    .as_str()
+                    .context("no manifest_path")?;
+                let folder = PathBuf::from(manifest)
+                    .parent()
+                    .context("no folder")?
+                    .to_owned();
+                let id = message["package_id"].as_str().context("no package_id")?;
+                self.binaries.push(Binary {
+                    package: package_name(id).to_owned(),
+                    target: message["target"]["name"]
+                        .as_str()
+                        .context("no target name")?
+                        .to_owned(),
+                    program: program.into(),
+                    folder,
+                });
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// A process of `binary`.
+    fn command(&self, binary: usize) -> Result<Command> {
+        let Binary {
+            program, folder, ..
+        } = &self.binaries[binary];
+        let mut command = Command::new(program);
+        let mut paths = self.libraries.clone();
+        let variable = if cfg!(target_os = "macos") {
+            "DYLD_FALLBACK_LIBRARY_PATH"
+        } else {
+            "LD_LIBRARY_PATH"
+        };
+        paths.extend(env::split_paths(&env::var_os(variable).unwrap_or_default()));
+        let paths: OsString = env::join_paths(paths)?;
+        command
+            .current_dir(folder)
+            .env(variable, paths)
+            .envs(self.variables.iter().copied())
+            .env("CARGO_MANIFEST_DIR", folder);
+        Ok(command)
+    }
+
+    /// Names of the tests of `binary`, ignored ones among them.
+    fn tests(&self, binary: usize) -> Result<Vec<String>> {
+        let mut command = self.command(binary)?;
+        command.args(["--list", "--format", "terse"]);
+        let output = workspace::output(&mut command)?;
+        let text = String::from_utf8_lossy(&output);
+        Ok(text
+            .lines()
+            .filter_map(|line| Some(line.strip_suffix(": test")?.to_owned()))
+            .collect())
+    }
+
+    /// The jobs of every binary that `is_chosen` takes, each on `device`; `is_run` chooses modules.
+    pub fn jobs(
+        &self,
+        device: Option<&'static str>,
+        is_chosen: impl Fn(&Binary) -> bool,
+        is_run: impl Fn(&str) -> bool,
+    ) -> Result<Vec<Job>> {
+        let mut jobs = Vec::new();
+        for (index, binary) in self.binaries.iter().enumerate() {
+            if !is_chosen(binary) {
+                continue;
+            }
+            for (name, tests) in groups(self.tests(index)?) {
+                let tests: Vec<String> = tests
+                    .into_iter()
+                    .filter(|test| is_run(module(test)))
+                    .collect();
+                if !tests.is_empty() {
+                    jobs.push(Job {
+                        binary: index,
+                        device,
+                        name,
+                        tests,
+                    });
+                }
+            }
+        }
+        Ok(jobs)
+    }
+
+    /// Runs `jobs`, `at_a_time` processes at a time; output goes to standard output and `reader`.
+    ///
+    /// Returns the time of each job, longest first.
+    pub fn run(&self, jobs: &[Job], at_a_time: usize, reader: &mut Reader) -> Result<Vec<Timing>> {
+        let next = AtomicUsize::new(0);
+        let state = Mutex::new((reader, Vec::new()));
+        let work = || -> Result<()> {
+            while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let start = Instant::now();
+                let output = self.output(job)?;
+                let took = start.elapsed();
+                let mut state = state
+                    .lock()
+                    .unwrap_or_else(|poisoned| poisoned.into_inner());
+                let (reader, timings) = &mut *state;
+                let name = self.shown(job);
+                println!("\n--- {name}: {:.1} s", took.as_secs_f64());
+                for line in output.lines() {
+                    println!("{line}");
+                    reader.line(line);
+                }
+                timings.push(Timing {
+                    name,
+                    tests: job.tests.len(),
+                    took,
+                });
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let workers: Vec<_> = (0..at_a_time.max(1)).map(|_| scope.spawn(work)).collect();
+            workers
+                .into_iter()
+                .try_for_each(|worker| match worker.join() {
+                    Ok(outcome) => outcome,
+                    Err(_) => bail!("a thread that runs tests panicked"),
+                })
+        })?;
+        let (_, mut timings) = state
+            .into_inner()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        timings.sort_by_key(|timing| std::cmp::Reverse(timing.took));
+        Ok(timings)
+    }
+
+    /// The output of one job, with a line on a process that did not end by itself.
+    fn output(&self, job: &Job) -> Result<String> {
+        let mut command = self.command(job.binary)?;
+        command
+            .args(["--show-output", "--test-threads", "1", "--exact"])
+            .args(&job.tests)
+            .stdin(Stdio::null());
+        if let Some(device) = job.device {
+            command.env("NVFP4_TEST_DEVICE", device);
+        }
+        let output = command
+            .output()
+            .with_context(|| format!("cannot start {}", self.shown(job)))?;
+        let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
+        // libtest ends with 101 where a test failed; a signal leaves no code.
+        let expected = output.status.success() || output.status.code() == Some(101);
+        if !expected {
+            text += &String::from_utf8_lossy(&output.stderr);
+            text += &format!("\nthe test binary ended with {}\n", output.status);
+        }
+        ensure!(
+            text.contains("running "),
+            "{}: no test ran:\n{text}",
+            self.shown(job)
+        );
+        Ok(text)
+    }
+
+    fn shown(&self, job: &Job) -> String {
+        let Binary {
+            package, target, ..
+        } = &self.binaries[job.binary];
+        let device = job
+            .device
+            .map_or(String::new(), |device| format!(" on {device}"));
+        format!("{package} {target}{device} {}", job.name)
+    }
+}
+
+/// The package's name of an id such as `path+file:///folder#name@0.1.0` or `...folder#0.1.0`.
+fn package_name(id: &str) -> &str {
+    let (path, rest) = id.rsplit_once('#').unwrap_or(("", id));
+    match rest.split_once('@') {
+        Some((name, _)) => name,
+        None => path.rsplit('/').next().unwrap_or(path),
+    }
+}
+
+/// The first part of the path of a test.
+pub fn module(test: &str) -> &str {
+    test.split("::").next().unwrap_or(test)
+}
+
+/// The tests by module; small modules together.
+fn groups(tests: Vec<String>) -> Vec<(String, Vec<String>)> {
+    let mut modules: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for test in tests {
+        modules
+            .entry(module(&test).to_owned())
+            .or_default()
+            .push(test);
+    }
+    let mut groups = Vec::new();
+    let mut small: Vec<String> = Vec::new();
+    for (name, tests) in modules {
+        if tests.len() < SMALL_MODULE {
+            small.extend(tests);
+        } else {
+            groups.push((name, tests));
+        }
+    }
+    // The largest first, so that none of them begins when all else has ended.
+    groups.sort_by_key(|(_, tests)| std::cmp::Reverse(tests.len()));
+    if !small.is_empty() {
+        groups.push(("small modules".to_owned(), small));
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_packages() {
+        for (id, name) in [
+            (
+                "path+file:///a/cube_kernels#nvfp4-kernels@0.1.0",
+                "nvfp4-kernels",
+            ),
+            ("path+file:///a/xtask#0.1.0", "xtask"),
+        ] {
+            assert_eq!(package_name(id), name);
+        }
+    }
+
+    #[test]
+    fn every_test_is_in_one_group() {
+        let tests: Vec<String> = ["a::x", "b::1", "b::2", "b::3", "b::c::4", "top"]
+            .map(String::from)
+            .to_vec();
+        let groups = groups(tests.clone());
+        assert_eq!(groups[0].0, "b");
+        let mut all: Vec<String> = groups.into_iter().flat_map(|(_, tests)| tests).collect();
+        all.sort();
+        assert_eq!(all, tests);
+    }
+
+    #[test]
+    fn binaries_and_libraries_of_messages() {
+        let mut build = Build::default();
+        for message in [
+            r#"{"reason":"compiler-artifact","package_id":"path+file:///w/lm#nvfp4-lm@0.1.0",
+                "manifest_path":"/w/lm/Cargo.toml","target":{"name":"nvfp4_lm"},
+                "profile":{"test":true},"executable":"/t/nvfp4_lm-1"}"#,
+            r#"{"reason":"compiler-artifact","package_id":"path+file:///w/lm#nvfp4-lm@0.1.0",
+                "manifest_path":"/w/lm/Cargo.toml","target":{"name":"nvfp4_lm"},
+                "profile":{"test":false},"executable":null}"#,
+            r#"{"reason":"build-script-executed","linked_paths":["native=/llvm/lib","/x"]}"#,
+            r#"{"reason":"build-finished","success":true}"#,
+        ] {
+            build.add(&serde_json::from_str(message).unwrap()).unwrap();
+        }
+        assert_eq!(build.binaries.len(), 1);
+        let binary = &build.binaries[0];
+        assert_eq!(
+            (&*binary.package, &*binary.target),
+            ("nvfp4-lm", "nvfp4_lm")
+        );
+        assert_eq!(binary.folder, PathBuf::from("/w/lm"));
+        assert_eq!(
+            build.libraries,
+            [PathBuf::from("/llvm/lib"), PathBuf::from("/x")]
+        );
+    }
+}
