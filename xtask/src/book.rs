@@ -74,7 +74,7 @@ fn shown(path: &Path, root: &Path) -> String {
 }
 
 /// The files under a folder that git does not ignore, by the end of their names.
-fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+pub fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in ignore::Walk::new(folder) {
         let path = entry?.into_path();
