@@ -143,7 +143,10 @@ def step(name, spelling, backend):
 
 
 def steps(names):
-    """The fastest combination of spelling and backend for each model; `all_ms` has all times, None for out of memory."""
+    """The fastest combination of spelling and backend for each model.
+
+    `all_ms` has the times of all of them, None where memory ran out.
+    """
     for name in names:
         rows, times = [], {}
         for spelling, (label, backend) in itertools.product(SPELLINGS, BACKENDS.items()):

@@ -168,6 +168,10 @@ impl Results {
             self.modelled || !self.about.is_empty(),
             "`about` is empty: name the folders of the measured code"
         );
+        for (index, Unit { name, .. }) in self.units.iter().enumerate() {
+            let twin = self.units[..index].iter().any(|other| other.name == *name);
+            ensure!(!twin, "unit {name} is there twice");
+        }
         ensure!(!self.rows.is_empty(), "`rows` is empty");
         let has_at = self.rows[0].at.is_some();
         for (index, row) in self.rows.iter().enumerate() {
@@ -479,7 +483,12 @@ mod tests {
             ("2026-11-21", "today", "YYYY-MM-DD"),
             ("abc1234", "", "`commit` is empty"),
             ("[20, 100]", "[20]", "1 values for 2 units"),
-            (r#""at": "large""#, r#""at": "small""#, "twice"),
+            (
+                r#""at": "large""#,
+                r#""at": "small""#,
+                "row copy is there twice",
+            ),
+            ("% of copy", "us", "unit us is there twice"),
             (r#"["src"]"#, "[]", "`about` is empty"),
             (r#""title""#, r#""tittle""#, "tittle"),
         ] {

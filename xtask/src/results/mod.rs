@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
     let unknown = check_commits(&results, history.as_ref())?;
     if let Some(why) = &unknown {
         ensure!(args.check, "{why}; no table was written");
-        println!("{why}: these tables have the marks of the page");
+        println!("{why}; nothing is said about code that changed since");
     }
     let files = with_marks(results, &root, history.as_ref())?;
 
@@ -76,7 +76,10 @@ pub fn run(args: &Args) -> Result<()> {
         "stale: {}: run `cargo xtask results`",
         stale_pages.join(", ")
     );
-    println!("{}", tables.summary());
+    println!("{} tables", tables.files.len() + tables.views.len());
+    if unknown.is_none() {
+        println!("{}", tables.stale());
+    }
     if !stale_pages.is_empty() {
         println!("written: {}", stale_pages.join(", "));
     }
@@ -261,14 +264,12 @@ impl Tables {
         Ok(out)
     }
 
-    fn summary(&self) -> String {
+    /// Says how many files have figures of code that has changed since.
+    fn stale(&self) -> String {
         let stale = |(_, stale): &&(Results, Vec<bool>)| stale.contains(&true);
-        format!(
-            "{} tables of {} files, {} of which are of code that has changed since",
-            self.files.len() + self.views.len(),
-            self.files.len(),
-            self.files.values().filter(stale).count()
-        )
+        let count = self.files.values().filter(stale).count();
+        let all = self.files.len();
+        format!("{count} of {all} results files have figures of code that has changed since")
     }
 }
 
