@@ -7,6 +7,9 @@ use serde::Deserialize;
 
 use super::table::{self, Table};
 
+/// Folder of the results files, from the root.
+pub const FOLDER: &str = "results";
+
 /// Figures of one measurement on one GPU.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -328,7 +331,7 @@ impl Results {
         if let Some(method) = &self.method {
             let _ = write!(text, " ({method})");
         }
-        let _ = write!(text, "; `{}/{name}.json`.", super::FOLDER);
+        let _ = write!(text, "; `{}/{name}.json`.", FOLDER);
         let mut seen = vec![self.origin()];
         for origin in (0..self.rows.len()).map(|index| self.row_origin(index)) {
             if seen.contains(&origin) {

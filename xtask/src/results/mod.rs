@@ -24,13 +24,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use self::file::Results;
+use self::file::{FOLDER, Results};
 use self::history::History;
 use self::view::{Files, View};
 use crate::{book, workspace};
-
-/// Folder of the results files, from the root.
-const FOLDER: &str = "results";
 
 const RESULTS: &str = "<!-- results: ";
 const VIEW: &str = "<!-- view: ";

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::file::Results;
+use super::file::{FOLDER, Results};
 use super::table::{self, Table};
 
 /// Rows and columns that name figures of results files.
@@ -167,7 +167,7 @@ fn cell<'a>(reference: &'a Reference, column: &Column, files: &Files) -> Result<
     let unit = unit.as_ref().context("no `unit`")?;
     let (results, stale) = files
         .get(file)
-        .with_context(|| format!("there is no {}/{file}.json", super::FOLDER))?;
+        .with_context(|| format!("there is no {}/{file}.json", FOLDER))?;
     let mut figure = results
         .figure(row, at.as_deref().filter(|at| !at.is_empty()), unit)
         .with_context(|| format!("{file}.json"))?;
