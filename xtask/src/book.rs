@@ -301,7 +301,12 @@ mod tests {
             assert!(repository.is_path(good), "{good}");
             assert!(repository.has(good), "{good}");
         }
-        for bad in ["xtask/src/books.rs", "ook.rs", "nowhere/", "xtask/nowhere"] {
+        for bad in [
+            "xtask/src/books.rs",
+            "ook.rs",
+            "setup/nowhere/",
+            "xtask/nowhere",
+        ] {
             assert!(repository.is_path(bad), "{bad}");
             assert!(!repository.has(bad), "{bad}");
         }

@@ -1,9 +1,11 @@
 //! The history of the repository: which commits it has, and what changed since.
 
+use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 /// All commits that lead to the one that is checked out.
 pub struct History {
@@ -46,25 +48,57 @@ impl History {
         found.count() == 1
     }
 
-    /// True if one of the paths differs between `commit` and the checked-out files.
+    /// Of pairs of a commit and a path, those whose path differs between the commit and the
+    /// checked-out files. Git's hashes of files and folders are compared.
     ///
     /// # Errors
     ///
-    /// Returns an error if git fails, as it does if the history lacks `commit`.
-    pub fn changed(&self, commit: &str, paths: &[String]) -> Result<bool> {
-        let mut command = git(&self.root);
-        command.args(["diff", "--quiet", commit, "--"]).args(paths);
-        let status = command.status().context("git")?;
-        match status.code() {
-            Some(0) => Ok(false),
-            Some(1) => Ok(true),
-            _ => bail!(
-                "git diff of {commit} and {} ended with {status}",
-                paths.join(" ")
-            ),
-        }
+    /// Returns an error if git fails.
+    pub fn changed(&self, pairs: BTreeSet<Pair>) -> Result<BTreeSet<Pair>> {
+        let then = pairs
+            .iter()
+            .map(|(commit, path)| format!("{commit}:{path}"));
+        let now = pairs.iter().map(|(_, path)| format!("HEAD:{path}"));
+        let hashes = self.hashes(&then.chain(now).collect::<Vec<_>>())?;
+        let (then, now) = hashes.split_at(pairs.len());
+        let uncommitted = text(git(&self.root).args(["diff", "--name-only", "HEAD"]))?;
+        let is_edited = |path: &str| {
+            let mut files = uncommitted.lines().map(Path::new);
+            files.any(|file| file.starts_with(path))
+        };
+        let differs = then.iter().zip(now).map(|(then, now)| then != now);
+        let pairs = pairs.into_iter().zip(differs);
+        let changed = pairs.filter(|((_, path), differs)| *differs || is_edited(path));
+        Ok(changed.map(|(pair, _)| pair).collect())
+    }
+
+    /// Hashes of objects, `None` for those that do not exist.
+    fn hashes(&self, names: &[String]) -> Result<Vec<Option<String>>> {
+        let mut child = git(&self.root)
+            .args(["cat-file", "--batch-check=%(objectname)"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("git")?;
+        let mut input = child.stdin.take().context("git's input is not piped")?;
+        let output = std::thread::scope(|scope| {
+            let written =
+                scope.spawn(move || input.write_all((names.join("\n") + "\n").as_bytes()));
+            let output = child.wait_with_output();
+            written.join().expect("writing does not panic")?;
+            output
+        })?;
+        ensure!(output.status.success(), "git cat-file: {}", output.status);
+        let lines = str::from_utf8(&output.stdout)?.lines();
+        let hashes = lines.map(|line| (!line.ends_with(" missing")).then(|| line.to_owned()));
+        let hashes: Vec<_> = hashes.collect();
+        ensure!(hashes.len() == names.len(), "git cat-file left out objects");
+        Ok(hashes)
     }
 }
+
+/// A commit and a path of the repository.
+pub type Pair = (String, String);
 
 fn git(root: &Path) -> Command {
     let mut command = Command::new("git");
@@ -125,13 +159,20 @@ mod tests {
         let first = repository.commit("kernels/a.rs", "a");
         repository.commit("book/page.md", "b");
         let history = History::read(&repository.0).unwrap().unwrap();
-        let changed = |path: &str| history.changed(&first, &[path.to_owned()]).unwrap();
+        let changed = |path: &str| {
+            let pair = (first.clone(), path.to_owned());
+            let changed = history.changed(BTreeSet::from([pair.clone()])).unwrap();
+            changed.contains(&pair)
+        };
         assert!(history.complete);
-        assert!(!changed("kernels"));
+        assert!(!changed("kernels") && !changed("kernels/a.rs"));
         assert!(changed("book"), "it came later");
         fs::write(repository.0.join("kernels/a.rs"), "changed").unwrap();
         assert!(changed("kernels"), "it differs without a commit, too");
-        assert!(history.changed("0000000", &["kernels".to_owned()]).is_err());
+        repository.commit("kernels/a.rs", "b");
+        assert!(changed("kernels"));
+        repository.commit("kernels/a.rs", "a");
+        assert!(!changed("kernels"), "it is as before");
     }
 
     #[test]

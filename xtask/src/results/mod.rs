@@ -17,7 +17,7 @@ mod history;
 mod table;
 mod view;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -137,10 +137,8 @@ fn with_marks(
     root: &Path,
     history: Option<&History>,
 ) -> Result<Files> {
-    let mut known = BTreeMap::new();
-    let mut files = Files::new();
-    for (name, results) in results {
-        let mut stale = Vec::new();
+    let mut pairs = BTreeSet::new();
+    for (name, results) in &results {
         for (commit, about) in results.measured() {
             for path in about {
                 let exists = root.join(path).exists();
@@ -148,22 +146,25 @@ fn with_marks(
                     exists,
                     "{FOLDER}/{name}.json: `about` has {path}, which is no path"
                 );
+                if history.is_some_and(|history| history.has(commit)) {
+                    pairs.insert((commit.to_owned(), path.clone()));
+                }
             }
-            let Some(history) = history.filter(|history| history.has(commit)) else {
-                stale.push(false);
-                continue;
-            };
-            let key = (commit.to_owned(), about.to_owned());
-            let changed = match known.get(&key) {
-                Some(changed) => *changed,
-                None => !about.is_empty() && history.changed(commit, about)?,
-            };
-            known.insert(key, changed);
-            stale.push(changed);
         }
-        files.insert(name, (results, stale));
     }
-    Ok(files)
+    let changed = match history {
+        Some(history) => history.changed(pairs)?,
+        None => BTreeSet::new(),
+    };
+    let is_stale = |(commit, about): (&str, &[String])| {
+        let mut pairs = about.iter().map(|path| (commit.to_owned(), path.clone()));
+        pairs.any(|pair| changed.contains(&pair))
+    };
+    let files = results.into_iter().map(|(name, results)| {
+        let stale = results.measured().map(is_stale).collect();
+        (name, (results, stale))
+    });
+    Ok(files.collect())
 }
 
 /// A document of the repository.
