@@ -158,7 +158,7 @@ def main():
         return
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
     results = {
-        "question": "What would 64 GPUs exchange in a step, by a model on paper?",
+        "title": "Communication of 64 GPUs in a step, modelled",
         "modelled": True,
         "gpu": f"{NODES} nodes of {IN_NODE} NVIDIA H100",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -118,7 +118,7 @@ def main():
         return
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)
     results = {
-        "question": "What should an NVFP4 or MXFP8 GEMM take on a B200, by a model?",
+        "title": "NVFP4 and MXFP8 GEMMs on a B200, modelled",
         "modelled": True,
         "gpu": "NVIDIA B200",
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

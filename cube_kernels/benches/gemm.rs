@@ -832,7 +832,8 @@ fn write(client: &Client, rows: Vec<Row>) {
     let results = Results {
         bench: "gemm",
         gpu: Capabilities::of(client).device,
-        question: "How fast are GEMMs beside cuBLAS in bf16?",
+        title: "GEMMs beside cuBLAS in bf16",
+        about: &["cube_kernels/src/gemm", "cube_kernels/src/cube"],
         method: "captured graphs, medians; cuBLAS in the same process",
         row: "GEMM",
         units: &[

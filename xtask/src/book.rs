@@ -1,4 +1,5 @@
-//! `cargo xtask book`: builds the book and checks the links of all documents.
+//! `cargo xtask book`: builds the book and checks the links of all documents, and the paths of
+//! files that README and book name.
 //!
 //! The examples are compiled elsewhere: `src/lib.rs` includes the chapters with examples as
 //! documentation, so that `cargo test` compiles and runs them.
@@ -16,7 +17,11 @@ use crate::{tools, workspace};
 /// address that does not exist, whose links start at the root of a server.
 const NOT_CHAPTERS: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
-/// Builds `docs/` into the target folder; fails where a link leads nowhere.
+/// Builds `docs/` into the target folder.
+///
+/// # Errors
+///
+/// Returns an error if a link leads nowhere, or if a page names a file that does not exist.
 pub fn run() -> Result<()> {
     let root = workspace::root();
     let built = workspace::target_folder()?.join("book");
@@ -54,16 +59,112 @@ pub fn run() -> Result<()> {
             }
         }
     }
+    let paths = check_paths(&root, &mut problems)?;
     ensure!(
         problems.is_empty(),
-        "links that lead nowhere:\n  {}",
+        "links or paths that lead nowhere:\n  {}",
         problems.join("\n  ")
     );
     println!(
-        "{count} links; the book is {}",
+        "{count} links, {paths} paths; the book is {}",
         built.join("index.html").display()
     );
     Ok(())
+}
+
+/// Adds a problem for each path in the code of README and book that names nothing in the
+/// repository. Returns the number of paths.
+fn check_paths(root: &Path, problems: &mut Vec<String>) -> Result<usize> {
+    let repository = Repository::read(root)?;
+    let mut pages = files(&root.join("docs"), "md")?;
+    pages.push(root.join("README.md"));
+    let mut count = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page)?;
+        for path in code_words(&text).filter(|word| repository.is_path(word)) {
+            count += 1;
+            for path in alternatives(path) {
+                if !repository.has(&path) {
+                    let page = shown(&page, root);
+                    problems.push(format!("{page}: `{path}`: no such file or folder"));
+                }
+            }
+        }
+    }
+    Ok(count)
+}
+
+/// Files and folders of the repository that git does not ignore.
+struct Repository {
+    /// Paths from the root, each with a `/` at both ends.
+    paths: HashSet<String>,
+    /// Names of the folders at the root.
+    folders: HashSet<String>,
+}
+
+impl Repository {
+    fn read(root: &Path) -> Result<Self> {
+        let (mut paths, mut folders) = (HashSet::new(), HashSet::new());
+        for entry in ignore::Walk::new(root) {
+            let entry = entry?;
+            let path = entry.path().strip_prefix(root)?;
+            let path = path.to_string_lossy().replace('\\', "/");
+            if entry.depth() == 1 && entry.path().is_dir() {
+                folders.insert(path.clone());
+            }
+            paths.insert(format!("/{path}/"));
+        }
+        Ok(Self { paths, folders })
+    }
+
+    /// True for a word that looks like a path of the repository: a Rust or Python file, a folder
+    /// in a folder with `/` at its end, or anything below a folder at the root.
+    fn is_path(&self, word: &str) -> bool {
+        let is_name = |char: char| char.is_ascii_alphanumeric() || "_-./{},".contains(char);
+        let is_placeholder = |part: &str| part.chars().all(|char| char.is_ascii_uppercase());
+        let mut parts = word.trim_matches('/').split(['/', '.']);
+        let first = word.split_once('/').map(|(first, _)| first);
+        word.chars().all(is_name)
+            && !word.starts_with(['/', '.'])
+            && !parts.any(is_placeholder)
+            && (word.ends_with(".rs")
+                || word.ends_with(".py")
+                || word.ends_with('/') && word.matches('/').count() > 1
+                || first.is_some_and(|first| self.folders.contains(first)))
+    }
+
+    /// True if a path of the repository ends with `path`.
+    fn has(&self, path: &str) -> bool {
+        let end = format!("/{}/", path.trim_end_matches('/'));
+        self.paths.iter().any(|path| path.ends_with(&end))
+    }
+}
+
+/// Words of the code in a page, between backquotes and in blocks.
+fn code_words(text: &str) -> impl Iterator<Item = &str> {
+    let mut block = false;
+    let code = text.lines().flat_map(move |line| {
+        let fence = line.trim_start().starts_with("```");
+        block ^= fence;
+        // Outside of a block every second part of a line stands between backquotes.
+        let (first, step) = if block { (0, 1) } else { (1, 2) };
+        let parts = line.split('`').skip(first).step_by(step);
+        parts.take(if fence { 0 } else { usize::MAX })
+    });
+    code.flat_map(|part| part.split_whitespace())
+        .map(|word| word.trim_matches([',', ';', ':', '(', ')', '"', '\'']))
+}
+
+/// The paths that `a/{b,c}.rs` stands for.
+fn alternatives(path: &str) -> Vec<String> {
+    let Some((before, rest)) = path.split_once('{') else {
+        return vec![path.to_owned()];
+    };
+    let Some((names, after)) = rest.split_once('}') else {
+        return vec![path.to_owned()];
+    };
+    let names = names.split(',');
+    names.map(|name| format!("{before}{name}{after}")).collect()
 }
 
 fn shown(path: &Path, root: &Path) -> String {
@@ -74,7 +175,7 @@ fn shown(path: &Path, root: &Path) -> String {
 }
 
 /// The files under a folder that git does not ignore, by the end of their names.
-fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+pub fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in ignore::Walk::new(folder) {
         let path = entry?.into_path();
@@ -171,6 +272,55 @@ mod tests {
     fn links_of_markdown() {
         let text = "See [a](a.md#b), `[no](code)` and [`c`](c.md \"title\").\n```\n[no](d)\n```\n";
         assert_eq!(markdown_links(text), ["a.md#b", "c.md"]);
+    }
+
+    #[test]
+    fn paths_in_code() {
+        let text =
+            "See `src/a.rs`, src/b.rs and `cargo test src/c.rs`.\n```sh\npython d.py, e\n```\n";
+        let words: Vec<&str> = code_words(text).collect();
+        assert_eq!(
+            words,
+            [
+                "src/a.rs", "cargo", "test", "src/c.rs", "python", "d.py", "e"
+            ]
+        );
+        assert_eq!(alternatives("a/{b,c}.rs"), ["a/b.rs", "a/c.rs"]);
+        assert_eq!(alternatives("a/b.rs"), ["a/b.rs"]);
+    }
+
+    #[test]
+    fn paths_that_do_not_exist() {
+        let repository = Repository::read(&workspace::root()).unwrap();
+        for good in [
+            "xtask/src/book.rs",
+            "book.rs",
+            "src/setup/",
+            "xtask/src/setup",
+        ] {
+            assert!(repository.is_path(good), "{good}");
+            assert!(repository.has(good), "{good}");
+        }
+        for bad in [
+            "xtask/src/books.rs",
+            "ook.rs",
+            "setup/nowhere/",
+            "xtask/nowhere",
+        ] {
+            assert!(repository.is_path(bad), "{bad}");
+            assert!(!repository.has(bad), "{bad}");
+        }
+        for other in [
+            "a/b",
+            "--out",
+            "results/NAME.json",
+            "Tensor::from_data",
+            "../x.rs",
+            "NAME/",
+            "adapter/",
+        ] {
+            assert!(!repository.is_path(other), "{other}");
+        }
     }
 
     #[test]

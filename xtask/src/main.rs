@@ -13,9 +13,9 @@
 //! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
-//! | `cargo xtask book` | builds the book and checks the links of all documents |
+//! | `cargo xtask book` | builds the book; checks links, and paths of files that pages name |
 //! | `cargo xtask smollm2` | what quantization costs a small real model, from PyPI |
-//! | `cargo xtask results` | writes the tables of the performance page from `results/*.json` |
+//! | `cargo xtask results` | writes the tables of README and book from `results/` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
 mod book;
@@ -73,9 +73,10 @@ enum Command {
     Licenses,
     /// Check that no files of a crate import each other in a circle
     Imports,
-    /// Build the book into the target folder and check the links of all documents
+    /// Build the book into the target folder; check the links of all documents, and the paths of files
+    /// that README and book name
     Book,
-    /// Write the tables of the performance page (docs/src/performance.md) from results/*.json
+    /// Write the tables of README and book from results/
     Results(results::Args),
     /// Quantize SmolLM2-135M, from PyPI, by each method, and print the perplexities on the Rust Book
     Smollm2(smollm2::Args),

@@ -165,7 +165,8 @@ impl Bench {
         let results = Results {
             bench: "layers",
             gpu: device_name(&self.device_name),
-            question: "What do layers take, forward and backward, beside Burn's?",
+            title: "Layers beside Burn's, forward and backward",
+            about: &["burn_backend/src", "cube_kernels/src"],
             method: "the host's clock around ten steps, the fastest of three batches",
             row: "layer",
             units: &[("ms", 3)],

@@ -1,5 +1,4 @@
-//! The results file of a benchmark, as `cargo xtask results` reads it: one question, the figures
-//! that answer it, and where they come from.
+//! The results file of a benchmark, as `cargo xtask results` reads it: figures and their origin.
 
 use std::{
     env,
@@ -17,7 +16,9 @@ pub struct Results {
     /// The GPU, as its driver names it.
     pub gpu: String,
     /// The heading of the table.
-    pub question: &'static str,
+    pub title: &'static str,
+    /// Folders of the measured code, from the root of the repository.
+    pub about: &'static [&'static str],
     /// How times were taken.
     pub method: &'static str,
     /// What a row is.
@@ -72,7 +73,7 @@ impl Results {
             }
         });
         json!({
-            "question": self.question,
+            "title": self.title,
             "gpu": self.gpu,
             "driver": known("NVFP4_BENCH_DRIVER", &[
                 "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader",
@@ -84,6 +85,7 @@ impl Results {
                 .unwrap_or_default(),
             "command": self.command(),
             "method": self.method,
+            "about": self.about,
             "row": self.row,
             "units": self.units.iter().map(unit).collect::<Vec<_>>(),
             "rows": rows.collect::<Vec<_>>(),

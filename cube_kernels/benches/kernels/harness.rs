@@ -162,7 +162,8 @@ impl Bench {
         let results = Results {
             bench: "kernels",
             gpu: device.device,
-            question: "How much of a copy's bandwidth does each quantization kernel reach?",
+            title: "Kernels beside a copy",
+            about: &["cube_kernels/src"],
             method: "device events around batches of launches, medians",
             row: "kernel",
             units: &[

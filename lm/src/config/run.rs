@@ -308,7 +308,10 @@ impl RunConfig {
         Ok(())
     }
 
-    /// What a captured step cannot do: take part in a collective, or read numbers of the host.
+    /// Checks that device, optimizer and model can take steps as a CUDA graph.
+    ///
+    /// # Errors
+    /// Returns an error if `graph` is true and one of them cannot.
     pub(crate) fn check_graph(&self) -> Result<()> {
         if !self.graph {
             return Ok(());

@@ -1,0 +1,255 @@
+//! A view: a table whose figures come from several results files.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+use super::file::{FOLDER, Results};
+use super::table::{self, Table};
+
+/// Rows and columns that name figures of results files.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct View {
+    /// Heading of the first column.
+    row: String,
+    columns: Vec<Column>,
+    rows: Vec<Row>,
+    /// Remarks for the reader, a sentence each.
+    #[serde(default)]
+    notes: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Column {
+    name: String,
+    /// What all figures of the column have in common.
+    #[serde(default)]
+    of: Reference,
+    /// Digits after the decimal point; those of the unit, if missing.
+    #[serde(default)]
+    digits: Option<usize>,
+    /// Text after each figure.
+    #[serde(default)]
+    suffix: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    name: String,
+    /// What all figures of the row have in common; it takes precedence over the column's.
+    #[serde(default)]
+    of: Reference,
+    /// One for each column, which takes precedence over row and column; null leaves a cell empty.
+    #[serde(default)]
+    cells: Option<Vec<Option<Reference>>>,
+}
+
+/// Names a figure, or a part of its name.
+#[derive(Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Reference {
+    file: Option<String>,
+    row: Option<String>,
+    /// An empty one stands for rows without `at`.
+    at: Option<String>,
+    unit: Option<String>,
+}
+
+impl Reference {
+    /// `self`, completed by what `other` names.
+    fn or(&self, other: &Self) -> Self {
+        let either = |a: &Option<String>, b: &Option<String>| a.clone().or_else(|| b.clone());
+        Self {
+            file: either(&self.file, &other.file),
+            row: either(&self.row, &other.row),
+            at: either(&self.at, &other.at),
+            unit: either(&self.unit, &other.unit),
+        }
+    }
+}
+
+/// The files that a view may name, and which of their rows are stale.
+pub type Files = BTreeMap<String, (Results, Vec<bool>)>;
+
+impl View {
+    /// Parses a view.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a field is missing or unknown, or if a row has not one cell per column.
+    pub fn parse(text: &str) -> Result<Self> {
+        let view: Self = serde_json::from_str(text)?;
+        ensure!(!view.rows.is_empty(), "`rows` is empty");
+        for Row { name, cells, .. } in &view.rows {
+            let count = cells.as_ref().map_or(view.columns.len(), Vec::len);
+            ensure!(
+                count == view.columns.len(),
+                "row {name}: {count} cells for {} columns",
+                view.columns.len()
+            );
+        }
+        Ok(view)
+    }
+
+    /// Table, notes and sources. `link` gives the destination of a link to a results file.
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if a cell names no figure.
+    pub fn render(&self, files: &Files, link: impl Fn(&str) -> String) -> Result<String> {
+        let heads = self.columns.iter().map(|column| column.name.clone());
+        let mut table = Table::new([self.row.clone()].into_iter().chain(heads).collect());
+        let mut sources: Vec<(String, Vec<String>)> = Vec::new();
+        for row in &self.rows {
+            let mut cells = vec![row.name.clone()];
+            let mut changed = false;
+            for (at, column) in self.columns.iter().enumerate() {
+                let own = match &row.cells {
+                    None => Some(Reference::default()),
+                    Some(cells) => cells[at].clone(),
+                };
+                let Some(own) = own else {
+                    cells.push(String::new());
+                    continue;
+                };
+                let reference = own.or(&row.of).or(&column.of);
+                let cell = cell(&reference, column, files)
+                    .with_context(|| format!("row {}, column {}", row.name, column.name))?;
+                changed |= cell.stale;
+                cells.push(cell.text);
+                let at = match sources.iter().position(|(file, _)| file == cell.file) {
+                    Some(at) => at,
+                    None => {
+                        sources.push((cell.file.to_owned(), Vec::new()));
+                        sources.len() - 1
+                    }
+                };
+                if !sources[at].1.contains(&cell.origin) {
+                    sources[at].1.push(cell.origin);
+                }
+            }
+            table.push(cells, changed);
+        }
+        let mut out = table.render();
+        for note in &self.notes {
+            table::item(&mut out, note);
+        }
+        let sources = sources
+            .iter()
+            .map(|(name, origins)| format!("[`{name}`]({}) ({})", link(name), origins.join("; ")));
+        let sources: Vec<String> = sources.collect();
+        table::item(&mut out, &format!("Sources: {}.", sources.join("; ")));
+        Ok(out)
+    }
+}
+
+/// A cell, and where its figure comes from.
+struct Cell<'a> {
+    text: String,
+    stale: bool,
+    file: &'a str,
+    origin: String,
+}
+
+fn cell<'a>(reference: &'a Reference, column: &Column, files: &Files) -> Result<Cell<'a>> {
+    let Reference {
+        file,
+        row,
+        at,
+        unit,
+    } = reference;
+    let file = file.as_ref().context("no `file`")?;
+    let row = row.as_ref().context("no `row`")?;
+    let unit = unit.as_ref().context("no `unit`")?;
+    let (results, stale) = files
+        .get(file)
+        .with_context(|| format!("there is no {}/{file}.json", FOLDER))?;
+    let mut figure = results
+        .figure(row, at.as_deref().filter(|at| !at.is_empty()), unit)
+        .with_context(|| format!("{file}.json"))?;
+    figure.digits = column.digits.unwrap_or(figure.digits);
+    let mut text = figure.shown();
+    if !text.is_empty() {
+        text += &column.suffix;
+    }
+    Ok(Cell {
+        text,
+        stale: stale[figure.row],
+        file,
+        origin: results.row_origin(figure.row).to_string(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VIEW: &str = r#"{
+        "row": "step",
+        "columns": [
+            {"name": "time", "of": {"unit": "%"}, "suffix": " %"},
+            {"name": "memory", "of": {"unit": "GB", "at": "768"}, "digits": 0}
+        ],
+        "rows": [
+            {"name": "small", "of": {"file": "steps", "row": "nvidia", "at": "768"}},
+            {"name": "prefill", "cells": [null, {"file": "decode", "row": "NVFP4", "at": ""}]},
+            {"name": "decoding", "cells": [{"file": "decode", "row": "NVFP4"}, null]}
+        ],
+        "notes": ["A note."]
+    }"#;
+
+    fn files() -> Files {
+        let head = r#"{"title": "T", "gpu": "H100", "date": "2026-11-28", "commit": "abc1234",
+            "command": "c", "about": ["src"], "row": "recipe",
+            "units": [{"name": "%"}, {"name": "GB", "digits": 2}], "rows": "#;
+        let steps = r#"[{"name": "nvidia", "at": "768", "values": [115, 10.25]}]}"#;
+        let decode = r#"[{"name": "NVFP4", "values": [36, null]}]}"#;
+        let parse = |rows| Results::parse(&format!("{head}{rows}")).unwrap();
+        BTreeMap::from([
+            ("steps".into(), (parse(steps), vec![false])),
+            ("decode".into(), (parse(decode), vec![true])),
+        ])
+    }
+
+    #[test]
+    fn figures_of_several_files() {
+        let view = View::parse(VIEW).unwrap();
+        let text = view
+            .render(&files(), |name| format!("page#{name}"))
+            .unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "| step | time | memory |");
+        assert_eq!(lines[2], "| small | 115 % | 10 |");
+        assert_eq!(lines[3], "| prefill † | | |");
+        assert_eq!(lines[4], "| decoding † | 36 % | |");
+        assert_eq!(lines[7], "- A note.");
+        assert!(
+            text.contains("[`steps`](page#steps) (H100, 2026-11-28,"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn names_without_a_figure_are_errors() {
+        for (from, to, expected) in [
+            ("steps", "stops", "there is no results/stops.json"),
+            (
+                "\"at\": \"768\"}}",
+                "\"at\": \"769\"}}",
+                "there is no row nvidia at 769",
+            ),
+            ("\"GB\"", "\"MB\"", "there is no unit MB"),
+            (r#""row": "NVFP4""#, r#""unit": "%""#, "no `row`"),
+        ] {
+            let view = View::parse(&VIEW.replace(from, to)).unwrap();
+            let error = view.render(&files(), str::to_owned).unwrap_err();
+            assert!(format!("{error:#}").contains(expected), "{error:#}");
+        }
+        let error = View::parse(&VIEW.replace(", null]", "]")).err().unwrap();
+        assert!(error.to_string().contains("1 cells for 2 columns"));
+    }
+}
