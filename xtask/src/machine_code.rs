@@ -1,22 +1,16 @@
-//! `cargo xtask machine-code`: registers, spills and instructions of the kernels, without a GPU.
+//! `cargo xtask machine-code`: writes the lock files of the kernels' machine code, without a GPU.
 //!
-//! The tests `*_source` compile the kernels with NVRTC. Where `NVFP4_DUMP` names a folder, they
-//! leave the machine code there. To judge a change of a kernel, compare two tables of this command:
-//!
-//! ```text
-//! cargo xtask machine-code --json before.json         # in the tree before the change
-//! cargo xtask machine-code --before before.json       # in the tree after it
-//! ```
+//! `cube_kernels/tests/machine_code/TARGET.tsv` has for each kernel instance the hash of its CUDA
+//! source and the registers, stack bytes and instructions that NVRTC compiled it to. The source
+//! tests (`registry_source`) fail where a source differs from its lock file. This command compiles
+//! those instances, checks their machine code, writes the files, and prints the differences.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use serde::{Deserialize, Serialize};
 
 use crate::workspace::FEATURES;
 use crate::{setup, workspace};
@@ -24,283 +18,125 @@ use crate::{setup, workspace};
 /// Options of `cargo xtask machine-code`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Read the machine code in this folder (files `KERNEL-ARCH.cubin`) instead of running the
-    /// source tests
-    #[arg(long, value_name = "FOLDER")]
-    cubins: Option<PathBuf>,
-    /// Take only these targets, separated by commas
-    #[arg(
-        long,
-        value_name = "ARCHS",
-        value_delimiter = ',',
-        default_value = "sm_90a,sm_100a"
-    )]
-    arch: Vec<String>,
     /// Take only kernels whose name contains this
-    #[arg(long, value_name = "TEXT", default_value = "")]
-    only: String,
-    /// Write the table to this file, as JSON
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Compare with the table in this file; fail when a kernel takes more registers or stack, or
-    /// has over 1 % more instructions
-    #[arg(long, value_name = "FILE")]
-    before: Option<PathBuf>,
-    /// Read NEW for OLD in the names of `--before`; may be given several times
-    #[arg(long, value_name = "OLD=NEW", requires = "before")]
-    rename: Vec<String>,
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Compile every instance, also those whose source did not change
+    #[arg(long)]
+    all: bool,
+    /// Leave source (.cu) and machine code (.cubin) of what is compiled in this folder
+    #[arg(long, value_name = "FOLDER")]
+    dump: Option<PathBuf>,
 }
 
-/// What the machine code of a kernel takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Cost {
-    /// Registers of a thread.
-    registers: u32,
-    /// Bytes of stack of a thread: spilled registers and arrays with indices of the run time.
-    stack: u32,
-    /// Loads and stores of that stack.
-    local: u32,
-    /// All instructions.
-    instructions: u32,
-}
+/// Registers, stack bytes and instructions of an instance.
+type Cost = [u32; 3];
 
-/// Kernel and target to cost.
+/// Target and instance to cost.
 type Table = BTreeMap<String, Cost>;
 
-/// Measures, prints, writes, compares.
+/// Writes the lock files and prints what changed. Fails if a check of the machine code fails, or if
+/// an instance takes more registers or stack, or over 1 % more instructions.
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let tools = setup::cuda_tools::folder()?;
-    let cubins = match &args.cubins {
-        Some(folder) => folder.clone(),
-        None => compile_kernels(&args.only)?,
-    };
-    let table = measure(&tools, &cubins, args)?;
-    ensure!(
-        !table.is_empty(),
-        "no machine code of these targets in {}",
-        cubins.display()
-    );
-    if let Some(file) = &args.json {
-        fs::write(file, serde_json::to_string_pretty(&table)? + "\n")
-            .with_context(|| format!("cannot write {}", file.display()))?;
-    }
-    let Some(file) = &args.before else {
-        println!(
-            "{:<64} {:>9} {:>6} {:>6} {:>12}",
-            "kernel", "registers", "stack", "local", "instructions"
-        );
-        for (name, cost) in &table {
-            println!(
-                "{name:<64} {:>9} {:>6} {:>6} {:>12}",
-                cost.registers, cost.stack, cost.local, cost.instructions
-            );
-        }
-        return Ok(ExitCode::SUCCESS);
-    };
-    let text =
-        fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let before = renamed(serde_json::from_str(&text)?, &args.rename)?;
-    Ok(compare(&before, &table))
-}
-
-/// Runs the tests that compile kernels; the folder of their machine code.
-fn compile_kernels(only: &str) -> Result<PathBuf> {
     setup::run(&setup::Args::default())?;
-    let folder = workspace::root().join("target/machine-code");
-    if folder.exists() {
-        fs::remove_dir_all(&folder)?;
-    }
-    fs::create_dir_all(&folder)?;
+    let folder = workspace::root().join("cube_kernels/tests/machine_code");
+    let before = read(&folder)?;
     let mut command = workspace::cargo();
-    command.args(["test", "--package", "nvfp4-kernels", "--features", FEATURES]);
     command
-        .args(["--tests", "--", "source"])
-        .env("NVFP4_TEST_FULL", "1")
-        .env("NVFP4_DUMP", &folder);
-    if !only.is_empty() {
+        .args(["test", "--package", "nvfp4-kernels", "--features", FEATURES])
+        .args(["--test", "suite", "--", "registry_source::sm_"])
+        .args(["--test-threads", "1"])
+        .env("NVFP4_LOCK", "1");
+    if args.all {
+        command.env("NVFP4_TEST_FULL", "1");
+    }
+    if let Some(only) = &args.only {
         command.env("NVFP4_ONLY", only);
     }
-    println!("$ {}", workspace::shown(&command));
-    let status = command.status().context("cannot start cargo")?;
-    ensure!(status.success(), "the source tests ended with {status}");
-    Ok(folder)
-}
-
-/// The costs of the machine code in `folder`, several files at a time.
-fn measure(tools: &Path, folder: &Path, args: &Args) -> Result<Table> {
-    let mut files = Vec::new();
-    for entry in
-        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?
-    {
-        let file = entry?.path();
-        let name = file
-            .file_stem()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let is_asked_for = args
-            .arch
-            .iter()
-            .any(|arch| name.ends_with(&format!("-{arch}")));
-        if file
-            .extension()
-            .is_some_and(|extension| extension == "cubin")
-            && is_asked_for
-            && name.contains(&args.only)
-        {
-            files.push((name, file));
-        }
+    if let Some(dump) = &args.dump {
+        fs::create_dir_all(dump).with_context(|| format!("cannot make {}", dump.display()))?;
+        command.env("NVFP4_DUMP", dump.canonicalize()?);
     }
-    let next = AtomicUsize::new(0);
-    let table = Mutex::new(Ok(Table::new()));
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                while let Some((name, file)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let cost = cost_of(tools, file);
-                    let mut table = table
-                        .lock()
-                        .unwrap_or_else(|poisoned| poisoned.into_inner());
-                    match (&mut *table, cost) {
-                        (Ok(table), Ok(cost)) => {
-                            table.insert(name.clone(), cost);
-                        }
-                        (Ok(_), Err(error)) => *table = Err(error),
-                        (Err(_), _) => {}
-                    }
-                }
-            });
-        }
-    });
-    table
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-/// The cost of the one kernel in `file`.
-fn cost_of(tools: &Path, file: &Path) -> Result<Cost> {
-    let output = |program: &str, arguments: &[&str]| -> Result<String> {
-        let output = Command::new(tools.join("bin").join(program))
-            .args(arguments)
-            .arg(file)
-            // cuobjdump calls nvdisasm.
-            .env("PATH", tools.join("bin"))
-            .output()
-            .with_context(|| format!("cannot start {program}"))?;
-        ensure!(
-            output.status.success(),
-            "{program} {}: {}",
-            file.display(),
-            String::from_utf8_lossy(&output.stderr)
-        );
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    };
-    let usage = output("cuobjdump", &["--dump-resource-usage"])?;
-    let field = |name: &str| -> Result<u32> {
-        let place = usage
-            .find(name)
-            .with_context(|| format!("{}: no {name} in {usage}", file.display()))?;
-        let digits = usage[place + name.len()..].split(|c: char| !c.is_ascii_digit());
-        Ok(digits.take(1).collect::<String>().parse()?)
-    };
-    let sass = output("nvdisasm", &["-c", "-ndf"])?;
-    let instructions: Vec<&str> = sass.lines().filter_map(instruction).collect();
-    let is_local = |text: &&&str| {
-        let mut words = text.split_whitespace();
-        words.any(|word| word.starts_with("LDL") || word.starts_with("STL"))
-    };
-    Ok(Cost {
-        registers: field("REG:")?,
-        stack: field("STACK:")?,
-        local: instructions.iter().filter(is_local).count() as u32,
-        // The code is padded, and ends in a branch to itself.
-        instructions: instructions
-            .iter()
-            .filter(|text| !text.starts_with("NOP"))
-            .count() as u32,
+    workspace::spawn(&mut command)?;
+    let after = read(&folder)?;
+    ensure!(!after.is_empty(), "no lock file in {}", folder.display());
+    let worse = compare(&before, &after);
+    Ok(if worse == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
     })
 }
 
-/// The instruction of a line of disassembly, `/*0040*/ IADD3 R1, ... ;`.
-fn instruction(line: &str) -> Option<&str> {
-    let (address, text) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
-    let is_address = !address.is_empty() && address.bytes().all(|byte| byte.is_ascii_hexdigit());
-    let text = text.trim();
-    (is_address && text.contains(';')).then_some(text)
-}
-
-/// `table` with parts of its names replaced.
-fn renamed(table: Table, pairs: &[String]) -> Result<Table> {
-    let mut pairs_read = Vec::new();
-    for pair in pairs {
-        pairs_read.push(
-            pair.split_once('=')
-                .with_context(|| format!("{pair}: no `=`"))?,
-        );
+/// The costs in all lock files.
+fn read(folder: &Path) -> Result<Table> {
+    let mut table = Table::new();
+    if !folder.exists() {
+        return Ok(table);
     }
-    let rename = |name: String| {
-        pairs_read
-            .iter()
-            .fold(name, |name, (old, new)| name.replace(old, new))
-    };
-    Ok(table
-        .into_iter()
-        .map(|(name, cost)| (rename(name), cost))
-        .collect())
+    for entry in fs::read_dir(folder)? {
+        let file = entry?.path();
+        let target = file.file_stem().unwrap_or_default().to_string_lossy();
+        let text = fs::read_to_string(&file)?;
+        for line in text.lines().skip(1) {
+            let (name, cost) = cost(line).with_context(|| format!("{}: {line}", file.display()))?;
+            table.insert(format!("{name} {target}"), cost);
+        }
+    }
+    Ok(table)
 }
 
-/// Prints what differs; whether nothing got worse.
-fn compare(before: &Table, after: &Table) -> ExitCode {
-    let (mut equal, mut worse) = (0, 0);
+/// Name and cost of a line of a lock file: name, hash, registers, stack, instructions.
+fn cost(line: &str) -> Result<(&str, Cost)> {
+    let fields: Vec<&str> = line.split('\t').collect();
+    ensure!(fields.len() == 5, "not five columns");
+    let mut cost = [0; 3];
+    for (number, field) in cost.iter_mut().zip(&fields[2..]) {
+        *number = field.parse()?;
+    }
+    Ok((fields[0], cost))
+}
+
+/// Prints the instances that differ; the number of those that got worse.
+fn compare(before: &Table, after: &Table) -> usize {
     println!(
-        "{:<64} {:>12} {:>10} {:>10} {:>16}",
-        "kernel", "registers", "stack", "local", "instructions"
+        "{:<80} {:>12} {:>10} {:>16}",
+        "kernel", "registers", "stack", "instructions"
     );
+    let (mut equal, mut worse) = (0, 0);
     for (name, new) in after {
         let Some(old) = before.get(name) else {
-            println!("{name:<64} not in the table before");
+            let [registers, stack, instructions] = new;
+            println!("{name:<80} {registers:>12} {stack:>10} {instructions:>16}  new");
             continue;
         };
         if old == new {
             equal += 1;
             continue;
         }
-        let is_worse = new.registers > old.registers
-            || new.stack > old.stack
-            || new.local > old.local
-            || 100 * new.instructions > 101 * old.instructions;
-        worse += u32::from(is_worse);
-        let change = |old: u32, new: u32| format!("{old} -> {new}");
+        let is_worse = is_worse(*old, *new);
+        worse += usize::from(is_worse);
+        let [registers, stack, instructions] =
+            [0, 1, 2].map(|i| format!("{} -> {}", old[i], new[i]));
         println!(
-            "{name:<64} {:>12} {:>10} {:>10} {:>16}{}",
-            change(old.registers, new.registers),
-            change(old.stack, new.stack),
-            change(old.local, new.local),
-            change(old.instructions, new.instructions),
+            "{name:<80} {registers:>12} {stack:>10} {instructions:>16}{}",
             if is_worse { "  worse" } else { "" }
         );
     }
     for name in before.keys().filter(|name| !after.contains_key(*name)) {
-        println!("{name:<64} only in the table before");
+        println!("{name:<80} gone");
     }
-    let sum = |table: &Table| -> u64 {
-        table
-            .values()
-            .map(|cost| u64::from(cost.instructions))
-            .sum()
-    };
     println!(
-        "{} kernels before ({} instructions), {} after ({}): {equal} equal, {worse} worse",
+        "{} instances before, {} after: {equal} equal, {worse} worse",
         before.len(),
-        sum(before),
-        after.len(),
-        sum(after)
+        after.len()
     );
-    if worse == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    worse
+}
+
+/// True if the machine code takes more registers or stack, or over 1 % more instructions.
+fn is_worse(old: Cost, new: Cost) -> bool {
+    new[0] > old[0] || new[1] > old[1] || 100 * new[2] > 101 * old[2]
 }
 
 #[cfg(test)]
@@ -308,28 +144,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instructions_of_a_disassembly() {
-        let lines = [
-            "        /*0000*/                   LDC R1, c[0x0][0x28] ;",
-            "        /*0010*/              @!P0 STL [R1], R4 ;",
-            ".L_x_1:",
-            "\t.section\t.text.kernel,\"ax\",@progbits",
-            "        /* 0x0000000000007918 */",
-        ];
-        let found: Vec<&str> = lines.iter().filter_map(|line| instruction(line)).collect();
-        assert_eq!(found, ["LDC R1, c[0x0][0x28] ;", "@!P0 STL [R1], R4 ;"]);
+    fn lines_of_a_lock_file() {
+        let line = "a_kernel-Bf16-[K, Mn]\t00ff00ff00ff00ff\t32\t16\t1024";
+        assert_eq!(
+            cost(line).unwrap(),
+            ("a_kernel-Bf16-[K, Mn]", [32, 16, 1024])
+        );
+        assert!(cost("a_kernel\t32\t16\t1024").is_err());
+        assert!(cost("a_kernel\tff\tx\t16\t1024").is_err());
     }
 
     #[test]
-    fn names_before_are_read_as_names_after() {
-        let cost = Cost {
-            registers: 1,
-            stack: 0,
-            local: 0,
-            instructions: 8,
-        };
-        let table = Table::from([("sm90-Dense-sm_90a".to_owned(), cost)]);
-        let table = renamed(table, &["Dense=None".to_owned()]).unwrap();
-        assert_eq!(table.keys().collect::<Vec<_>>(), ["sm90-None-sm_90a"]);
+    fn more_of_anything_is_worse() {
+        let old = [32, 0, 1000];
+        for (new, expected) in [
+            ([32, 0, 1000], false),
+            ([31, 0, 1010], false),
+            ([33, 0, 900], true),
+            ([32, 8, 1000], true),
+            ([32, 0, 1011], true),
+        ] {
+            assert_eq!(is_worse(old, new), expected, "{new:?}");
+        }
     }
 }

@@ -10,7 +10,7 @@
 //! | `cargo xtask fuzz` | the parsers with changed seeds, for a number of seconds |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
-//! | `cargo xtask machine-code` | registers, stack and instructions of the kernels |
+//! | `cargo xtask machine-code` | writes the lock files of the kernels' machine code |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
 //! | `cargo xtask book` | builds the book; checks links, and paths of files that pages name |
@@ -66,8 +66,8 @@ enum Command {
     Unified,
     /// Make the packages for crates.io and check them, without publishing
     Package,
-    /// Print registers, stack and instructions of the kernels, compiled without a GPU, or compare
-    /// them with the table of another commit
+    /// Compile the kernels whose source changed, without a GPU, check their machine code, and write
+    /// registers, stack and instructions to the lock files
     MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,

@@ -42,6 +42,21 @@ const E4M3: &str = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C";
 /// Which instances are compiled.
 type IsChosen = fn(&Instance) -> bool;
 
+/// Instances that keep registers in memory on these architectures, on which they never ran; the lock
+/// files have the bytes.
+const SPILLING: [(&str, &str); 10] = [
+    ("moe_unpermute_kernel-F32-U32-4-true", "sm_100a"),
+    ("ms_eden_kernel-packed-U64-true-batch", "sm_100a"),
+    ("ms_eden_kernel-packed-U64-true-groups", "sm_100a"),
+    ("rope_kernel-F16-U32-8", "sm_100a"),
+    ("adamw_kernel-Bf16-Bf16-Some(Bf16)-8-1-U32", "sm_120a"),
+    ("ms_eden_amax_kernel-Bf16-U32-false", "sm_120a"),
+    ("ms_eden_amax_kernel-F16-U32-false", "sm_120a"),
+    ("ms_eden_amax_kernel-F32-U32-true-batch", "sm_120a"),
+    ("ms_eden_kernel-packed-U64-true-batch", "sm_120a"),
+    ("rope_kernel-F16-U32-8", "sm_120a"),
+];
+
 /// What kernels are compiled for: an architecture, how a device of it converts, and the kernels.
 struct Target {
     /// Name of the lock file.
@@ -144,6 +159,7 @@ fn check_instance(tools: &CudaTools, instance: &Instance, source: &Source, arch:
         spills,
     } = instance.expected;
     let what = |which: &str| format!("{which} in {name} for {arch}");
+    let spills = spills.map(|spills| spills || SPILLING.contains(&(&**name, arch)));
     assert_found(spills, compiled.stack > 0, &what("spills"));
     let sass = tools.disassemble(&compiled.code, &format!("{name}-{arch}"));
     let nearest = |line: &str| line.contains(E2M1_RN) && !line.contains(E2M1_RS);

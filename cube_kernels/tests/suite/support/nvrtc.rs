@@ -65,8 +65,9 @@ impl CudaTools {
             CString::new(format!("--gpu-architecture={arch}")).unwrap(),
             include("include"),
             include("include/cccl"),
-            // What the code takes, in the log.
+            // What the code takes, in the log, which a compilation from NVRTC's cache lacks.
             CString::new("--ptxas-options=-v").unwrap(),
+            CString::new("--no-cache").unwrap(),
         ];
         let options: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
         // SAFETY: the signatures are those of nvrtc.h, strings outlive the program, and each buffer
