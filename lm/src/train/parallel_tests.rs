@@ -467,7 +467,7 @@ fn a_stopped_run_reaches_the_same_bytes() {
 #[test]
 fn expert_parallel_ranks_train_as_one() {
     let corpus = corpus();
-    let steps = 50;
+    let steps = 10;
     let expected = losses(&experts(steps, 1), &corpus, &Folder::new(), 1);
     for dispatch in DISPATCHES {
         for (tp, ep, ranks) in [
