@@ -29,6 +29,7 @@ mod packages;
 mod results;
 mod sanitize;
 mod setup;
+mod skips;
 mod smollm2;
 mod test;
 mod tools;

@@ -1,11 +1,13 @@
 //! `cargo xtask test`: set-up, every test, the summed counts.
 
+use std::env;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::counts::Reader;
+use crate::counts::{Outcome, Reader};
+use crate::skips::{self, Expected};
 use crate::workspace::FEATURES;
 use crate::{interop, setup, workspace};
 
@@ -36,9 +38,10 @@ pub struct Args {
     rest: Vec<String>,
 }
 
-/// Runs the tests; prints the counts last.
+/// Runs the tests; prints skipped tests and their number by reason, and the counts last.
 ///
-/// Fails when a test failed, when something did not compile, and when no test ran at all.
+/// Fails when a test failed, when something did not compile, when no test ran at all, and when a
+/// test skipped itself against the policy of [`skips`].
 pub fn run(args: &Args) -> Result<ExitCode> {
     setup::run(&setup::Args::default())?;
     if args.interop {
@@ -66,31 +69,49 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             ));
         }
     }
-    let (counts, skips, failures) = reader.finish();
-
-    println!();
-    for skip in &skips {
-        println!("{skip}");
-    }
-    for failure in &failures {
-        println!("FAILED: {failure}");
-    }
-    let nothing_ran = counts.passed + counts.failed == 0;
-    if nothing_ran {
-        println!("FAILED: no test ran");
+    let outcome = reader.finish();
+    let counts = outcome.counts;
+    let mut problems = outcome.failures.clone();
+    if counts.passed + counts.failed == 0 {
+        problems.push("no test ran".to_owned());
     }
     if counts.failed == 0 {
-        for command in &broken {
-            println!("FAILED: {command}");
-        }
+        problems.append(&mut broken);
+    }
+    problems.append(&mut against_policy(args, &outcome)?);
+
+    println!();
+    for skip in &outcome.skips {
+        println!("{skip}");
+    }
+    println!("{:>6} left to the run on another device", outcome.elsewhere);
+    print!("{}", skips::table(&outcome.reasons));
+    for problem in &problems {
+        println!("FAILED: {problem}");
     }
     println!("{counts}");
-    let good = broken.is_empty() && counts.failed == 0 && !nothing_ran;
-    Ok(if good {
+    Ok(if problems.is_empty() && counts.failed == 0 {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// Returns what is wrong with the tests that did not run. Any run takes listed reasons alone; those
+/// of whole packages on the default devices run every test somewhere, and the numbers are those of
+/// the whole workspace.
+fn against_policy(args: &Args, outcome: &Outcome) -> Result<Vec<String>> {
+    let expected = Expected::read()?;
+    let mut problems = expected.unlisted(&outcome.reasons);
+    let is_default_device = env::var_os("NVFP4_TEST_DEVICE").is_none();
+    if is_default_device && args.rest.is_empty() {
+        let nowhere = outcome.nowhere.iter();
+        problems.extend(nowhere.map(|test| format!("{test}: runs on no device")));
+        if args.package.is_empty() && !args.full {
+            problems.extend(expected.changed(&outcome.reasons, skips::is_installed));
+        }
+    }
+    Ok(problems)
 }
 
 /// What is run, one after another, with options for the test binaries.

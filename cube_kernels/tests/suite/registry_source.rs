@@ -27,6 +27,7 @@ use nvfp4_kernels::{
     graph::WAITING,
     registry::{self, DummyDevice, Expected, Instance},
 };
+use nvfp4_test_support::Skip;
 
 /// `cvt.rn.satfinite.e2m1x2`, `cvt.rs.satfinite.e2m1x4` and `cvt.rn.satfinite.e4m3x2` in SASS.
 const E2M1_RN: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";
@@ -326,7 +327,7 @@ fn compiles_for_sm_100a() {
 fn emulated_compiles_for_sm_90a() {
     let test = "registry_source::emulated_compiles_for_sm_90a";
     if !is_full() {
-        println!("SKIPPED: {test}: `cargo xtask test --full`");
+        Skip::OnlyFull.print(test, "");
         return;
     }
     check(test, "sm_90a", Conversion::Emulated, |instance| {
@@ -341,7 +342,7 @@ fn other_architectures() {
     if !is_full() {
         let count = instances(Conversion::Hardware, "sm_100a").len();
         let archs = OTHER_ARCHITECTURES.map(|(arch, ..)| arch).join(", ");
-        println!("SKIPPED: {test}: {count} instances for {archs}: `cargo xtask test --full`");
+        Skip::OnlyFull.print(test, format_args!("{count} instances for {archs}"));
         return;
     }
     for (arch, conversion, is_chosen) in OTHER_ARCHITECTURES {
