@@ -50,7 +50,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     let mut reader = Reader::new();
     let mut broken = Vec::new();
-    for (mut command, options) in commands(args) {
+    for (mut command, options) in commands(args)? {
         if args.release {
             command.arg("--release");
         }
@@ -115,27 +115,27 @@ fn against_policy(args: &Args, outcome: &Outcome) -> Result<Vec<String>> {
 }
 
 /// What is run, one after another, with options for the test binaries.
-fn commands(args: &Args) -> Vec<(Command, Vec<&'static str>)> {
+fn commands(args: &Args) -> Result<Vec<(Command, Vec<&'static str>)>> {
     let test = || {
         let mut command = workspace::cargo();
         command.args(["test", "--no-fail-fast"]);
         command
     };
     let mut all = test();
-    select_packages(&mut all, &args.package);
+    select_packages(&mut all, &args.package)?;
     let mut commands = vec![(all, Vec::new())];
     if args.package.is_empty() || args.package.iter().any(|package| package == LAYERS) {
         // Without this variable the layers run on Flex. The second run has the tests that are small
         // enough for CubeCL's CPU runtime.
         let mut cube = test();
-        select_packages(&mut cube, &args.package);
+        select_packages(&mut cube, &args.package)?;
         cube.args(["--test", "burn_nvfp4"]);
         cube.env("NVFP4_TEST_DEVICE", "cpu");
         // Those of the decorator are on that runtime in the first run.
         let skip = ["--skip=decorate::", "--skip=decorate_limits::"];
         commands.push((cube, skip.to_vec()));
     }
-    commands
+    Ok(commands)
 }
 
 /// Runs `command`, whose output goes to `reader` too.
@@ -155,15 +155,19 @@ fn read(command: &mut Command, reader: &mut Reader) -> Result<ExitStatus> {
 }
 
 /// The packages to test, or all of them, with the features that they have.
-fn select_packages(command: &mut Command, packages: &[String]) {
+fn select_packages(command: &mut Command, packages: &[String]) -> Result<()> {
     if packages.is_empty() {
-        command.arg("--workspace");
+        command.args(["--workspace", "--features", FEATURES]);
+        return Ok(());
     }
     for package in packages {
         command.args(["--package", package]);
     }
-    // xtask alone has no such features, and cargo refuses features that no selected package has.
-    if packages.iter().any(|package| package != "xtask") || packages.is_empty() {
-        command.args(["--features", FEATURES]);
+    // cargo refuses features that no selected package has.
+    for member in workspace::members()? {
+        if packages.contains(&member.name) && !member.features.is_empty() {
+            command.args(["--features", &member.features]);
+        }
     }
+    Ok(())
 }
