@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use nvfp4_test_support::golden_with_tokenizer;
+
 use crate::support::*;
 
 /// A folder that does not exist yet, in one for this test.
@@ -12,14 +14,7 @@ fn absent(test: &str) -> PathBuf {
 
 #[test]
 fn inspect_lists_layers_exclusions_and_problems() {
-    let name = "llama3-tiny-ct-nvfp4-kvfp8";
-    let Some(model) = golden(
-        "checkpoints",
-        "inspect_lists_layers_exclusions_and_problems",
-        name,
-    ) else {
-        return;
-    };
+    let model = golden("llama3-tiny-ct-nvfp4-kvfp8");
     let text = succeeds(nvfp4("inspect", &[&model]));
     for line in [
         "compressed-tensors, w4a4, KV cache FP8",
@@ -76,14 +71,7 @@ fn inspect_lists_layers_exclusions_and_problems() {
 
 #[test]
 fn convert_says_how_many_global_scales_moved() {
-    let name = "llama3-tiny-modelopt-nvfp4";
-    let Some(model) = golden(
-        "checkpoints",
-        "convert_says_how_many_global_scales_moved",
-        name,
-    ) else {
-        return;
-    };
+    let model = golden("llama3-tiny-modelopt-nvfp4");
     let out = absent("convert");
     let out = out.to_str().unwrap();
     let convert = |to: &str, from: &str, out: &str| {
@@ -110,10 +98,8 @@ fn convert_says_how_many_global_scales_moved() {
 
 #[test]
 fn quantize_writes_a_folder_that_inspect_finds_valid() {
-    let test = "quantize_writes_a_folder_that_inspect_finds_valid";
-    let Some(model) = golden("checkpoints", test, "qwen3moe-tiny") else {
-        return;
-    };
+    let copy = golden_with_tokenizer("qwen3moe-tiny");
+    let model = copy.to_str().unwrap();
     let out = absent("quantize");
     let path = out.to_str().unwrap();
     let text = succeeds(nvfp4(
@@ -170,10 +156,7 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
 
 #[test]
 fn quantize_calibrates_on_a_text() {
-    let test = "quantize_calibrates_on_a_text";
-    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let file = folder("quantize-calibration").join("text.txt");
     fs::write(
         &file,
@@ -272,10 +255,7 @@ fn quantize_calibrates_on_a_text() {
 
 #[test]
 fn generate_continues_a_prompt() {
-    let test = "generate_continues_a_prompt";
-    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let options = [
         "--prompt",
         "The quick",
@@ -316,10 +296,7 @@ fn generate_continues_a_prompt() {
 /// The perplexity of the tokenizer's own examples, before and after quantization, and choices.
 #[test]
 fn eval_reads_texts_and_questions() {
-    let test = "eval_reads_texts_and_questions";
-    let Some(model) = golden("checkpoints", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let files = folder("eval");
     let (text, questions) = (files.join("text.txt"), files.join("questions.jsonl"));
     fs::write(&text, "The quick brown fox jumps. ".repeat(8)).unwrap();

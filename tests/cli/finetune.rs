@@ -55,10 +55,7 @@ fn saved(out: &Path) -> PathBuf {
 
 #[test]
 fn a_model_is_finetuned_and_resumed() {
-    let test = "a_model_is_finetuned_and_resumed";
-    let Some(model) = golden("finetune", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let data = lines(&folder("finetune-data"));
     let (whole, parts) = (folder("finetune-whole"), folder("finetune-parts"));
     let finetune = |arguments: &[&str]| nvfp4("finetune", arguments);
@@ -128,10 +125,7 @@ fn a_model_is_finetuned_and_resumed() {
 /// written. Both kinds of runs leave a model that the other commands read.
 #[test]
 fn ranks_finetune_together() {
-    let test = "ranks_finetune_together";
-    let Some(model) = golden("finetune", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let data = lines(&folder("finetune-ranks-data"));
     let [one, two] = ["finetune-ranks-one", "finetune-ranks-two"].map(folder);
     let begin =
@@ -182,10 +176,7 @@ fn ranks_finetune_together() {
 /// QAT and distillation, and an export that the other commands read.
 #[test]
 fn models_are_trained_for_serving() {
-    let test = "models_are_trained_for_serving";
-    let Some(model) = golden("finetune", test, "qwen3-tiny") else {
-        return;
-    };
+    let model = golden("qwen3-tiny");
     let data = lines(&folder("finetune-qat-data"));
     let out = folder("finetune-qat");
     let more =
@@ -206,10 +197,7 @@ fn models_are_trained_for_serving() {
 /// Adapters of a quantized folder, and the model with them merged.
 #[test]
 fn adapters_are_trained_and_merged() {
-    let test = "adapters_are_trained_and_merged";
-    let Some(model) = golden("finetune", test, "llama3-tiny") else {
-        return;
-    };
+    let model = golden("llama3-tiny");
     let data = lines(&folder("finetune-lora-data"));
     let quantized = folder("finetune-lora-quantized").join("out");
     let quantized = quantized.to_str().unwrap();
@@ -268,10 +256,7 @@ fn adapters_are_trained_and_merged() {
 
 #[test]
 fn tokens_are_written_once_and_a_model_begins_with_nothing() {
-    let test = "tokens_are_written_once_and_a_model_begins_with_nothing";
-    let Some(model) = golden("finetune", test, "qwen3-tiny") else {
-        return;
-    };
+    let model = golden("qwen3-tiny");
     let own = folder("pretrain");
     let data = lines(&own);
     let tokens = own.join("all.tokens");
@@ -318,9 +303,7 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
         &["all.tokens", "truncated"],
     );
     fs::write(tokens, &bytes).unwrap();
-    let Some(llama) = golden("finetune", test, "llama3-tiny") else {
-        return;
-    };
+    let llama = golden("llama3-tiny");
     let third = own.join("third");
     let run = arguments(tokens, &third, "");
     fails(

@@ -148,15 +148,8 @@ pub(crate) fn checkpoint(folder: &Path) -> PathBuf {
     found[0].clone()
 }
 
-/// The folder `name` of the golden checkpoints, which are outside of the repository, or nothing,
-/// after saying so, for `test` of `module`.
-pub(crate) fn golden(module: &str, test: &str, name: &str) -> Option<String> {
-    let found = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .ancestors()
-        .map(|folder| folder.join("shared/golden/hf").join(name))
-        .find(|path| path.exists());
-    if found.is_none() {
-        println!("SKIPPED: {module}::{test}: no folder shared/golden/hf/{name}");
-    }
-    found.map(|path| path.to_str().unwrap().to_owned())
+/// The path of the golden checkpoint `name`, as an argument.
+pub(crate) fn golden(name: &str) -> String {
+    let path = nvfp4_test_support::golden(name);
+    path.to_str().unwrap().to_owned()
 }

@@ -1,30 +1,39 @@
 //! Sums up what libtest prints.
 //!
-//! A test that cannot run here (no GPU, no CUDA compiler) prints `SKIPPED: <test name>: <reason>`
-//! and returns. libtest calls that a pass; this project does not. The runs are started with
-//! `--show-output`, so those lines stand in the section of the test that printed them:
+//! A test that cannot run here prints a line of [`nvfp4_test_support::Skip`] and returns; one that
+//! runs on another device alone prints a line of [`nvfp4_test_support::Elsewhere`]. libtest calls
+//! both a pass; this project does not. The runs are started with `--show-output`, so those lines
+//! stand in the section of the test that printed them:
 //!
 //! ```text
-//! running 2 tests
+//! running 3 tests
 //! test gpu::gemm ... ok
 //! test codec::e2m1 ... ok
+//! test tools::values ... ignored, cargo xtask test --interop runs it
 //!
 //! successes:
 //!
 //! ---- gpu::gemm stdout ----
-//! SKIPPED: gpu::gemm: no CUDA device
+//! SKIPPED: gpu::gemm: no CUDA device: needs 8 GB
 //!
 //! successes:
 //!     codec::e2m1
 //!     gpu::gemm
 //!
-//! test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
+//! test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s
 //! ```
+//!
+//! `SKIPPED: <test>: <reason>`, and `: <detail>` where there is one. The test is that of the
+//! section, by its name or the end of it. The reason of an ignored test is `ignored: ` and the words
+//! of its attribute.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// What a skipped test prints, before its name and the reason.
-const SKIPPED: &str = "SKIPPED:";
+const SKIPPED: &str = "SKIPPED";
+/// What a test prints that runs on another device.
+const ELSEWHERE: &str = "ELSEWHERE";
 
 /// Sums over all test binaries of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,6 +56,23 @@ impl fmt::Display for Counts {
     }
 }
 
+/// All that a run printed about its tests.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// The sums.
+    pub counts: Counts,
+    /// The line of each skipped test, as printed or, for an ignored test, as it would print it.
+    pub skips: Vec<String>,
+    /// Skipped tests by reason.
+    pub reasons: BTreeMap<String, usize>,
+    /// Names of the tests that failed, and of what else went wrong.
+    pub failures: Vec<String>,
+    /// Number of tests that left themselves to the run on another device.
+    pub elsewhere: usize,
+    /// Those of them that passed on no device.
+    pub nowhere: Vec<String>,
+}
+
 /// True for the line that [`Counts`] prints.
 pub fn is_counts_line(line: &str) -> bool {
     let mut parts = line.split(", ");
@@ -59,39 +85,45 @@ pub fn is_counts_line(line: &str) -> bool {
     part(" passed") && part(" failed") && part(" skipped") && parts.next().is_none()
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Section {
     /// The list of tests with their verdicts, or nothing of interest.
     Verdicts,
-    /// The output of tests that passed; `counted` once the current test was found to be skipped.
-    Successes { counted: bool },
+    /// The output of tests that passed, and the current one.
+    Successes { test: String },
     /// The output of tests that failed.
     Failures,
 }
 
 /// Reads the output of a `cargo test` run line by line.
 pub struct Reader {
-    counts: Counts,
+    outcome: Outcome,
     section: Section,
     /// A binary said `running N tests` and has not reported a result yet.
     open: bool,
-    skipped_in_binary: usize,
-    /// The `SKIPPED:` lines, as printed.
-    pub skips: Vec<String>,
-    /// Names of the tests that failed, and of what else went wrong.
-    pub failures: Vec<String>,
+    /// Tests of this binary that passed, by libtest's verdict.
+    passed: BTreeSet<String>,
+    /// Those of them that said that they are skipped, or run elsewhere.
+    skipped: BTreeSet<String>,
+    elsewhere: BTreeSet<String>,
+    /// The same of all binaries before it: tests that ran and passed, and those that left
+    /// themselves to another run.
+    all_ran: BTreeSet<String>,
+    all_elsewhere: BTreeSet<String>,
 }
 
 impl Reader {
     /// A reader that has seen nothing yet.
     pub fn new() -> Self {
         Self {
-            counts: Counts::default(),
+            outcome: Outcome::default(),
             section: Section::Verdicts,
             open: false,
-            skipped_in_binary: 0,
-            skips: Vec::new(),
-            failures: Vec::new(),
+            passed: BTreeSet::new(),
+            skipped: BTreeSet::new(),
+            elsewhere: BTreeSet::new(),
+            all_ran: BTreeSet::new(),
+            all_elsewhere: BTreeSet::new(),
         }
     }
 
@@ -101,57 +133,122 @@ impl Reader {
             self.close_dead_binary();
             self.open = true;
             self.section = Section::Verdicts;
-            self.skipped_in_binary = 0;
         } else if let Some(result) = line.strip_prefix("test result: ") {
             if let Some([passed, failed, ignored]) = parse_result(result) {
-                // A skipped test is one of the passed ones in libtest's eyes.
-                self.counts.passed += passed.saturating_sub(self.skipped_in_binary);
-                self.counts.failed += failed;
-                self.counts.skipped += ignored + self.skipped_in_binary;
+                let counts = &mut self.outcome.counts;
+                // What did not run is one of the passed ones in libtest's eyes.
+                let idle = self.skipped.len() + self.elsewhere.len();
+                counts.passed += passed.saturating_sub(idle);
+                counts.failed += failed;
+                counts.skipped += ignored + self.skipped.len();
                 self.open = false;
-                self.section = Section::Verdicts;
+                self.close_binary();
             }
         } else if line == "successes:" {
-            self.section = Section::Successes { counted: true };
+            self.section = Section::Successes {
+                test: String::new(),
+            };
         } else if line == "failures:" {
             self.section = Section::Failures;
-        } else if line.starts_with("---- ") && line.ends_with(" stdout ----") {
-            if let Section::Successes { counted } = &mut self.section {
-                *counted = false;
-            }
-        } else if line.starts_with(SKIPPED) {
-            if let Section::Successes { counted } = &mut self.section
-                && !*counted
-            {
-                *counted = true;
-                self.skipped_in_binary += 1;
-                self.skips.push(line.to_owned());
+        } else if let Section::Successes { test } = &mut self.section {
+            let heading = line.strip_prefix("---- ");
+            if let Some(name) = heading.and_then(|line| line.strip_suffix(" stdout ----")) {
+                name.clone_into(test);
+            } else if !test.is_empty() {
+                let test = test.clone();
+                self.output(&test, line);
             }
         } else if self.section == Section::Verdicts
-            && let Some(name) = line
+            && let Some((name, verdict)) = line
                 .strip_prefix("test ")
-                .and_then(|s| s.strip_suffix("FAILED"))
+                .and_then(|line| line.split_once(" ... "))
         {
-            self.failures
-                .push(name.trim_end_matches([' ', '.']).to_owned());
+            self.verdict(name, verdict);
         }
     }
 
-    /// The sums, once the run has ended.
-    pub fn finish(mut self) -> (Counts, Vec<String>, Vec<String>) {
+    /// Everything, once the run has ended.
+    pub fn finish(mut self) -> Outcome {
         self.close_dead_binary();
-        (self.counts, self.skips, self.failures)
+        self.outcome.elsewhere = self.all_elsewhere.len();
+        let nowhere = self.all_elsewhere.difference(&self.all_ran);
+        self.outcome.nowhere = nowhere.cloned().collect();
+        self.outcome
+    }
+
+    fn verdict(&mut self, name: &str, verdict: &str) {
+        let outcome = &mut self.outcome;
+        if verdict.ends_with("FAILED") {
+            outcome.failures.push(name.to_owned());
+        } else if verdict == "ok" {
+            self.passed.insert(name.to_owned());
+        } else if let Some(words) = verdict.strip_prefix("ignored") {
+            let words = words.strip_prefix(", ").unwrap_or("without a reason");
+            let reason = format!("ignored: {words}");
+            outcome.skips.push(format!("{SKIPPED}: {name}: {reason}"));
+            *outcome.reasons.entry(reason).or_default() += 1;
+        }
+    }
+
+    /// Takes a line that `test`, which passed, printed.
+    fn output(&mut self, test: &str, line: &str) {
+        let outcome = &mut self.outcome;
+        let Some((kind, name, reason)) = parse_skip(line) else {
+            if is_like_a_skip(line) {
+                let what = "not of the form `SKIPPED: <test>: <reason>`";
+                outcome.failures.push(format!("{test}: {what}: {line}"));
+            }
+            return;
+        };
+        let is_it = name == test || test.ends_with(&format!("::{name}"));
+        if !is_it {
+            let what = "a line with the name of another test";
+            outcome.failures.push(format!("{test}: {what}: {line}"));
+        } else if kind == ELSEWHERE {
+            self.elsewhere.insert(test.to_owned());
+        } else if self.skipped.insert(test.to_owned()) {
+            outcome.skips.push(line.to_owned());
+            *outcome.reasons.entry(reason.to_owned()).or_default() += 1;
+        }
+    }
+
+    fn close_binary(&mut self) {
+        self.section = Section::Verdicts;
+        let idle = |test: &String| self.skipped.contains(test) || self.elsewhere.contains(test);
+        let passed = std::mem::take(&mut self.passed).into_iter();
+        self.all_ran.extend(passed.filter(|test| !idle(test)));
+        self.all_elsewhere.append(&mut self.elsewhere);
+        self.skipped.clear();
     }
 
     /// A binary that was killed or aborted prints no result; what it had passed is unknown.
     fn close_dead_binary(&mut self) {
         if self.open {
-            self.counts.failed += 1;
-            self.failures
-                .push("(a test binary died before it reported its results)".to_owned());
+            self.outcome.counts.failed += 1;
+            let failures = &mut self.outcome.failures;
+            failures.push("(a test binary died before it reported its results)".to_owned());
             self.open = false;
+            self.passed.clear();
+            self.close_binary();
         }
     }
+}
+
+/// Kind, test and reason of a line that says that a test did not run.
+fn parse_skip(line: &str) -> Option<(&str, &str, &str)> {
+    let (kind, rest) = line.split_once(": ")?;
+    let (test, rest) = rest.split_once(": ")?;
+    let reason = rest.split_once(": ").map_or(rest, |(reason, _)| reason);
+    let is_complete = !test.is_empty() && !reason.is_empty();
+    ([SKIPPED, ELSEWHERE].contains(&kind) && is_complete).then_some((kind, test, reason))
+}
+
+/// True for a line by which a test may mean that it is skipped.
+fn is_like_a_skip(line: &str) -> bool {
+    let line = line.trim_start().to_ascii_lowercase();
+    ["skipped:", "skipping", "skip:", "elsewhere:"]
+        .iter()
+        .any(|start| line.starts_with(start))
 }
 
 /// `running 12 tests` or `running 1 test`.
@@ -176,10 +273,18 @@ fn parse_result(result: &str) -> Option<[usize; 3]> {
 mod tests {
     use super::*;
 
-    fn read(output: &str) -> (Counts, Vec<String>, Vec<String>) {
+    fn read(output: &str) -> Outcome {
         let mut reader = Reader::new();
         output.lines().for_each(|line| reader.line(line));
         reader.finish()
+    }
+
+    fn counts(passed: usize, failed: usize, skipped: usize) -> Counts {
+        Counts {
+            passed,
+            failed,
+            skipped,
+        }
     }
 
     const TWO_BINARIES: &str = "\
@@ -191,8 +296,8 @@ test gpu::gemm ... ok
 successes:
 
 ---- gpu::gemm stdout ----
-SKIPPED: gpu::gemm: no CUDA device
-SKIPPED: gpu::gemm: said twice
+SKIPPED: gpu::gemm: no CUDA device: of 80 GB: or more
+SKIPPED: gemm: said twice
 
 
 successes:
@@ -215,23 +320,87 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
 
     #[test]
     fn sums_binaries_and_takes_skipped_tests_out_of_the_passed_ones() {
-        let (counts, skips, failures) = read(TWO_BINARIES);
+        let outcome = read(TWO_BINARIES);
+        assert_eq!(outcome.counts, counts(2, 0, 2));
         assert_eq!(
-            counts,
-            Counts {
-                passed: 2,
-                failed: 0,
-                skipped: 2
-            }
+            outcome.skips,
+            [
+                "SKIPPED: b: ignored: slow",
+                "SKIPPED: gpu::gemm: no CUDA device: of 80 GB: or more"
+            ]
         );
-        assert_eq!(skips, ["SKIPPED: gpu::gemm: no CUDA device"]);
-        assert!(failures.is_empty());
-        assert_eq!(counts.to_string(), "2 passed, 0 failed, 2 skipped");
+        let reasons: Vec<(&str, usize)> = outcome
+            .reasons
+            .iter()
+            .map(|(reason, count)| (reason.as_str(), *count))
+            .collect();
+        assert_eq!(reasons, [("ignored: slow", 1), ("no CUDA device", 1)]);
+        assert!(outcome.failures.is_empty());
+        assert_eq!(outcome.counts.to_string(), "2 passed, 0 failed, 2 skipped");
+    }
+
+    /// A binary with one test, `a::b`, that passes and prints `output`.
+    fn binary(output: &str) -> String {
+        format!(
+            "running 1 test\ntest a::b ... ok\n\nsuccesses:\n\n---- a::b stdout ----\n{output}\n\n\
+             successes:\n    a::b\n\ntest result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; \
+             0 filtered out; finished in 0.00s\n"
+        )
+    }
+
+    #[test]
+    fn a_test_that_runs_on_another_device_is_counted_there() {
+        let (flex, cube) = (binary("ELSEWHERE: a::b: Cube"), binary("output"));
+        for runs in [[&*flex, &*cube], [&*cube, &*flex]] {
+            let outcome = read(&runs.concat());
+            assert_eq!(outcome.counts, counts(1, 0, 0));
+            assert_eq!((outcome.elsewhere, outcome.nowhere.len()), (1, 0));
+        }
+    }
+
+    #[test]
+    fn a_test_that_runs_on_no_device_is_found() {
+        for other in ["ELSEWHERE: a::b: Flex", "SKIPPED: a::b: no CUDA device"] {
+            let outcome = read(&[binary("ELSEWHERE: a::b: Cube"), binary(other)].concat());
+            assert_eq!(outcome.counts.passed, 0);
+            assert_eq!(outcome.nowhere, ["a::b"], "{other}");
+        }
+        let failed = binary("").replace("... ok", "... FAILED");
+        let outcome = read(&[binary("ELSEWHERE: a::b: Cube"), failed].concat());
+        assert_eq!(outcome.nowhere, ["a::b"]);
+    }
+
+    #[test]
+    fn lines_that_do_not_name_test_and_reason_are_failures() {
+        for line in [
+            "SKIPPED: no CUDA device",
+            "SKIPPED",
+            "skipped: a::b: no CUDA device",
+            "  SKIPPED: a::b: no CUDA device",
+            "SKIPPED: a::b: ",
+            "Skipping: no GPU",
+            "SKIPPED: other::b: no CUDA device",
+        ] {
+            let outcome = read(&binary(line));
+            // `SKIPPED` alone may stand at the start of anything.
+            let expected = usize::from(line != "SKIPPED");
+            assert_eq!(outcome.failures.len(), expected, "{line}");
+            assert!(outcome.skips.is_empty(), "{line}");
+        }
+    }
+
+    #[test]
+    fn an_ignored_test_needs_words() {
+        let output = "running 1 test\ntest a ... ignored\n\ntest result: ok. 0 passed; 0 failed; \
+                      1 ignored; 0 measured; 0 filtered out; finished in 0.00s\n";
+        let outcome = read(output);
+        assert_eq!(outcome.counts, counts(0, 0, 1));
+        assert_eq!(outcome.reasons["ignored: without a reason"], 1);
     }
 
     #[test]
     fn a_failed_test_that_printed_skipped_stays_failed() {
-        let (counts, skips, failures) = read(
+        let outcome = read(
             "\
 running 2 tests
 test ok_one ... ok
@@ -258,43 +427,22 @@ failures:
 test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
 ",
         );
-        assert_eq!(
-            counts,
-            Counts {
-                passed: 1,
-                failed: 1,
-                skipped: 0
-            }
-        );
-        assert!(skips.is_empty());
-        assert_eq!(failures, ["bad"]);
+        assert_eq!(outcome.counts, counts(1, 1, 0));
+        assert!(outcome.skips.is_empty());
+        assert_eq!(outcome.failures, ["bad"]);
     }
 
     #[test]
     fn a_binary_that_dies_is_a_failure() {
         let dead = "running 2 tests\ntest a ... ok\n";
-        assert_eq!(
-            read(dead).0,
-            Counts {
-                passed: 0,
-                failed: 1,
-                skipped: 0
-            }
-        );
+        assert_eq!(read(dead).counts, counts(0, 1, 0));
         let followed = format!("{dead}{TWO_BINARIES}");
-        assert_eq!(
-            read(&followed).0,
-            Counts {
-                passed: 2,
-                failed: 1,
-                skipped: 2
-            }
-        );
+        assert_eq!(read(&followed).counts, counts(2, 1, 2));
     }
 
     #[test]
     fn nothing_ran() {
-        assert_eq!(read("error: could not compile").0, Counts::default());
+        assert_eq!(read("error: could not compile"), Outcome::default());
     }
 
     #[test]

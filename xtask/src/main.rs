@@ -30,6 +30,7 @@ mod results;
 mod runner;
 mod sanitize;
 mod setup;
+mod skips;
 mod smollm2;
 mod test;
 mod tools;

@@ -34,15 +34,13 @@ const RUNTIMES: [&str; 6] = [
 /// Makes the packages and checks them.
 pub fn run() -> Result<()> {
     let members = workspace::members()?;
+    let published: Vec<&Member> = members.iter().filter(|member| member.published).collect();
     let mut command = workspace::cargo();
     // Here the tree may have changes; who publishes calls cargo directly, and cargo then objects.
-    command.args([
-        "package",
-        "--workspace",
-        "--no-verify",
-        "--allow-dirty",
-        "--quiet",
-    ]);
+    command.args(["package", "--no-verify", "--allow-dirty", "--quiet"]);
+    for member in &published {
+        command.args(["--package", &member.name]);
+    }
     workspace::spawn(&mut command)?;
 
     let target = workspace::target_folder()?;
@@ -51,7 +49,6 @@ pub fn run() -> Result<()> {
         fs::remove_dir_all(&folder)?;
     }
     fs::create_dir_all(&folder)?;
-    let published: Vec<&Member> = members.iter().filter(|member| member.published).collect();
     for member in &published {
         let unpacked = unpack(member, &target, &folder)?;
         included_files(&unpacked)?;

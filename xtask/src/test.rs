@@ -1,13 +1,15 @@
 //! `cargo xtask test`: set-up, every test, the summed counts.
 
+use std::env;
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Command, ExitCode, ExitStatus, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::counts::Reader;
+use crate::counts::{Outcome, Reader};
 use crate::runner::Timing;
+use crate::skips::{self, Expected};
 use crate::workspace::FEATURES;
 use crate::{interop, runner, setup, workspace};
 
@@ -49,9 +51,10 @@ pub struct Args {
     rest: Vec<String>,
 }
 
-/// Runs the tests; prints the counts last.
+/// Runs the tests; prints skipped tests and their number by reason, and the counts last.
 ///
-/// Fails when a test failed, when something did not compile, and when no test ran at all.
+/// Fails when a test failed, when something did not compile, when no test ran at all, and when a
+/// test skipped itself against the policy of [`skips`].
 pub fn run(args: &Args) -> Result<ExitCode> {
     setup::run(&setup::Args::default())?;
     if args.interop {
@@ -59,36 +62,54 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut reader = Reader::new();
-    let broken = if args.rest.is_empty() {
+    let mut broken = if args.rest.is_empty() {
         run_all(args, &mut reader)?
     } else {
         run_selected(args, &mut reader)?
     };
-    let (counts, skips, failures) = reader.finish();
-
-    println!();
-    for skip in &skips {
-        println!("{skip}");
-    }
-    for failure in &failures {
-        println!("FAILED: {failure}");
-    }
-    let nothing_ran = counts.passed + counts.failed == 0;
-    if nothing_ran {
-        println!("FAILED: no test ran");
+    let outcome = reader.finish();
+    let counts = outcome.counts;
+    let mut problems = outcome.failures.clone();
+    if counts.passed + counts.failed == 0 {
+        problems.push("no test ran".to_owned());
     }
     if counts.failed == 0 {
-        for command in &broken {
-            println!("FAILED: {command}");
-        }
+        problems.append(&mut broken);
+    }
+    problems.append(&mut against_policy(args, &outcome)?);
+
+    println!();
+    for skip in &outcome.skips {
+        println!("{skip}");
+    }
+    println!("{:>6} left to the run on another device", outcome.elsewhere);
+    print!("{}", skips::table(&outcome.reasons));
+    for problem in &problems {
+        println!("FAILED: {problem}");
     }
     println!("{counts}");
-    let good = broken.is_empty() && counts.failed == 0 && !nothing_ran;
-    Ok(if good {
+    Ok(if problems.is_empty() && counts.failed == 0 {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// Returns what is wrong with the tests that did not run. Any run takes listed reasons alone; those
+/// of whole packages on the default devices run every test somewhere, and the numbers are those of
+/// the whole workspace.
+fn against_policy(args: &Args, outcome: &Outcome) -> Result<Vec<String>> {
+    let expected = Expected::read()?;
+    let mut problems = expected.unlisted(&outcome.reasons);
+    let is_default_device = env::var_os(DEVICE).is_none();
+    if is_default_device && args.rest.is_empty() {
+        let nowhere = outcome.nowhere.iter();
+        problems.extend(nowhere.map(|test| format!("{test}: runs on no device")));
+        if args.package.is_empty() && !args.full {
+            problems.extend(expected.changed(&outcome.reasons, skips::is_installed));
+        }
+    }
+    Ok(problems)
 }
 
 /// Runs every test of the chosen packages, several binaries at a time, then the examples of the
@@ -96,7 +117,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     let mut build = workspace::cargo();
     build.args(["test", "--no-run"]);
-    select_packages(&mut build, &args.package);
+    select_packages(&mut build, &args.package)?;
     if args.release {
         build.arg("--release");
     }
@@ -107,7 +128,7 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     let mut jobs = build.jobs(None, |_| true, |_| true)?;
     // Without a device of their own the layers run on Flex. Modules whose code differs on CubeCL's
     // CPU runtime, and that are small enough for it, run there as well.
-    if std::env::var_os(DEVICE).is_none() {
+    if env::var_os(DEVICE).is_none() {
         jobs.extend(build.jobs(
             Some("cpu"),
             |binary| binary.package == LAYERS && binary.target == LAYERS_SUITE,
@@ -143,7 +164,7 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
 fn run_selected(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     let mut command = workspace::cargo();
     command.args(["test", "--no-fail-fast"]);
-    select_packages(&mut command, &args.package);
+    select_packages(&mut command, &args.package)?;
     if args.release {
         command.arg("--release");
     }
@@ -162,7 +183,7 @@ fn broken(command: &Command, status: ExitStatus) -> Option<String> {
 
 /// Number of test processes at a time: one on a GPU, otherwise one per core.
 fn processes() -> usize {
-    match std::env::var(DEVICE).as_deref() {
+    match env::var(DEVICE).as_deref() {
         Ok("cuda") => 1,
         _ => std::thread::available_parallelism().map_or(1, usize::from),
     }
@@ -185,23 +206,27 @@ fn read(command: &mut Command, reader: &mut Reader) -> Result<ExitStatus> {
 }
 
 /// The packages to test, or all of them, with the features that they have.
-fn select_packages(command: &mut Command, packages: &[String]) {
+fn select_packages(command: &mut Command, packages: &[String]) -> Result<()> {
     if packages.is_empty() {
-        command.arg("--workspace");
+        command.args(["--workspace", "--features", FEATURES]);
+        return Ok(());
     }
     for package in packages {
         command.args(["--package", package]);
     }
-    // xtask alone has no such features, and cargo refuses features that no selected package has.
-    if packages.iter().any(|package| package != "xtask") || packages.is_empty() {
-        command.args(["--features", FEATURES]);
+    // cargo refuses features that no selected package has.
+    for member in workspace::members()? {
+        if packages.contains(&member.name) && !member.features.is_empty() {
+            command.args(["--features", &member.features]);
+        }
     }
+    Ok(())
 }
 
 /// The chosen packages that have a library; false if none has.
 fn select_libraries(command: &mut Command, packages: &[String]) -> Result<bool> {
     if packages.is_empty() {
-        select_packages(command, packages);
+        select_packages(command, packages)?;
         return Ok(true);
     }
     let members = workspace::members()?;
@@ -216,6 +241,6 @@ fn select_libraries(command: &mut Command, packages: &[String]) -> Result<bool> 
     if libraries.is_empty() {
         return Ok(false);
     }
-    select_packages(command, &libraries);
+    select_packages(command, &libraries)?;
     Ok(true)
 }

@@ -7,7 +7,6 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{LinearContext, MaybeTensor, Nvfp4Ops, RowGroups};
 
-use crate::support::skip::skip;
 use crate::support::{Matrix, activation, device, spec, values};
 
 type Backend = Autodiff<CubeBackend>;
@@ -16,7 +15,7 @@ type Backend = Autodiff<CubeBackend>;
 fn a_step_without_fusion_is_the_step_with_it() {
     let device = device();
     let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-        skip!("Flex has no fusion");
+        nvfp4_test_support::elsewhere!(Cube);
     };
     let x = Matrix::gaussian(24, 32, activation(), 111);
     let w = Matrix::gaussian(32, 32, DType::F32, 112);

@@ -8,8 +8,7 @@ use burn_nvfp4::graph::{GraphSteps, TakenBy, copy_into};
 use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State, RngState};
 
 use crate::memory::memory_usage;
-use crate::support::skip::skip;
-use crate::support::{Matrix, device};
+use crate::support::{Matrix, cube_only, device};
 
 const ROWS: usize = 32;
 const D_IN: usize = 48;
@@ -59,18 +58,14 @@ fn bytes(tensor: &Tensor<2>) -> Vec<u8> {
 
 #[test]
 fn steps_have_the_bits_of_ordinary_ones() {
-    if is_flex() {
-        skip!("Flex has no graphs");
-    }
+    cube_only!();
     have_the_bits_of_ordinary_ones(&Nvfp4Recipe::new());
 }
 
 /// MS-EDEN draws signs too: the kernels draw those of each step.
 #[test]
 fn steps_with_ms_eden_have_the_bits_of_ordinary_ones() {
-    if is_flex() {
-        skip!("Flex has no graphs");
-    }
+    cube_only!();
     have_the_bits_of_ordinary_ones(&Nvfp4Recipe::quartet2());
 }
 
@@ -148,9 +143,7 @@ fn free() -> u64 {
 /// In a capture no memory can be added, and what is free may be in other pieces than before it.
 #[test]
 fn there_is_more_room_for_the_capture_than_a_step_took() {
-    if is_flex() {
-        skip!("Flex has no graphs");
-    }
+    cube_only!();
     let _alone = alone();
     let layer = layer(Nvfp4Recipe::new());
     let mut steps = GraphSteps::begin(&layer, &device()).unwrap();

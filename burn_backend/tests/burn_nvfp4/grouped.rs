@@ -12,8 +12,8 @@ use burn_nvfp4::ops::{
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
 use nvfp4_kernels::{BlockScaling, Format, HadamardSize, QuantizedTensor};
+use nvfp4_test_support::elsewhere;
 
-use crate::support::skip::skip;
 use crate::support::{
     Matrix, activation, assert_product, device, gaussian, one_by_16, skip_where_small_only,
     small_only, spec, values,
@@ -684,7 +684,7 @@ mod the_loop_over_experts {
             $(#[test]
             fn $name() {
                 if small_only() && BY_BURN.contains(&stringify!($name)) {
-                    skip!("CubeCL's CPU runtime takes long for Burn's own products");
+                    elsewhere!(Flex);
                 }
                 is_the_loop(stringify!($name), preset(stringify!($name), false));
             })*

@@ -5,8 +5,7 @@ use burn_core::tensor::{DType, Device, Tensor};
 use burn_nvfp4::{Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4SwiGluConfig};
 use cubecl::{MemoryScope, MemoryUsage};
 
-use crate::support::skip::skip;
-use crate::support::{Matrix, device, skip_where_small_only, small_only};
+use crate::support::{Matrix, cube_only, device, gpu_only, small_only};
 
 /// The pools of this test's stream when nothing is under way: other tests run beside it.
 pub fn memory_usage(device: &Device) -> MemoryUsage {
@@ -70,9 +69,7 @@ fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, 
 /// One copy of 4-bit codes and a scale for each 16. `bf16` would hold two bytes, `f32` four.
 #[test]
 fn saved_activations_take_their_packed_size() {
-    if !matches!(device().as_dispatch(), DispatchDevice::Cube(_)) {
-        skip!("Flex has no memory pools to ask");
-    }
+    cube_only!();
     // And a weight larger than the input.
     let (usual, wide) = match small_only() {
         true => ((256, 128, 128), (128, 128, 384)),
@@ -95,11 +92,9 @@ fn saved_activations_take_their_packed_size() {
 /// Where the backward is in MXFP8, a byte and a scale for each 32.
 #[test]
 fn saved_activations_of_an_mxfp8_backward_take_theirs() {
-    // Where the backward is not NVFP4 Burn multiplies on CubeCL's CPU runtime, for minutes.
-    skip_where_small_only!();
-    if !matches!(device().as_dispatch(), DispatchDevice::Cube(_)) {
-        skip!("Flex has no memory pools to ask");
-    }
+    // Where the backward is not NVFP4 Burn multiplies on CubeCL's CPU runtime, for minutes, and Flex
+    // has no memory pools to ask.
+    gpu_only!();
     for preset in ["fwd_nvfp4_bwd_mxfp8", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
         keeps_at_most(preset, 33.0 / 32.0, (1024, 256, 128));
     }
@@ -109,9 +104,7 @@ fn saved_activations_of_an_mxfp8_backward_take_theirs() {
 /// their place.
 #[test]
 fn what_is_computed_again_is_not_kept() {
-    if !matches!(device().as_dispatch(), DispatchDevice::Cube(_)) {
-        skip!("Flex has no memory pools to ask");
-    }
+    cube_only!();
     let (tokens, width, hidden) = match small_only() {
         true => (256, 64, 128),
         false => (1024, 128, 384),

@@ -11,7 +11,7 @@ use burn_nvfp4::{Nvfp4Error, Rounding, Usage};
 use nvfp4_kernels::{Amax, Nvfp4Params, reference};
 
 use crate::support::counted::{collect, taken};
-use crate::support::{Matrix, activation, device, gaussian, values};
+use crate::support::{Matrix, activation, device, gaussian, gpu_only, values};
 
 const K: usize = 128;
 const N: usize = 104;
@@ -101,9 +101,7 @@ fn it_has_the_bits_of_its_parts() {
 /// On a GPU one row takes one kernel: there is no norm, no other GEMM and no activation of its own.
 #[test]
 fn one_row_takes_one_kernel() {
-    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        crate::support::skip::skip!("it is about the kernels of CUDA GPUs");
-    }
+    gpu_only!();
     let _alone = collect();
     let (norm, weight) = (norm(&device()), weight(COUNTED, &device()));
     let linear =

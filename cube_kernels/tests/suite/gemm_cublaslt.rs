@@ -24,6 +24,7 @@ use nvfp4_kernels::{
     quantize, reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
+use nvfp4_test_support::Skip;
 use std::{
     fmt::Write,
     sync::{Arc, Barrier, Mutex},
@@ -32,14 +33,12 @@ use std::{
 /// The client of a CUDA GPU that has the library, or an early return.
 macro_rules! cublaslt {
     ($test:literal) => {{
-        let client = client!($test);
-        match missing(&client) {
-            Some(reason) => {
-                println!("SKIPPED: {}: {reason}", $test);
-                return;
-            }
-            None => client,
+        let client = on_gpu!($test, "cuBLASLt");
+        if let Some(reason) = missing(&client) {
+            Skip::NoCublasLt.print($test, reason);
+            return;
         }
+        client
     }};
 }
 
@@ -62,10 +61,8 @@ fn missing(client: &Client) -> Option<String> {
     let bf16 = problem(CublasLtFormat::Bf16, (128, 128, 128));
     match cublaslt::supports(client, &bf16) {
         Ok(()) => None,
-        Err(error) if client.name() == "cuda" && !error.to_string().contains("not found") => {
-            panic!("{error}")
-        }
-        Err(error) => Some(error.to_string()),
+        Err(error) if error.to_string().contains("not found") => Some(error.to_string()),
+        Err(error) => panic!("{error}"),
     }
 }
 
@@ -296,14 +293,11 @@ fn products_are_checked() {
     }
 }
 
-/// Where there is no library, it is said what was asked of what.
+/// Without the library, as on CubeCL's CPU runtime, the error says what was asked of what.
+#[cfg(feature = "cpu")]
 #[test]
 fn no_library_is_an_error() {
-    let client = client!("no_library_is_an_error");
-    if client.name() == "cuda" {
-        println!("SKIPPED: no_library_is_an_error: the device is a CUDA GPU");
-        return;
-    }
+    let client = cubecl::Device::Cpu(Default::default()).client();
     let problem = problem(CublasLtFormat::Nvfp4, (64, 64, 64));
     let error = cublaslt::supports(&client, &problem).unwrap_err();
     assert!(matches!(
@@ -991,7 +985,7 @@ fn fp4_is_refused_visibly() {
     let client = cublaslt!("fp4_is_refused_visibly");
     let here = Capabilities::of(&client);
     if here.compute_capability >= Some(100) {
-        println!("SKIPPED: fp4_is_refused_visibly: the device has FP4");
+        Skip::OtherGpu.print("fp4_is_refused_visibly", "has FP4");
         return;
     }
     let (m, n, k) = (128, 256, 320);

@@ -278,11 +278,7 @@ fn contractions_equal_the_loop(
 /// Every tile of the fused kernel, for groups on both sides of it.
 #[test]
 fn fused_tiles_in_groups_equal_the_loop() {
-    let client = client!("fused_tiles_in_groups_equal_the_loop");
-    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
-        println!("SKIPPED: fused_tiles_in_groups_equal_the_loop: needs compute capability 9.0");
-        return;
-    }
+    let client = hopper!("fused_tiles_in_groups_equal_the_loop");
     for tile in W4a16Tile::ALL {
         let rows = tile.rows_a;
         let sizes = [0, 1, rows - 1, rows, rows + 1, 0, 2 * rows + 3];

@@ -616,10 +616,6 @@ fn bf16_operands() {
 fn few_rows_without_a_path_of_their_own() {
     let client = gpu!("few_rows_without_a_path_of_their_own");
     let here = Capabilities::of(&client);
-    if here.compute_capability < Some(80) {
-        println!("SKIPPED: few_rows_without_a_path_of_their_own: needs sm_80");
-        return;
-    }
     let old = Capabilities {
         compute_capability: Some(80),
         gemm: GemmBackend::Cmma,

@@ -27,6 +27,7 @@ use nvfp4_kernels::{
         Matrix,
     },
 };
+use nvfp4_test_support::Skip;
 use std::sync::{Mutex, MutexGuard};
 
 /// Held by the test that runs.
@@ -41,7 +42,7 @@ fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
 /// The same, for a test of `module`.
 pub(crate) fn alone_in(module: &str, test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        println!("SKIPPED: {test}: only CUDA captures graphs");
+        Skip::NoGpu.print(test, "only CUDA captures graphs");
         return None;
     }
     if ran_in_own_process(module, test, &[]) {
@@ -267,7 +268,7 @@ fn graph_replays_products_of_cublaslt() {
     };
     if let Err(refusal) = cublaslt::supports(&client, &problem) {
         assert!(refusal.to_string().contains("not found"), "{refusal}");
-        println!("SKIPPED: {test}: {refusal}");
+        Skip::NoCublasLt.print(test, refusal);
         return;
     }
     let matrix = |rows: usize, value: f32| {

@@ -33,6 +33,7 @@ use nvfp4_kernels::{
     graph::WAITING,
     registry::{self, DummyDevice, Expected, Instance},
 };
+use nvfp4_test_support::Skip;
 
 /// `cvt.rn.satfinite.e2m1x2`, `cvt.rs.satfinite.e2m1x4` and `cvt.rn.satfinite.e4m3x2` in SASS.
 const E2M1_RN: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";
@@ -230,7 +231,8 @@ fn check(target: &str) {
         stale.join("\n")
     );
     if let Err(reason) = tools {
-        println!("SKIPPED: registry_source::{}: {reason}", target.name);
+        let test = format!("registry_source::{}", target.name.replace('-', "_"));
+        Skip::NoCudaTools.print(&test, reason);
     }
 }
 

@@ -335,11 +335,7 @@ fn products_have_the_same_bits() {
 /// On a GPU that decodes before it multiplies, the values are those which it would have decoded.
 #[test]
 fn values_are_those_of_the_workspace() {
-    let client = client!("values_are_those_of_the_workspace");
-    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
-        println!("SKIPPED: values_are_those_of_the_workspace: only Hopper decodes to a workspace");
-        return;
-    }
+    let client = hopper!("values_are_those_of_the_workspace");
     let (rows, cols) = (320, 208);
     for (i, kind) in ALL_KINDS.into_iter().enumerate() {
         let x = convert::<bf16>(&values(kind, rows * cols, i as u32));
@@ -372,13 +368,7 @@ fn values_are_those_of_the_workspace() {
 /// Of groups along K the values up to the end of the last.
 #[test]
 fn values_of_groups_are_those_of_the_matrix() {
-    let client = client!("values_of_groups_are_those_of_the_matrix");
-    if Capabilities::of(&client).gemm != GemmBackend::Sm90Wgmma {
-        println!(
-            "SKIPPED: values_of_groups_are_those_of_the_matrix: only Hopper decodes to a workspace"
-        );
-        return;
-    }
+    let client = hopper!("values_of_groups_are_those_of_the_matrix");
     let (rows, cols) = (37, 16 * 9);
     let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 3));
     let x = upload(&client, &x, rows, cols);

@@ -292,7 +292,7 @@ impl<'a> TextStream<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hf::golden::golden;
+    use nvfp4_test_support::golden;
 
     /// The text of `pieces`, one a token of bytes.
     fn streamed(tokenizer: &Tokenizer, text: &str, stops: &[&str]) -> (Vec<String>, bool) {
@@ -312,7 +312,7 @@ mod tests {
 
     #[test]
     fn streamed_text_is_the_whole_text() {
-        let folder = golden!("llama3-tiny");
+        let folder = golden("llama3-tiny");
         let tokenizer = Tokenizer::read(&folder, 288, &[]).unwrap();
         for text in [
             "Hello, world!",
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn stop_strings_end_the_text() {
-        let folder = golden!("llama3-tiny");
+        let folder = golden("llama3-tiny");
         let tokenizer = Tokenizer::read(&folder, 288, &[]).unwrap();
         for (stops, expected, expected_stop) in [
             (&["brown"][..], "The quick ", true),

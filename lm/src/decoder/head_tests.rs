@@ -98,10 +98,8 @@ fn kernels_choose_the_tokens_of_flex() {
 fn replayed_steps_are_ordinary_ones() {
     use crate::decode_cost::{Effort, measure};
 
-    let test = "decoder::head_tests::replayed_steps_are_ordinary_ones";
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        println!("SKIPPED: {test}: graphs need a GPU: NVFP4_TEST_DEVICE=cuda");
-        return;
+        nvfp4_test_support::skip!(NoGpu);
     }
     let device = Device::cuda(0);
     for head in [HeadPrecision::Fp8, HeadPrecision::Nvfp4] {

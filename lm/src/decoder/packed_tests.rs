@@ -8,9 +8,9 @@ use super::observe::LinearInput;
 use super::projection::{Experts, Projection};
 use super::*;
 use crate::eval::log_probabilities;
-use crate::hf::golden::golden;
 use crate::hf::{StoredTensor, TensorFolder};
 use crate::interchange::Scheme;
+use nvfp4_test_support::golden;
 
 fn load(folder: &Path, scheme: Option<Scheme>, device: &Device) -> Decoder {
     Decoder::load_for_inference(folder, device, FloatDType::F32, scheme).unwrap()
@@ -97,7 +97,7 @@ fn packed_models_match_the_references() {
         ("qwen3moe-tiny-modelopt-nvfp4", &[Scheme::W4a16]),
         ("mixtral-tiny-modelopt-nvfp4", &[Scheme::W4a16]),
     ] {
-        let folder = golden!(folder);
+        let folder = golden(folder);
         for scheme in schemes {
             println!("{}: {}", folder.display(), scheme.name());
             matches_references(&folder, *scheme, 1e-5);
@@ -120,7 +120,7 @@ impl Observer for Count {
 /// what lies between them.
 #[test]
 fn an_observed_model_computes_the_same() {
-    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let folder = golden("llama3-tiny-ct-nvfp4");
     let devices = [
         Some(Device::flex()),
         #[cfg(feature = "cuda")]
@@ -154,7 +154,7 @@ fn an_observed_model_computes_the_same() {
 /// The activations of the folder, of weights alone, and under amax values.
 #[test]
 fn schemes_differ() {
-    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let folder = golden("llama3-tiny-ct-nvfp4");
     let device = Device::flex();
     let logits = |scheme| {
         let model = load(&folder, scheme, &device);
@@ -164,13 +164,13 @@ fn schemes_differ() {
     };
     assert!(logits(None) == logits(Some(Scheme::W4a4)));
     assert!(logits(None) != logits(Some(Scheme::W4a16)));
-    let weights_only = golden!("llama3-tiny-ct-nvfp4a16");
+    let weights_only = golden("llama3-tiny-ct-nvfp4a16");
     let model = load(&weights_only, Some(Scheme::W4a4), &device);
     let Projection::Packed(layer) = &model.layers[0].attention.qkv else {
         panic!("it is packed");
     };
     assert_eq!(layer.activations(), burn_nvfp4::nn::Activations::DYNAMIC);
-    let plain = golden!("llama3-tiny");
+    let plain = golden("llama3-tiny");
     let scheme = Some(Scheme::W4a16);
     let error = Decoder::load_for_inference(&plain, &device, FloatDType::F32, scheme);
     let error = error.unwrap_err().to_string();
@@ -181,7 +181,7 @@ fn schemes_differ() {
 #[cfg(feature = "cpu")]
 #[test]
 fn kernels_compute_packed_models() {
-    let folder = golden!("llama3-tiny-ct-nvfp4");
+    let folder = golden("llama3-tiny-ct-nvfp4");
     let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
     let tokens = ids(reference.get("input_ids").unwrap());
     for scheme in [Scheme::W4a16, Scheme::W4a4] {

@@ -3,10 +3,10 @@
 use burn::tensor::TensorData;
 
 use super::*;
-use crate::hf::golden::golden;
 use crate::interchange::{Checkpoint, Scheme};
 #[cfg(feature = "cuda")]
 use crate::sampling::SamplingConfig;
+use nvfp4_test_support::golden;
 
 fn tokens(ids: &[u32], device: &Device) -> Tensor<2, Int> {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).collect();
@@ -47,7 +47,7 @@ fn quantized_caches_are_used() {
         "llama3-tiny-ct-nvfp4-kvfp8",
         "llama3-tiny-modelopt-nvfp4-kvfp8",
     ] {
-        let folder = golden!(folder);
+        let folder = golden(folder);
         // Rounded activations would hide what the cache does.
         let (device, scheme) = (Device::flex(), Some(Scheme::W4a16));
         let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
@@ -74,7 +74,7 @@ fn quantized_caches_are_used() {
         }
     }
     // Asked for, without factors.
-    let folder = golden!("llama3-tiny");
+    let folder = golden("llama3-tiny");
     let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
     let error = distance(
         &cached(&model, 5, Some(KvPrecision::Fp8)),
@@ -86,7 +86,7 @@ fn quantized_caches_are_used() {
 /// The device's choices are the host's; steps set by the host are those of sampling.
 #[test]
 fn steps_choose_what_logits_say() {
-    let folder = golden!("llama3-tiny");
+    let folder = golden("llama3-tiny");
     let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
     let mut cache = model.cache(2, 12).unwrap();
     let prompt: Vec<u32> = ids()[..4].to_vec();
@@ -132,7 +132,7 @@ fn steps_choose_what_logits_say() {
 #[cfg(feature = "cpu")]
 #[test]
 fn kernels_take_the_steps_of_flex() {
-    let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
+    let folder = golden("llama3-tiny-ct-nvfp4-kvfp8");
     let prompts = vec![ids()[..11].to_vec(), ids()[..3].to_vec()];
     same_on_flex_and_cpu(&prompts, 6, |device| {
         let scheme = Some(Scheme::W4a16);
@@ -161,12 +161,10 @@ pub(super) fn same_on_flex_and_cpu(
 #[cfg(feature = "cuda")]
 #[test]
 fn replayed_steps_are_ordinary_ones() {
-    let test = "decoder::steps_tests::replayed_steps_are_ordinary_ones";
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        println!("SKIPPED: {test}: graphs need a GPU: NVFP4_TEST_DEVICE=cuda");
-        return;
+        nvfp4_test_support::skip!(NoGpu);
     }
-    let folder = golden!("llama3-tiny-ct-nvfp4-kvfp8");
+    let folder = golden("llama3-tiny-ct-nvfp4-kvfp8");
     let device = Device::cuda(0);
     let model =
         Decoder::load_for_inference(&folder, &device, FloatDType::BF16, Some(Scheme::W4a16));

@@ -4,8 +4,8 @@ use std::path::Path;
 use burn::tensor::TensorData;
 
 use super::*;
-use crate::hf::golden::{Scratch, golden};
 use crate::hf::{Dtype, StoredTensor, TensorFolder, TensorWriter};
+use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 fn flex() -> Device {
     Device::flex()
@@ -153,22 +153,22 @@ fn matches_transformers(folder: &Path) {
 
 #[test]
 fn llama3_matches_transformers() {
-    matches_transformers(&golden!("llama3-tiny"));
+    matches_transformers(&golden("llama3-tiny"));
 }
 
 #[test]
 fn qwen3_matches_transformers() {
-    matches_transformers(&golden!("qwen3-tiny"));
+    matches_transformers(&golden("qwen3-tiny"));
 }
 
 #[test]
 fn qwen3_moe_matches_transformers() {
-    matches_transformers(&golden!("qwen3moe-tiny"));
+    matches_transformers(&golden("qwen3moe-tiny"));
 }
 
 #[test]
 fn mixtral_matches_transformers() {
-    matches_transformers(&golden!("mixtral-tiny"));
+    matches_transformers(&golden("mixtral-tiny"));
 }
 
 /// Saved in the type of the source, whatever the type in memory, the files have the same bytes.
@@ -218,14 +218,14 @@ fn saves_the_same_bytes(source: &Path, dtype: FloatDType) {
 #[test]
 fn saved_models_have_the_bytes_that_were_loaded() {
     for name in ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"] {
-        saves_the_same_bytes(&golden!(name), FloatDType::F32);
+        saves_the_same_bytes(&golden_with_tokenizer(name), FloatDType::F32);
     }
-    saves_the_same_bytes(&golden!("llama3-tiny"), FloatDType::BF16);
+    saves_the_same_bytes(&golden("llama3-tiny"), FloatDType::BF16);
 }
 
 #[test]
 fn tensors_that_do_not_fit_are_all_named() {
-    let source = golden!("llama3-tiny");
+    let source = golden("llama3-tiny");
     let folder = Scratch::new("misfit");
     fs::copy(source.join("config.json"), folder.join("config.json")).unwrap();
     let mut writer = TensorWriter::create(&folder, TensorWriter::SHARD_BYTES).unwrap();
@@ -350,7 +350,7 @@ fn biases_are_added() {
 
 #[test]
 fn a_window_is_the_same_with_and_without_a_cache() {
-    let source = golden!("mixtral-tiny");
+    let source = golden("mixtral-tiny");
     let folder = Scratch::new("window");
     for file in fs::read_dir(&source).unwrap() {
         let file = file.unwrap();

@@ -41,7 +41,7 @@ fn the_mean_is_of_tokens_and_its_error_of_windows() {
 
 #[test]
 fn questions_are_lines() {
-    let folder = crate::hf::golden::Scratch::new("questions");
+    let folder = nvfp4_test_support::Scratch::new("questions");
     let path = folder.join("questions.jsonl");
     let good = r#"{"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}"#;
     fs::write(&path, format!("{good}\n\n{good}\n")).unwrap();
@@ -81,8 +81,8 @@ mod with_a_model {
     use burn::tensor::{Device, FloatDType};
 
     use super::*;
-    use crate::hf::golden::golden;
     use crate::hf::{GenerationConfig, TensorFolder};
+    use nvfp4_test_support::golden;
 
     /// The rows of a reference, and their negative log-likelihoods by transformers.
     fn reference(folder: &Path, name: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
@@ -130,7 +130,7 @@ mod with_a_model {
 
     #[test]
     fn losses_are_those_of_transformers() {
-        let folder = golden!("llama3-tiny");
+        let folder = golden("llama3-tiny");
         let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
         let rows = reference(&folder, "nll_f64");
         assert_reference(&model, &rows);
@@ -165,20 +165,20 @@ mod with_a_model {
 
     #[test]
     fn losses_of_packed_weights_are_those_of_transformers() {
-        let folder = golden!("llama3-tiny-ct-nvfp4a16");
+        let folder = golden("llama3-tiny-ct-nvfp4a16");
         let load =
             |folder: &Path| Decoder::load_dequantized(folder, &Device::flex(), FloatDType::F32);
         assert_reference(&load(&folder).unwrap(), &reference(&folder, "nll_w4a16"));
 
-        let error = load(&golden!("llama3-tiny-ct-nvfp4")).unwrap_err();
+        let error = load(&golden("llama3-tiny-ct-nvfp4")).unwrap_err();
         assert!(format!("{error:#}").contains("activations"), "{error:#}");
-        let error = load(&golden!("llama3-tiny")).unwrap_err();
+        let error = load(&golden("llama3-tiny")).unwrap_err();
         assert!(format!("{error:#}").contains("not quantized"), "{error:#}");
     }
 
     #[test]
     fn choices_are_compared_after_the_context() {
-        let folder = golden!("llama3-tiny");
+        let folder = golden("llama3-tiny");
         let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
         let settings = GenerationConfig::read(&folder, model.config()).unwrap();
         let tokenizer = Tokenizer::read(&folder, model.config().vocab, &settings.eos).unwrap();

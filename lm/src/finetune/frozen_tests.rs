@@ -11,14 +11,14 @@ use super::tests::{config, data, files, finished, ids, valid_losses, values};
 use super::*;
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig};
-use crate::hf::golden::{Scratch, golden};
 use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Dialect, Scheme};
+use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// Adapters are trained alone; merged, they are the model; in a file, they are what was trained.
 #[test]
 fn adapters_learn_beside_frozen_weights() {
-    let model = golden!("qwen3-tiny");
+    let model = golden("qwen3-tiny");
     let folder = Scratch::new("finetune-lora");
     let lora = LoraConfig {
         rank: 4,
@@ -112,7 +112,7 @@ fn adapters_learn_beside_frozen_weights() {
         ("proj", "qwen3moe-tiny", "experts cannot"),
     ] {
         let config = FinetuneConfig {
-            model: golden!(model),
+            model: golden(model),
             lora: Some(LoraConfig {
                 targets: targets.into(),
                 ..lora.clone()
@@ -162,7 +162,7 @@ fn adapters_learn_beside_packed_weights() {
         ("qwen3moe-tiny-modelopt-nvfp4", "qwen3moe-tiny"),
         ("mixtral-tiny-modelopt-nvfp4", "mixtral-tiny"),
     ] {
-        let (model, plain) = (golden!(name), golden!(plain));
+        let (model, plain) = (golden(name), golden_with_tokenizer(plain));
         let folder = Scratch::new(&format!("finetune-packed-{name}"));
         let run = |frozen: FrozenForm| {
             let config = beside(&model, &plain, &folder, frozen);
@@ -195,7 +195,7 @@ fn adapters_learn_beside_packed_weights() {
 /// serving quantizes them; the run can be stopped, merged and exported.
 #[test]
 fn frozen_weights_are_quantized_at_load() {
-    let model = golden!("qwen3moe-tiny");
+    let model = golden_with_tokenizer("qwen3moe-tiny");
     let folder = Scratch::new("finetune-quantized-at-load");
     let loaded = |form| Decoder::load_frozen(&model, &Device::flex(), FloatDType::F32, form);
     let tokens = || ids(&[5, 3, 8, 13, 21]);
@@ -284,7 +284,7 @@ fn frozen_weights_are_quantized_at_load() {
 /// Folders that quantize activations pass gradients, with them quantized or not.
 #[test]
 fn folders_of_quantized_activations_are_trained() {
-    let (model, plain) = (golden!("llama3-tiny-ct-nvfp4"), golden!("llama3-tiny"));
+    let (model, plain) = (golden("llama3-tiny-ct-nvfp4"), golden("llama3-tiny"));
     let folder = Scratch::new("finetune-packed-w4a4");
     let losses = [FrozenForm::W4a16, FrozenForm::W4a4].map(|frozen| {
         let config = beside(&model, &plain, &folder, frozen);
@@ -307,7 +307,7 @@ fn folders_of_quantized_activations_are_trained() {
 /// A packed teacher is the packed model; a student beside it that is the same has no loss.
 #[test]
 fn teachers_are_packed() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let folder = Scratch::new("finetune-packed-teacher");
     let first_loss = |frozen: FrozenForm, form: FrozenForm| {
         let config = FinetuneConfig {

@@ -11,8 +11,8 @@ use super::tests::{config, data};
 use super::*;
 use crate::decoder::lora::DEFAULT_TARGETS;
 use crate::decoder::{FrozenForm, LoraConfig};
-use crate::hf::golden::{Scratch, golden};
 use crate::train::Outcome;
+use nvfp4_test_support::{Scratch, golden};
 
 /// The device with graphs that the environment names, how the run names it, and steps. CubeCL's CPU
 /// runtime takes the three steps before the capture.
@@ -50,7 +50,7 @@ fn trained(config: &FinetuneConfig, device: &Device, folder: &Scratch) -> (Vec<u
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn compare(test: &str, change: impl Fn(&mut FinetuneConfig)) {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let Some((device, _, steps)) = device(test) else {
         return;
     };

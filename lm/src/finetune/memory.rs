@@ -205,7 +205,7 @@ mod tests {
     use crate::decoder::feed_forward::FeedForward;
     use crate::decoder::lora::DEFAULT_TARGETS;
     use crate::decoder::projection::{Experts, Projection};
-    use crate::hf::golden::golden;
+    use nvfp4_test_support::golden;
 
     fn config(model: &Path, batch: usize) -> FinetuneConfig {
         FinetuneConfig {
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn the_need_is_that_of_the_parameters() {
-        let root = golden!("");
+        let root = golden("");
         for name in ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
@@ -347,7 +347,7 @@ mod tests {
     /// Of a quantized folder, what it has packed.
     #[test]
     fn packed_folders_need_what_they_hold() {
-        let folder = golden!("llama3-tiny-ct-nvfp4a16");
+        let folder = golden("llama3-tiny-ct-nvfp4a16");
         let model = SizedModel::read(&folder).unwrap();
         let all = parameters(&model.config);
         let (packed, high) = (
@@ -356,7 +356,7 @@ mod tests {
         );
         assert_eq!(high, 2 * all);
         assert!(packed < high, "{packed}");
-        let plain = SizedModel::read(&golden!("llama3-tiny")).unwrap();
+        let plain = SizedModel::read(&golden("llama3-tiny")).unwrap();
         assert_eq!(plain.frozen(FrozenForm::W4a16, 2), packed);
     }
 
@@ -364,7 +364,7 @@ mod tests {
     #[cfg(feature = "cpu")]
     #[test]
     fn a_run_that_cannot_fit_is_refused_with_what_to_change() {
-        let mut config = config(&golden!("llama3-tiny"), 1 << 34);
+        let mut config = config(&golden("llama3-tiny"), 1 << 34);
         let says = |config: &FinetuneConfig, parts: &[&str]| {
             let error = budget(config, 1)
                 .unwrap()

@@ -15,8 +15,8 @@ use crate::checkpoint::{latest, resolve};
 use crate::config::GradReduce;
 use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::Dtype;
-use crate::hf::golden::{Scratch, golden};
 use crate::interchange::{Dialect, Scheme};
+use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// What each of `ranks` ranks does with its run, in the order of ranks.
 fn on_ranks<T: Send>(
@@ -120,7 +120,7 @@ fn ranks_train_as_one() {
             "finetune-ranks-{name}-{}",
             change.unwrap_or("all")
         ));
-        let model = golden!(name);
+        let model = golden_with_tokenizer(name);
         let config = four_rows(&model, &folder, "bf16");
         let config = match change {
             Some("lora") => FinetuneConfig {
@@ -129,7 +129,7 @@ fn ranks_train_as_one() {
             },
             Some(_) => FinetuneConfig {
                 objective: Objective::Distillation {
-                    teacher: golden!("qwen3-tiny"),
+                    teacher: golden("qwen3-tiny"),
                     form: FrozenForm::High,
                     temperature: 2.0,
                 },
@@ -166,11 +166,12 @@ fn ranks_train_as_one() {
 #[test]
 fn sharded_runs_have_the_bits_of_whole_ones() {
     for name in ["llama3-tiny", "mixtral-tiny"] {
+        let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-sharded-{name}"));
         let config = FinetuneConfig {
             grad_clip: 1e9,
             steps: 4,
-            ..four_rows(&golden!(name), &folder, "nvidia")
+            ..four_rows(&model, &folder, "nvidia")
         };
         let [whole, sharded] = ["whole", "sharded"].map(|name| folder.join(name));
         let expected = losses(&config, &whole, 2);
@@ -196,7 +197,7 @@ fn a_resumed_run_of_ranks_is_the_same() {
         accumulate: 2,
         steps: 6,
         grad_reduce: GradReduce::Bf16,
-        ..four_rows(&golden!("llama3-tiny"), &folder, "nvidia")
+        ..four_rows(&golden("llama3-tiny"), &folder, "nvidia")
     };
     for (name, config) in [("whole", config.clone()), ("sharded", fsdp(&config))] {
         let [whole, parts] = ["a", "b"].map(|part| folder.join(format!("{name}-{part}")));
@@ -219,10 +220,11 @@ fn a_resumed_run_of_ranks_is_the_same() {
 /// What is written at the end is that of one process, whoever has the parameters.
 #[test]
 fn rank_zero_writes_the_model() {
+    let model = golden_with_tokenizer("qwen3moe-tiny");
     let folder = Scratch::new("finetune-ranks-saved");
     let config = FinetuneConfig {
         steps: 3,
-        ..four_rows(&golden!("qwen3moe-tiny"), &folder, "weight_only_qat")
+        ..four_rows(&model, &folder, "weight_only_qat")
     };
     let written = |config: &FinetuneConfig, name: &str| {
         let out = folder.join(name);
@@ -246,7 +248,7 @@ fn rank_zero_writes_the_model() {
 #[test]
 fn what_ranks_cannot_share_is_named() {
     let folder = Scratch::new("finetune-ranks-errors");
-    let config = four_rows(&golden!("llama3-tiny"), &folder, "bf16");
+    let config = four_rows(&golden("llama3-tiny"), &folder, "bf16");
     config.check_ranks(4).unwrap();
     let error = config.check_ranks(3).unwrap_err().to_string();
     assert!(

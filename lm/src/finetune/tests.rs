@@ -14,13 +14,13 @@ use crate::config::{Activation, GradReduce, RecipeName};
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig, PackedRows};
 use crate::hf::Dtype;
-use crate::hf::golden::{Scratch, golden};
 use crate::interchange::{Dialect, Scheme};
 use crate::metrics::METRICS;
 use crate::quantize::plan::Kept;
 use crate::tokens::rows::places;
 use crate::tokens::{Rows, Shard};
 use crate::train::Outcome;
+use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// Lines that follow a pattern.
 fn text(folder: &Path) -> PathBuf {
@@ -131,21 +131,29 @@ fn learns(name: &str, model: &Path, recipe: &str) {
 
 #[test]
 fn llama_learns() {
-    learns("llama3-tiny", &golden!("llama3-tiny"), "bf16");
-    learns("llama3-tiny", &golden!("llama3-tiny"), "nvidia");
+    learns("llama3-tiny", &golden("llama3-tiny"), "bf16");
+    learns("llama3-tiny", &golden("llama3-tiny"), "nvidia");
 }
 
 /// Tied, with norms of queries and keys.
 #[test]
 fn qwen_learns() {
-    learns("qwen3-tiny", &golden!("qwen3-tiny"), "bf16");
-    learns("qwen3-tiny", &golden!("qwen3-tiny"), "fwd_nvfp4_bwd_bf16");
+    learns("qwen3-tiny", &golden("qwen3-tiny"), "bf16");
+    learns("qwen3-tiny", &golden("qwen3-tiny"), "fwd_nvfp4_bwd_bf16");
 }
 
 #[test]
 fn experts_learn() {
-    learns("qwen3moe-tiny", &golden!("qwen3moe-tiny"), "bf16");
-    learns("mixtral-tiny", &golden!("mixtral-tiny"), "nvidia");
+    learns(
+        "qwen3moe-tiny",
+        &golden_with_tokenizer("qwen3moe-tiny"),
+        "bf16",
+    );
+    learns(
+        "mixtral-tiny",
+        &golden_with_tokenizer("mixtral-tiny"),
+        "nvidia",
+    );
 }
 
 /// The files of a checkpoint, but for times.
@@ -162,7 +170,7 @@ fn a_resumed_run_is_the_same() {
     let folder = Scratch::new("finetune-resume");
     let config = FinetuneConfig {
         accumulate: 3,
-        ..config(&golden!("llama3-tiny"), &folder, "nvidia")
+        ..config(&golden("llama3-tiny"), &folder, "nvidia")
     };
     let data = data(&config);
     assert!(data.train.len() < 8 * config.rows_per_step());
@@ -198,7 +206,7 @@ fn a_resumed_run_is_the_same() {
 #[test]
 fn accumulation_is_a_larger_batch() {
     let folder = Scratch::new("finetune-accumulate");
-    let config = config(&golden!("qwen3-tiny"), &folder, "bf16");
+    let config = config(&golden("qwen3-tiny"), &folder, "bf16");
     let data = data(&config);
     let losses = |batch, accumulate| {
         let config = FinetuneConfig {
@@ -221,7 +229,7 @@ fn accumulation_is_a_larger_batch() {
 fn documents_of_a_row_do_not_see_each_other() {
     let names = ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"];
     for name in names {
-        let model = Decoder::load(&golden!(name), &Device::flex(), FloatDType::F32).unwrap();
+        let model = Decoder::load(&golden(name), &Device::flex(), FloatDType::F32).unwrap();
         let device = Device::flex();
         let first: Vec<i32> = (0..9).map(|i| (i * 37 + 5) % 288).collect();
         let second: Vec<i32> = (0..6).map(|i| (i * 53 + 11) % 288).collect();
@@ -252,7 +260,7 @@ fn documents_of_a_row_do_not_see_each_other() {
 /// The loss of a packed row is the mean of the documents' own, and prompts do not count.
 #[test]
 fn losses_are_of_the_targets_that_count() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let folder = Scratch::new("finetune-counts");
     let reader = TextReader::read(&model).unwrap();
     let decoder = Decoder::load(&model, &Device::flex(), FloatDType::F32).unwrap();
@@ -302,7 +310,7 @@ fn losses_are_of_the_targets_that_count() {
 /// A student whose weights were rounded comes closer to its teacher; one that is its teacher stays.
 #[test]
 fn distillation_approaches_the_teacher() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let folder = Scratch::new("finetune-distill");
     let distill = |recipe: &str, name: &str| {
         let config = FinetuneConfig {
@@ -331,7 +339,7 @@ fn distillation_approaches_the_teacher() {
 /// A model of random weights learns from nothing.
 #[test]
 fn random_models_are_folders() {
-    let source = golden!("qwen3-tiny");
+    let source = golden("qwen3-tiny");
     let folder = Scratch::new("finetune-random");
     let model = folder.join("init");
     init::write_random(&source.join("config.json"), &source, None, &model, 5).unwrap();
@@ -358,7 +366,7 @@ fn recomputing_changes_no_bit() {
         ("qwen3moe-tiny", "nvidia"),
         ("mixtral-tiny", "bf16"),
     ] {
-        let model = golden!(name);
+        let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-recompute-{name}-{recipe}"));
         let run = |recompute: usize| {
             let config = FinetuneConfig {
@@ -401,7 +409,7 @@ fn recomputing_changes_no_bit() {
         let config = FinetuneConfig {
             lora,
             recompute,
-            ..config(&golden!("llama3-tiny"), &folder, "bf16")
+            ..config(&golden("llama3-tiny"), &folder, "bf16")
         };
         let data = data(&config);
         let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("run")).err();
@@ -418,11 +426,12 @@ fn exports_compute_as_in_training() {
         ("llama3-tiny", Nvfp4Recipe::weight_only_qat()),
         ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
     ] {
+        let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-export-{name}"));
         let config = FinetuneConfig {
             steps: 3,
             recipe: recipe.with_seed(7),
-            ..config(&golden!(name), &folder, "weight_only_qat")
+            ..config(&model, &folder, "weight_only_qat")
         };
         let data = data(&config);
         let run = finished(&config, &data, &folder.join("run"));
@@ -450,7 +459,8 @@ fn packed_models_have_the_losses_of_validation() {
         ("qwen3-tiny", "weight_only_qat"),
         ("llama3-tiny", "fwd_nvfp4_bwd_bf16"),
     ] {
-        let config = config(&golden!(name), &folder, recipe);
+        let model = golden_with_tokenizer(name);
+        let config = config(&model, &folder, recipe);
         let data = data(&config);
         let run = folder.join(format!("{name}-{recipe}"));
         let run = Finetune::open(&config, &data, &Device::flex(), &run).unwrap();
@@ -493,7 +503,7 @@ fn exports_keep_what_training_keeps() {
     let config = FinetuneConfig {
         steps: 3,
         recipe: Nvfp4Recipe::fwd_nvfp4_bwd_bf16().with_high_precision(Some(kept)),
-        ..config(&golden!("llama3-tiny"), &folder, "fwd_nvfp4_bwd_bf16")
+        ..config(&golden("llama3-tiny"), &folder, "fwd_nvfp4_bwd_bf16")
     };
     let data = data(&config);
     let run = finished(&config, &data, &folder.join("run"));
@@ -516,7 +526,7 @@ fn exports_keep_what_training_keeps() {
 
 #[test]
 fn what_does_not_fit_is_named() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let folder = Scratch::new("finetune-errors");
     let good = config(&model, &folder, "bf16");
     let check = |change: &dyn Fn(&mut FinetuneConfig), name: &str| {
@@ -538,7 +548,7 @@ fn what_does_not_fit_is_named() {
     let error = Finetune::open(&long, &data, &Device::flex(), &folder.join("run")).err();
     assert!(error.unwrap().to_string().contains("context is 100000"));
     // Tokens of another tokenizer.
-    let other = TextReader::read(&golden!("qwen3-tiny"))
+    let other = TextReader::read(&golden("qwen3-tiny"))
         .unwrap()
         .vocabulary();
     let error = TrainingData::open(&good, other).unwrap_err().to_string();

@@ -112,7 +112,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::hf::golden::Scratch;
+    use nvfp4_test_support::Scratch;
 
     fn read(json: serde_json::Value) -> Result<GenerationConfig> {
         let config = json!({

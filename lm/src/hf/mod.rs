@@ -32,6 +32,3 @@ pub use writer::TensorWriter;
 pub const WHOLE_FILE: &str = "model.safetensors";
 /// The file that says which shard each tensor is in.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
-
-#[cfg(test)]
-pub(crate) mod golden;

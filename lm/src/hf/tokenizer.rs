@@ -146,7 +146,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::hf::golden::{Scratch, golden};
+    use nvfp4_test_support::{Scratch, golden};
 
     #[test]
     fn a_panic_of_the_library_is_an_error() {
@@ -187,12 +187,12 @@ mod tests {
 
     #[test]
     fn llama_tokens_are_those_of_the_python_library() {
-        matches_golden(&golden!("llama3-tiny"));
+        matches_golden(&golden("llama3-tiny"));
     }
 
     #[test]
     fn qwen_tokens_are_those_of_the_python_library() {
-        matches_golden(&golden!("qwen3-tiny"));
+        matches_golden(&golden("qwen3-tiny"));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::convert::write_configs;
 use super::*;
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::Decoder;
-use crate::hf::golden::{Scratch, golden};
+use nvfp4_test_support::{Scratch, golden};
 
 /// The factors of the input of `module`; those of layers that are fused are equal.
 fn factors(module: &str, k: usize, is_power: bool) -> Vec<f32> {
@@ -147,7 +147,7 @@ const EXPORTS: [&str; 3] = [
 
 #[test]
 fn checkpoints_of_awq_are_read_and_written_again_byte_for_byte() {
-    let root = golden!("");
+    let root = golden("");
     for name in EXPORTS {
         let scratch = Scratch::new(&format!("awq-same-{name}"));
         let (made, same) = (scratch.join("made"), scratch.join("same"));
@@ -184,7 +184,7 @@ fn checkpoints_of_awq_are_read_and_written_again_byte_for_byte() {
 
 #[test]
 fn layers_multiply_their_input_by_its_scale() {
-    let root = golden!("");
+    let root = golden("");
     let device = Device::flex();
     for name in EXPORTS {
         let scratch = Scratch::new(&format!("awq-dense-{name}"));
@@ -204,7 +204,7 @@ fn layers_multiply_their_input_by_its_scale() {
 /// where activations are quantized, the logits are the same bits.
 #[test]
 fn static_scales_of_activations_are_those_of_scaled_inputs() {
-    let root = golden!("");
+    let root = golden("");
     let from = root.join("llama3-tiny-modelopt-nvfp4");
     let scratch = Scratch::new("awq-norm");
     let (made, folded) = (scratch.join("made"), scratch.join("folded"));
@@ -254,7 +254,7 @@ fn static_scales_of_activations_are_those_of_scaled_inputs() {
 
 #[test]
 fn wrong_scales_of_inputs_are_refused_by_name() {
-    let root = golden!("");
+    let root = golden("");
     let from = root.join("llama3-tiny-modelopt-nvfp4");
     let scratch = Scratch::new("awq-refused");
     let refused = |has: &dyn Fn(&str) -> bool, change: &dyn Fn(&mut Changed), says: &[&str]| {

@@ -9,8 +9,8 @@ use safetensors::Dtype;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::hf::golden::{Scratch, golden};
 use crate::hf::{TensorFolder, TensorWriter};
+use nvfp4_test_support::{Scratch, golden};
 
 /// Every export of the golden folder, with its scheme, quantized layers and FP8 scales.
 const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
@@ -43,7 +43,7 @@ fn quiet(_: usize, _: usize) {}
 
 #[test]
 fn golden_exports_are_read_with_their_conventions() {
-    let root = golden!("");
+    let root = golden("");
     for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
         let config = checkpoint.config().unwrap();
@@ -87,7 +87,7 @@ fn golden_exports_are_read_with_their_conventions() {
 /// and what the rounded scale clips. A wrong nibble, axis, scale or convention breaks it.
 #[test]
 fn golden_exports_dequantize_to_the_weights_of_their_models() {
-    let root = golden!("");
+    let root = golden("");
     for (name, dialect, ..) in EXPORTS {
         let base = name.split("-modelopt").next().unwrap();
         let base = base.split("-ct").next().unwrap();
@@ -116,7 +116,7 @@ fn golden_exports_dequantize_to_the_weights_of_their_models() {
 
 #[test]
 fn golden_exports_are_written_again_byte_for_byte() {
-    let root = golden!("");
+    let root = golden("");
     for (name, dialect, ..) in EXPORTS {
         let scratch = Scratch::new(&format!("same-{name}"));
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
@@ -132,7 +132,7 @@ fn golden_exports_are_written_again_byte_for_byte() {
 
 #[test]
 fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() {
-    let root = golden!("");
+    let root = golden("");
     for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
         let scratch = Scratch::new(&format!("other-{name}"));
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
@@ -407,7 +407,7 @@ fn experts_of_mixtral_have_two_namings() {
 /// The JSON of the tools, field by field as they write it.
 #[test]
 fn written_json_has_the_fields_of_the_tools() {
-    let root: PathBuf = golden!("");
+    let root: PathBuf = golden("");
     for (name, ..) in EXPORTS {
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
         let config = checkpoint.config().unwrap();
@@ -436,7 +436,7 @@ fn check_fields(ours: &Value, theirs: &Value, path: &str) {
 /// Any JSON is read, or refused with an error: no panic, whatever a field holds.
 #[test]
 fn damaged_configurations_are_refused_without_a_panic() {
-    let root: PathBuf = golden!("");
+    let root: PathBuf = golden("");
     let values = [
         json!(null),
         json!(-1),

@@ -15,9 +15,9 @@ use super::smooth::Smoother;
 use super::text::{CalibrationText, calibrate};
 use super::*;
 use crate::decoder::Decoder;
-use crate::hf::golden::{Scratch, golden};
 use crate::hf::{DecoderConfig, TensorFolder, TensorWriter};
 use crate::interchange::{Checkpoint, Scheme};
+use nvfp4_test_support::{Scratch, golden};
 
 const TEXT: CalibrationText = CalibrationText {
     length: 64,
@@ -174,7 +174,7 @@ fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Pa
 
 #[test]
 fn a_smoothed_model_computes_the_same() {
-    let root = golden!("");
+    let root = golden("");
     for (name, exclude, least) in [
         ("llama3-tiny", None, 14),
         ("qwen3-tiny", None, 14),
@@ -210,7 +210,7 @@ fn a_smoothed_model_computes_the_same() {
 
 #[test]
 fn smoothing_brings_the_quantized_model_closer() {
-    let root = golden!("");
+    let root = golden("");
     for name in ["llama3-tiny", "qwen3-tiny", "mixtral-tiny"] {
         for (scheme, method) in [
             (Scheme::W4a16, Method::Rtn),
@@ -251,7 +251,7 @@ fn smoothing_brings_the_quantized_model_closer() {
 /// Gains of the golden models are nearly equal: there is little to smooth, and it does no harm.
 #[test]
 fn smoothing_of_equal_features_does_no_harm() {
-    let root = golden!("");
+    let root = golden("");
     for name in ["llama3-tiny", "qwen3moe-tiny"] {
         let model = root.join(name);
         let calibration = calibration(&load(&model));
@@ -272,7 +272,7 @@ fn smoothing_of_equal_features_does_no_harm() {
 
 #[test]
 fn smoothing_is_refused_without_calibration_or_configuration() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let scratch = Scratch::new("smooth-refused");
     let run = |model: &Path, calibration: &Calibration| {
         let out = scratch.join("out");

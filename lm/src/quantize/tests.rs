@@ -11,9 +11,9 @@ use super::journal::MadeFrom;
 use super::rules::block_amax;
 use super::*;
 use crate::hf::TensorFolder;
-use crate::hf::golden::{Scratch, golden};
 use crate::interchange::names::fused_group;
 use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
+use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// Deterministic numbers like those of a normal distribution: the sum of four uniform ones.
 fn noise(len: usize, seed: u32) -> Vec<f32> {
@@ -42,7 +42,7 @@ fn differences(ours: &PackedWeight, scales: &[u8], codes: &[u8]) -> (usize, usiz
 
 #[test]
 fn the_rules_are_those_of_the_tools_on_the_probe() {
-    let probe = TensorFolder::open_file(&golden!("probe.safetensors")).unwrap();
+    let probe = TensorFolder::open_file(&golden("probe.safetensors")).unwrap();
     for name in ["normal", "heavy", "edges"] {
         for dtype in ["f32", "bf16"] {
             let key = format!("{name}.{dtype}");
@@ -76,7 +76,7 @@ fn the_rules_are_those_of_the_tools_on_the_probe() {
 /// The exports hold what the rules give for the base models, amax unified over q/k/v and gate/up.
 #[test]
 fn the_rules_give_the_codes_of_the_golden_exports() {
-    let root = golden!("");
+    let root = golden("");
     for (name, base, rule) in [
         ("llama3-tiny-modelopt-nvfp4", "llama3-tiny", Rule::ModelOpt),
         (
@@ -327,7 +327,7 @@ fn options(dialect: Dialect, scheme: Scheme, method: Method) -> QuantizeOptions 
 
 #[test]
 fn golden_models_are_quantized_to_valid_folders() {
-    let root = golden!("");
+    let root = golden("");
     for (name, layers, kept) in [
         ("llama3-tiny", 14, 1),
         ("qwen3-tiny", 14, 0),
@@ -337,7 +337,7 @@ fn golden_models_are_quantized_to_valid_folders() {
         for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
             let scratch = Scratch::new(&format!("quantize-{name}-{}", dialect.name()));
             let options = options(dialect, Scheme::W4a16, Method::Rtn);
-            let model = root.join(name);
+            let model = golden_with_tokenizer(name);
             let none = Default::default();
             let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {});
             let done = done.unwrap();
@@ -372,7 +372,7 @@ fn golden_models_are_quantized_to_valid_folders() {
 
 #[test]
 fn exclusions_take_their_fused_partners_along() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let scratch = Scratch::new("quantize-exclude");
     let mut options = options(Dialect::CompressedTensors, Scheme::W4a16, Method::Search);
     options.exclude = vec![Regex::new(r"layers\.0\.self_attn\.k_proj|down_proj").unwrap()];
@@ -400,7 +400,7 @@ fn exclusions_take_their_fused_partners_along() {
 
 #[test]
 fn experts_that_no_token_reached_take_the_scale_of_the_others() {
-    let model = golden!("qwen3moe-tiny");
+    let model = golden("qwen3moe-tiny");
     let tensors = TensorFolder::open(&model).unwrap();
     let mut calibration = Calibration::new();
     for tensor in tensors.iter() {
@@ -482,7 +482,7 @@ fn caches(model: &Path) -> Calibration {
 
 #[test]
 fn scales_of_an_fp8_cache_are_written_and_converted() {
-    let root = golden!("");
+    let root = golden("");
     for (name, layers) in [("llama3-tiny", 2), ("mixtral-tiny", 2)] {
         let model = root.join(name);
         let calibration = caches(&model);
@@ -551,7 +551,7 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 
 #[test]
 fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
-    let model = golden!("llama3-tiny");
+    let model = golden("llama3-tiny");
     let mut calibration = caches(&model);
     for tensor in TensorFolder::open(&model).unwrap().iter() {
         if let Some(module) = tensor.name.strip_suffix("_proj.weight") {
@@ -614,7 +614,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     let error = other([("calibration".to_owned(), "another".into())].into());
     let error = error.unwrap().to_string();
     assert!(error.contains("its calibration was \"a text\""), "{error}");
-    let base = golden!("qwen3-tiny");
+    let base = golden("qwen3-tiny");
     let error = Quantization::resume(&base, &killed, &options, reads()).err();
     let error = error.unwrap().to_string();
     assert!(error.contains("its model was"), "{error}");

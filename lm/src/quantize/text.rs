@@ -127,10 +127,10 @@ mod tests {
     use burn::tensor::{Device, FloatDType};
 
     use super::*;
-    use crate::hf::golden::golden;
     use crate::hf::tensors::TensorFolder;
     use crate::interchange::Checkpoint;
     use crate::interchange::names::expert_projection;
+    use nvfp4_test_support::golden;
 
     const WHOLE: CalibrationText = CalibrationText {
         length: 64,
@@ -165,10 +165,7 @@ mod tests {
 
     #[test]
     fn inputs_of_a_dense_model_are_those_that_model_optimizer_saw() {
-        let (base, export) = (
-            golden!("llama3-tiny"),
-            golden!("llama3-tiny-modelopt-nvfp4"),
-        );
+        let (base, export) = (golden("llama3-tiny"), golden("llama3-tiny-modelopt-nvfp4"));
         let (ids, expected) = golden_calibration(&export);
         let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
         let found = found.inputs;
@@ -183,8 +180,8 @@ mod tests {
 
     #[test]
     fn inputs_of_experts_are_those_of_their_tokens() {
-        let base = golden!("qwen3moe-tiny");
-        let (ids, expected) = golden_calibration(&golden!("qwen3moe-tiny-modelopt-nvfp4"));
+        let base = golden("qwen3moe-tiny");
+        let (ids, expected) = golden_calibration(&golden("qwen3moe-tiny-modelopt-nvfp4"));
         let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
         let found = found.inputs;
         let mut compared = 0;
@@ -221,7 +218,7 @@ mod tests {
     /// average, in which each sequence after the first has a weight of 0.01.
     #[test]
     fn caches_are_those_that_both_tools_saw() {
-        let root = golden!("");
+        let root = golden("");
         let model = load(&root.join("llama3-tiny"));
         // Three such weights move the average by less than 2^-6: no sequence's largest is half as large
         // again as that of the first.
@@ -259,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_text_is_cut_into_sequences() {
-        let model = load(&golden!("llama3-tiny"));
+        let model = load(&golden("llama3-tiny"));
         let ids: Vec<u32> = (0..50).collect();
         let read = |length, sequences| {
             let options = CalibrationText {

@@ -75,7 +75,7 @@ mod tests {
 
     use super::*;
     use crate::hf::Tokenizer;
-    use crate::hf::golden::Scratch;
+    use nvfp4_test_support::Scratch;
 
     #[test]
     fn words_that_come_often_become_tokens() {

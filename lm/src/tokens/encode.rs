@@ -259,11 +259,11 @@ mod tests {
     use super::super::chat::tests::CHATML;
     use super::super::shard::{Shard, Vocabulary};
     use super::*;
-    use crate::hf::golden::{Scratch, golden};
+    use nvfp4_test_support::{Scratch, golden};
 
     #[test]
     fn only_completions_and_answers_count() {
-        let tokenizer = Tokenizer::read(&golden!("qwen3-tiny"), 288, &[]).unwrap();
+        let tokenizer = Tokenizer::read(&golden("qwen3-tiny"), 288, &[]).unwrap();
         let chat = ChatTemplate::new(CHATML.into(), String::new(), String::new()).unwrap();
         let encoder = Encoder::new(&tokenizer, Some(chat), Some(285));
         // The text of what counts.
@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn files_and_lines_become_documents() {
-        let tokenizer = Tokenizer::read(&golden!("llama3-tiny"), 288, &[]).unwrap();
+        let tokenizer = Tokenizer::read(&golden("llama3-tiny"), 288, &[]).unwrap();
         let folder = Scratch::new("encode");
         fs::write(folder.join("a.txt"), "The quick brown fox").unwrap();
         fs::write(folder.join("b.txt"), [0xff, 0xfe]).unwrap();

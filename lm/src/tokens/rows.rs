@@ -281,7 +281,7 @@ impl RowBatch {
 mod tests {
     use super::super::shard::{Document, ShardWriter, Vocabulary};
     use super::*;
-    use crate::hf::golden::Scratch;
+    use nvfp4_test_support::Scratch;
 
     fn shard(folder: &Scratch, documents: &[Document]) -> Arc<Shard> {
         let vocabulary = Vocabulary {

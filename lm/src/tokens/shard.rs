@@ -440,7 +440,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::hf::golden::Scratch;
+    use nvfp4_test_support::Scratch;
 
     fn vocabulary(size: usize) -> Vocabulary {
         Vocabulary {

@@ -44,6 +44,11 @@ pub fn folder() -> Result<PathBuf> {
     Ok(data.join(FOLDER))
 }
 
+/// True if the folder has the library that the tests look for.
+pub fn is_installed() -> bool {
+    folder().is_ok_and(|folder| folder.join("lib").join(LIBRARIES[0]).exists())
+}
+
 /// Makes sure of the folder, or says that the test will be skipped.
 pub fn ensure() -> Result<()> {
     if let Some(folder) = env::var_os(VARIABLE).map(PathBuf::from) {

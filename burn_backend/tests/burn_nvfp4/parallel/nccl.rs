@@ -16,29 +16,19 @@ use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4MoeConfig, Nvfp4Recipe};
 use burn_optim::GradientsParams;
 use nvfp4_parallel::Reduction;
+use nvfp4_test_support::skip;
 
 use super::data::Initialise;
 use super::on_ranks;
-use crate::support::skip::skip;
-use crate::support::{Matrix, values};
+use crate::support::{Matrix, gpu_only, values};
 
 const RANKS: usize = 2;
 
-/// Whether there are enough devices, or why not.
-fn enough() -> Result<(), String> {
-    if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
-        return Err("NVFP4_TEST_DEVICE is not cuda".into());
-    }
-    match Device::enumerate(DeviceType::Cuda).len() {
-        RANKS.. => Ok(()),
-        count => Err(format!("{count} CUDA devices, {RANKS} are needed")),
-    }
-}
-
 macro_rules! skip_without_two_gpus {
     () => {
-        if let Err(reason) = enough() {
-            skip!("{reason}");
+        gpu_only!();
+        if Device::enumerate(DeviceType::Cuda).len() < RANKS {
+            skip!(NoSecondGpu);
         }
     };
 }

@@ -5,7 +5,6 @@ pub mod counted;
 pub mod own_process;
 #[path = "../../../../cube_kernels/tests/suite/support/process.rs"]
 pub mod process;
-pub mod skip;
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::ops::{
@@ -66,41 +65,47 @@ pub fn float_sums_depend_on_rows() -> bool {
     device_name() == "cuda"
 }
 
-/// Skip the test on CubeCL's CPU runtime.
+/// Leaves the test to Flex where the device is CubeCL's CPU runtime, which takes long for it.
 macro_rules! skip_where_small_only {
     () => {
         if crate::support::small_only() {
-            crate::support::skip::skip!("CubeCL's CPU runtime runs the small tests only");
+            nvfp4_test_support::elsewhere!(Flex);
         }
     };
 }
 pub(crate) use skip_where_small_only;
 
-/// Skip the test except on Flex.
+/// Leaves the test to Flex: it is about Flex, or about no device at all.
 macro_rules! flex_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
-            crate::support::skip::skip!(
-                "it is about Flex or about no device at all, and ran there"
-            );
+            nvfp4_test_support::elsewhere!(Flex);
         }
     };
 }
 pub(crate) use flex_only;
 
-/// Skip the test on Flex, which computes while it is called.
+/// Leaves the test to devices of CubeCL, which have kernels, memory pools and graphs.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 macro_rules! cube_only {
     () => {
         if !std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
-            crate::support::skip::skip!(
-                "it is about a device that works beside the host: CubeCL's"
-            );
+            nvfp4_test_support::elsewhere!(Cube);
         }
     };
 }
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) use cube_only;
+
+/// Skips the test where the device is no CUDA GPU.
+macro_rules! gpu_only {
+    () => {
+        if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
+            nvfp4_test_support::skip!(NoGpu);
+        }
+    };
+}
+pub(crate) use gpu_only;
 
 /// `len` values of a normal distribution, the same on every machine.
 pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {

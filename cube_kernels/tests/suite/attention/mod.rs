@@ -120,11 +120,7 @@ element_tests! {
 #[test]
 fn lengths() {
     let test = "attention::lengths";
-    let client = client!(test);
-    if !is_gpu(&client) {
-        println!("SKIPPED: {test}: {}: minutes", client.name());
-        return;
-    }
+    let client = on_gpu!(test, "minutes on the CPU");
     let powers = (0..=12).flat_map(|power| [(1usize << power) - 1, 1 << power, (1 << power) + 1]);
     let others = [72, 80, 96, 112, 144, 160, 176, 192, 1000, 3001];
     for length in powers.chain(others).filter(|&length| length > 0) {

@@ -5,11 +5,12 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     QuantizedTensor,
-    capabilities::{Capabilities, GemmBackend},
+    capabilities::Capabilities,
     cube::codec::emulate_e2m1_instructions,
     quantize::kernels::set_units,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
+use nvfp4_test_support::Skip;
 
 /// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after
 /// saying so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of
@@ -45,17 +46,32 @@ pub fn is_brief(client: &Client) -> bool {
 pub fn client_of_full_run(test: &str) -> Option<Client> {
     let client = client(test)?;
     if is_brief(&client) {
-        println!("SKIPPED: {test}: minutes on the CPU runtime: `cargo xtask test --full`");
+        Skip::OnlyFull.print(test, "");
         return None;
     }
     Some(client)
 }
 
-/// The device under test, or `None` (after saying so) where it has no matrix instructions.
-pub fn client_of_gpu(test: &str) -> Option<Client> {
+/// The CUDA GPU under test, or `None` (after saying so); `why` says why the test takes one.
+pub fn client_of_gpu(test: &str, why: &str) -> Option<Client> {
     let client = client(test)?;
-    if Capabilities::of(&client).gemm == GemmBackend::Scalar {
-        println!("SKIPPED: {test}: needs a CUDA GPU");
+    if client.name() == "cpu" {
+        Skip::NoGpu.print(test, why);
+        return None;
+    }
+    Some(client)
+}
+
+/// The CUDA GPU under test if its capabilities are `wanted`, or `None` (after saying so); `needs`
+/// names the compute capability.
+pub fn client_with(
+    test: &str,
+    needs: &str,
+    wanted: impl Fn(&Capabilities) -> bool,
+) -> Option<Client> {
+    let client = client_of_gpu(test, needs)?;
+    if !wanted(&Capabilities::of(&client)) {
+        Skip::OtherGpu.print(test, needs);
         return None;
     }
     Some(client)
@@ -73,36 +89,37 @@ macro_rules! client {
 
 /// The client of a GPU, or an early return that says why it takes one.
 macro_rules! on_gpu {
-    ($test:expr, $why:literal) => {{
-        let client = client!($test);
-        if client.name() == "cpu" {
-            println!("SKIPPED: {}: {}", $test, $why);
-            return;
-        }
-        client
-    }};
-}
-
-/// The client of a GPU with matrix instructions, or an early return.
-macro_rules! gpu {
-    ($test:expr) => {
-        match $crate::support::device::client_of_gpu($test) {
+    ($test:expr, $why:literal) => {
+        match $crate::support::device::client_of_gpu($test, $why) {
             Some(client) => client,
             None => return,
         }
     };
 }
 
+/// The client of a GPU with matrix instructions, or an early return.
+macro_rules! gpu {
+    ($test:expr) => {{
+        use nvfp4_kernels::capabilities::GemmBackend;
+        match $crate::support::device::client_with($test, "8.0 or later", |here| {
+            here.gemm != GemmBackend::Scalar
+        }) {
+            Some(client) => client,
+            None => return,
+        }
+    }};
+}
+
 /// The client of a Hopper GPU, or an early return.
 macro_rules! hopper {
     ($test:expr) => {{
-        let client = client!($test);
-        let gemm = nvfp4_kernels::capabilities::Capabilities::of(&client).gemm;
-        if gemm != nvfp4_kernels::capabilities::GemmBackend::Sm90Wgmma {
-            println!("SKIPPED: {}: needs compute capability 9.0", $test);
-            return;
+        use nvfp4_kernels::capabilities::GemmBackend;
+        match $crate::support::device::client_with($test, "9.0", |here| {
+            here.gemm == GemmBackend::Sm90Wgmma
+        }) {
+            Some(client) => client,
+            None => return,
         }
-        client
     }};
 }
 

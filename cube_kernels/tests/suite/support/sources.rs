@@ -13,7 +13,7 @@ macro_rules! tools {
         match $crate::support::nvrtc::CudaTools::find() {
             Ok(tools) => tools,
             Err(reason) => {
-                println!("SKIPPED: {}: {reason}", $test);
+                nvfp4_test_support::Skip::NoCudaTools.print($test, reason);
                 return;
             }
         }

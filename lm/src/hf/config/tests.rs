@@ -2,7 +2,7 @@ use serde_json::json;
 
 use super::*;
 use crate::hf::RopeScaling;
-use crate::hf::golden::golden;
+use nvfp4_test_support::golden;
 
 fn read(json: Value) -> Result<DecoderConfig> {
     DecoderConfig::from_json(json.as_object().unwrap())
@@ -24,7 +24,7 @@ fn llama(changes: Value) -> Value {
 
 #[test]
 fn golden_configs() {
-    let folder = golden!("llama3-tiny");
+    let folder = golden("llama3-tiny");
     let config = DecoderConfig::read(&folder).unwrap();
     let scaling = RopeScaling::Llama3 {
         factor: 8.0,
@@ -44,7 +44,7 @@ fn golden_configs() {
     let four = read_json(&folder.join("config.transformers4.json")).unwrap();
     assert_eq!(DecoderConfig::from_json(&four).unwrap(), config);
 
-    let qwen = DecoderConfig::read(&golden!("qwen3-tiny")).unwrap();
+    let qwen = DecoderConfig::read(&golden("qwen3-tiny")).unwrap();
     assert_eq!((qwen.heads * qwen.head, qwen.d_model), (128, 96));
     assert!(qwen.tied && qwen.eos.is_empty());
     assert!(qwen.layers.iter().all(|layer| layer.window.is_none()));
@@ -55,7 +55,7 @@ fn golden_configs() {
         normalize: true,
     };
     for name in ["qwen3moe-tiny", "mixtral-tiny"] {
-        let config = DecoderConfig::read(&golden!(name)).unwrap();
+        let config = DecoderConfig::read(&golden(name)).unwrap();
         assert!(config.layers.iter().all(|layer| layer.feed_forward == moe));
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use super::read::parse_names;
 use super::*;
 use crate::hf::TensorFolder;
-use crate::hf::golden::Scratch;
+use nvfp4_test_support::Scratch;
 
 /// A file that is being made.
 #[derive(Default)]

@@ -4,7 +4,7 @@ use safetensors::SafeTensors;
 
 use super::*;
 use crate::hf::TensorWriter;
-use crate::hf::golden::{Scratch, golden};
+use nvfp4_test_support::{Scratch, golden};
 
 /// A file with `header` and `data` zeros behind it.
 fn file(header: &str, data: usize) -> Vec<u8> {
@@ -313,7 +313,7 @@ fn round_trip(source: &Path, target: &Path, shard_bytes: u64) {
 
 #[test]
 fn golden_files_come_back_byte_for_byte() {
-    let source = golden!("llama3-tiny-modelopt-nvfp4");
+    let source = golden("llama3-tiny-modelopt-nvfp4");
     let folder = Scratch::new("golden-whole");
     round_trip(&source, &folder, TensorWriter::SHARD_BYTES);
     let bytes = fs::read(source.join(WHOLE_FILE)).unwrap();
@@ -333,7 +333,7 @@ fn golden_files_come_back_byte_for_byte() {
 
 #[test]
 fn golden_shards_come_back() {
-    let source = golden!("mixtral-tiny");
+    let source = golden("mixtral-tiny");
     assert_eq!(TensorFolder::open(&source).unwrap().files().len(), 3);
     let folder = Scratch::new("golden-shards");
     round_trip(&source, &folder, 60_000);

@@ -1,0 +1,8 @@
+//! What the tests of all packages share: the golden checkpoints, and the reasons for which a test
+//! may skip itself. `cargo xtask test` reads the lines that this crate prints.
+
+mod golden;
+mod skip;
+
+pub use golden::{Scratch, golden, golden_with_tokenizer};
+pub use skip::{Elsewhere, Skip, test_name};
