@@ -7,7 +7,7 @@ use super::{
     hadamard::{MAX_GROUP, transform_lanes},
     load::load_rows,
     scaling::magnitudes,
-    simd::{self, Isa, Task},
+    simd::{self, Isa, Task, with_fma},
 };
 use crate::{BLOCK, Hadamard};
 
@@ -23,8 +23,10 @@ pub fn amax<T: Element>(x: &[T]) -> f32 {
     let bits = x
         .par_chunks(GRAIN)
         .map(|chunk| {
-            chunk.iter().fold(0u32, |max, value| {
-                max.max(value.to_f32().to_bits() & 0x7FFF_FFFF)
+            with_fma(|| {
+                chunk.iter().fold(0u32, |max, value| {
+                    max.max(value.to_f32().to_bits() & 0x7FFF_FFFF)
+                })
             })
         })
         .max()

@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::loss::{BLOCK, Lane, cross_entropy_lanes, ln, tree};
-use super::{Element, exp_of_negative};
+use super::{Element, exp_of_negative, simd::with_fma};
 
 /// The KL divergence of a student to its teacher on their logits.
 ///
@@ -85,7 +85,7 @@ pub fn kl_divergence_rows<T: Element>(
         .zip(targets)
         .map(|((row, teacher), target)| {
             if *target != params.ignore {
-                return row_of(row, teacher, params.temperature, scale);
+                return with_fma(|| row_of(row, teacher, params.temperature, scale));
             }
             if scale.is_some() {
                 row.fill(T::from_f32(0.0));
@@ -95,6 +95,7 @@ pub fn kl_divergence_rows<T: Element>(
         .collect()
 }
 
+#[inline(always)]
 fn row_of<T: Element>(
     student: &mut [T],
     teacher: &[T],
@@ -120,6 +121,7 @@ fn row_of<T: Element>(
 
 /// Student and teacher of a row; the teacher's total is the sum of its exponentials times the
 /// differences.
+#[inline(always)]
 fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, Lane) {
     let count = cross_entropy_lanes(student.len());
     let start = Lane {

@@ -12,7 +12,7 @@
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{Element, philox::philox4x32};
+use super::{Element, philox::philox4x32, simd::with_fma};
 
 /// Elements of a gradient whose squares are added together.
 pub const SQUARE_CHUNK: usize = 16_384;
@@ -167,25 +167,35 @@ pub fn adamw<G: Element, M: Moment>(
         .zip(update.gradient.par_chunks(RUN))
         .enumerate()
         .for_each(|(run, (((weight, first), second), gradient))| {
+            // The word of element `i` of the run.
             let mut words = [0; 4];
-            for i in 0..weight.len() {
-                let element = (run * RUN + i) as u64;
-                if M::RANDOM && element.is_multiple_of(4) {
-                    let block = element / 4;
+            let mut random = |i: usize| {
+                if !M::RANDOM {
+                    return 0;
+                }
+                if i.is_multiple_of(4) {
+                    let block = (run * RUN + i) as u64 / 4;
                     let counter = [block as u32, (block >> 32) as u32, schedule.step, 0];
                     words = philox4x32(counter, key);
                 }
-                let gradient = gradient[i].to_f32() * factor;
-                let m = (first[i].to_f32()).mul_add(constants.beta_1, constants.rest_1 * gradient);
-                let square = constants.rest_2 * (gradient * gradient);
-                let v = (second[i].to_f32()).mul_add(constants.beta_2, square);
-                let root = (v * schedule.correction_2).sqrt() + constants.epsilon;
-                let direction = m * schedule.correction_1 * (1.0 / root);
-                weight[i] = direction.mul_add(-schedule.learning_rate, weight[i] * keep);
-                let word = words[(element % 4) as usize];
-                first[i] = M::round(m, word & 0xFFFF);
-                second[i] = M::round(v, word >> 16);
-            }
+                words[i % 4]
+            };
+            with_fma(|| {
+                let moments = first.iter_mut().zip(second);
+                let elements = weight.iter_mut().zip(moments).zip(gradient).enumerate();
+                for (i, ((weight, (first, second)), gradient)) in elements {
+                    let gradient = gradient.to_f32() * factor;
+                    let m = (first.to_f32()).mul_add(constants.beta_1, constants.rest_1 * gradient);
+                    let square = constants.rest_2 * (gradient * gradient);
+                    let v = (second.to_f32()).mul_add(constants.beta_2, square);
+                    let root = (v * schedule.correction_2).sqrt() + constants.epsilon;
+                    let direction = m * schedule.correction_1 * (1.0 / root);
+                    *weight = direction.mul_add(-schedule.learning_rate, *weight * keep);
+                    let word = random(i);
+                    *first = M::round(m, word & 0xFFFF);
+                    *second = M::round(v, word >> 16);
+                }
+            });
         });
 }
 
@@ -219,12 +229,14 @@ pub fn square_sums<G: Element>(gradient: &[G]) -> Vec<f32> {
         .par_chunks(SQUARE_CHUNK)
         .map(|chunk| {
             let mut lanes = [0.0f32; 4 * SQUARE_LANES];
-            for row in chunk.chunks(lanes.len()) {
-                for (lane, value) in lanes.iter_mut().zip(row) {
-                    let value = value.to_f32();
-                    *lane = value.mul_add(value, *lane);
+            with_fma(|| {
+                for row in chunk.chunks(lanes.len()) {
+                    for (lane, value) in lanes.iter_mut().zip(row) {
+                        let value = value.to_f32();
+                        *lane = value.mul_add(value, *lane);
+                    }
                 }
-            }
+            });
             tree(std::array::from_fn(|t| {
                 (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
             }))

@@ -64,6 +64,29 @@ pub(super) fn run(task: impl Task) {
     task.compute(Baseline);
 }
 
+/// Rows of `cols` elements that one task takes, so that it is worth starting.
+pub(super) fn rows_per_task(cols: usize) -> usize {
+    const ELEMENTS: usize = 8192;
+    (ELEMENTS / cols.max(1)).max(1)
+}
+
+/// Runs `work` with fused multiply-adds and the widest vectors that the processor has: compiled
+/// without them, every `mul_add` is a call. Only what is inlined into `work` is compiled for them.
+/// Results do not depend on it.
+#[inline(always)]
+pub fn with_fma<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+        #[target_feature(enable = "avx2,fma")]
+        fn wide<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        // SAFETY: the processor has both.
+        return unsafe { wide(work) };
+    }
+    work()
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;

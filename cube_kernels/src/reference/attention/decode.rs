@@ -14,8 +14,8 @@
 
 use rayon::prelude::*;
 
-use super::super::Element;
-use super::{exp_or_nan, math, with_fma};
+use super::super::{Element, with_fma};
+use super::{exp_or_nan, math};
 use crate::AttentionParams;
 use crate::format::e4m3;
 

@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::Element;
+use super::{Element, with_fma};
 use crate::AttentionParams;
 
 pub use decode::{
@@ -190,6 +190,7 @@ pub fn attention_delta<T: Element>(
         }
         tree(&mut sums)
     };
+    let row = |h, token| with_fma(|| row(h, token));
     (0..shape.heads)
         .into_par_iter()
         .flat_map_iter(|h| (0..shape.q_tokens).map(move |token| row(h, token)))
@@ -284,16 +285,20 @@ pub fn rope_rows<T: Element>(
             let sequence = starts[..starts.len() - 1].partition_point(|&s| s as usize <= token);
             let start = starts[sequence.saturating_sub(1)] as usize;
             let position = (token - start.min(token)).min(positions - 1);
-            for head in row[..heads * head].chunks_mut(head) {
-                let (first, second) = head.split_at_mut(half);
-                for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
-                    let (x, y) = (a.to_f32(), b.to_f32());
-                    let (cos, sin) = (cos[position * half + i], sin[position * half + i]);
-                    let sin = if inverse { -sin } else { sin };
-                    *a = T::from_f32((-y).mul_add(sin, x * cos));
-                    *b = T::from_f32(x.mul_add(sin, y * cos));
+            let angles = position * half..(position + 1) * half;
+            let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+            with_fma(|| {
+                for head in row[..heads * head].chunks_mut(head) {
+                    let (first, second) = head.split_at_mut(half);
+                    let pairs = first.iter_mut().zip(second);
+                    for ((a, b), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {
+                        let (x, y) = (a.to_f32(), b.to_f32());
+                        let sin = if inverse { -sin } else { *sin };
+                        *a = T::from_f32((-y).mul_add(sin, x * cos));
+                        *b = T::from_f32(x.mul_add(sin, y * cos));
+                    }
                 }
-            }
+            });
         });
 }
 
@@ -308,22 +313,6 @@ fn interleave<T: Element>(heads: &[Vec<f32>], tokens: usize, head: usize) -> Vec
         }
     }
     out
-}
-
-/// Runs `work` compiled for the widest vectors, and for fused multiply-adds, that the processor
-/// has: without these each is a call. Results do not depend on it.
-#[inline(always)]
-fn with_fma<R>(work: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
-        #[target_feature(enable = "avx2,fma")]
-        fn wide<R>(work: impl FnOnce() -> R) -> R {
-            work()
-        }
-        // SAFETY: the processor has both.
-        return unsafe { wide(work) };
-    }
-    work()
 }
 
 /// Adds neighbours, then neighbouring pairs, and so on: a power of two of them.
