@@ -79,15 +79,7 @@ pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32
         .into_par_iter()
         .map(|row| {
             let mut sums = [0f32; SUM_LANES];
-            with_fma(|| {
-                for (b, block) in x[row * cols..][..cols].chunks(BLOCK).enumerate() {
-                    let sum = &mut sums[b % SUM_LANES];
-                    for value in block {
-                        let value = value.to_f32();
-                        *sum = value.mul_add(value, *sum);
-                    }
-                }
-            });
+            add_squares(&x[row * cols..][..cols], &mut sums);
             let mut len = SUM_LANES;
             while len > 1 {
                 len /= 2;
@@ -98,6 +90,21 @@ pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32
             1.0 / (sums[0] / cols as f32 + epsilon).sqrt()
         })
         .collect()
+}
+
+with_fma!(
+    fn add_squares[T: Element](row: &[T], sums: &mut [f32; SUM_LANES]) = add_squares_body
+);
+
+#[inline(always)]
+fn add_squares_body<T: Element>(row: &[T], sums: &mut [f32; SUM_LANES]) {
+    for (b, block) in row.chunks(BLOCK).enumerate() {
+        let sum = &mut sums[b % SUM_LANES];
+        for value in block {
+            let value = value.to_f32();
+            *sum = value.mul_add(value, *sum);
+        }
+    }
 }
 
 /// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in
@@ -134,19 +141,22 @@ pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
     let (run, width) = (rows_per_task(width), width.max(1));
     out.par_chunks_mut(run * width)
         .zip(gate_up.par_chunks(run * 2 * width))
-        .for_each(|(out, gate_up)| {
-            with_fma(|| {
-                let rows = out.chunks_exact_mut(width);
-                for (out, gate_up) in rows.zip(gate_up.chunks_exact(2 * width)) {
-                    let (gate, up) = gate_up.split_at(width);
-                    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                        let gate = gate.to_f32();
-                        *out = T::from_f32(gate * sigmoid(gate).0 * up.to_f32());
-                    }
-                }
-            });
-        });
+        .for_each(|(out, gate_up)| swiglu_rows(gate_up, width, out));
     out
+}
+
+with_fma!(fn swiglu_rows[T: Element](gate_up: &[T], width: usize, out: &mut [T]) = swiglu_rows_body);
+
+#[inline(always)]
+fn swiglu_rows_body<T: Element>(gate_up: &[T], width: usize, out: &mut [T]) {
+    let rows = out.chunks_exact_mut(width);
+    for (out, gate_up) in rows.zip(gate_up.chunks_exact(2 * width)) {
+        let (gate, up) = gate_up.split_at(width);
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            let gate = gate.to_f32();
+            *out = T::from_f32(gate * sigmoid(gate).0 * up.to_f32());
+        }
+    }
 }
 
 /// The gradient of [`swiglu`] by its two inputs, concatenated: `rows` x `2 width`, from `grad`,
@@ -166,22 +176,29 @@ pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width
     let (run, width) = (rows_per_task(width), width.max(1));
     both.par_chunks_mut(run * 2 * width)
         .zip(grad.par_chunks(run * width))
-        .for_each(|(both, grad)| {
-            with_fma(|| {
-                let rows = both.chunks_exact_mut(2 * width);
-                for (both, grad) in rows.zip(grad.chunks_exact(width)) {
-                    let (gate, up) = both.split_at_mut(width);
-                    for ((by_gate, by_up), grad) in gate.iter_mut().zip(up).zip(grad) {
-                        let (gate, up, grad) = (by_gate.to_f32(), by_up.to_f32(), grad.to_f32());
-                        let (value, rest) = sigmoid(gate);
-                        let slope = value * gate.mul_add(rest, 1.0);
-                        *by_gate = T::from_f32(grad * up * slope);
-                        *by_up = T::from_f32(grad * (gate * value));
-                    }
-                }
-            });
-        });
+        .for_each(|(both, grad)| swiglu_backward_rows(grad, width, both));
     both
+}
+
+with_fma!(
+    fn swiglu_backward_rows[T: Element](grad: &[T], width: usize, both: &mut [T])
+        = swiglu_backward_rows_body
+);
+
+/// Turns rows of gate and up into their gradients.
+#[inline(always)]
+fn swiglu_backward_rows_body<T: Element>(grad: &[T], width: usize, both: &mut [T]) {
+    let rows = both.chunks_exact_mut(2 * width);
+    for (both, grad) in rows.zip(grad.chunks_exact(width)) {
+        let (gate, up) = both.split_at_mut(width);
+        for ((by_gate, by_up), grad) in gate.iter_mut().zip(up).zip(grad) {
+            let (gate, up, grad) = (by_gate.to_f32(), by_up.to_f32(), grad.to_f32());
+            let (value, rest) = sigmoid(gate);
+            let slope = value * gate.mul_add(rest, 1.0);
+            *by_gate = T::from_f32(grad * up * slope);
+            *by_up = T::from_f32(grad * (gate * value));
+        }
+    }
 }
 
 fn check_halves<T>(gate_up: &[T], rows: usize, width: usize) {

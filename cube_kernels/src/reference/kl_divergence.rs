@@ -85,7 +85,7 @@ pub fn kl_divergence_rows<T: Element>(
         .zip(targets)
         .map(|((row, teacher), target)| {
             if *target != params.ignore {
-                return with_fma(|| row_of(row, teacher, params.temperature, scale));
+                return row_of(row, teacher, params.temperature, scale);
             }
             if scale.is_some() {
                 row.fill(T::from_f32(0.0));
@@ -95,8 +95,17 @@ pub fn kl_divergence_rows<T: Element>(
         .collect()
 }
 
+with_fma!(
+    fn row_of[T: Element](
+        student: &mut [T],
+        teacher: &[T],
+        temperature: f32,
+        scale: Option<f32>,
+    ) -> f32 = row_of_body
+);
+
 #[inline(always)]
-fn row_of<T: Element>(
+fn row_of_body<T: Element>(
     student: &mut [T],
     teacher: &[T],
     temperature: f32,

@@ -230,7 +230,7 @@ pub fn cross_entropy_rows<T: Element>(
         .par_chunks_mut(vocab)
         .zip(targets)
         .with_min_len(rows_per_task(vocab))
-        .map(|(row, target)| with_fma(|| cross_entropy_row(row, *target, params, scale)))
+        .map(|(row, target)| cross_entropy_row(row, *target, params, scale))
         .collect()
 }
 
@@ -242,8 +242,17 @@ pub(super) struct Lane {
     pub total: f32,
 }
 
+with_fma!(
+    fn cross_entropy_row[T: Element](
+        row: &mut [T],
+        target: i32,
+        params: &CrossEntropy,
+        scale: Option<f32>,
+    ) -> f32 = cross_entropy_row_body
+);
+
 #[inline(always)]
-fn cross_entropy_row<T: Element>(
+fn cross_entropy_row_body<T: Element>(
     row: &mut [T],
     target: i32,
     params: &CrossEntropy,

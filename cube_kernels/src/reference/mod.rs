@@ -99,4 +99,3 @@ pub use router::{
 #[cfg(feature = "cube")]
 pub(crate) use router::{ROUTER_CHUNK, ROUTER_PLANES, ROUTER_SEGMENTS};
 pub use scaling::{GlobalScale, block_scale, encode_multiplier};
-pub use simd::with_fma;

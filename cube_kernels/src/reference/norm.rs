@@ -154,13 +154,7 @@ pub fn norm_forward<T: Element>(
         );
         let mut sum = x.to_vec();
         let pairs = sum.par_chunks_mut(CHUNK).zip(residual.par_chunks(CHUNK));
-        pairs.for_each(|(sum, residual)| {
-            with_fma(|| {
-                for (sum, residual) in sum.iter_mut().zip(residual) {
-                    *sum = T::from_f32(sum.to_f32() + residual.to_f32());
-                }
-            });
-        });
+        pairs.for_each(|(sum, residual)| add_residual(sum, residual));
         sum
     });
     let x = sum.as_deref().unwrap_or(x);
@@ -171,14 +165,7 @@ pub fn norm_forward<T: Element>(
     normed
         .par_chunks_mut(run * width)
         .zip(stats.par_chunks_mut(run))
-        .for_each(|(rows, stats)| {
-            with_fma(|| {
-                for (row, stats) in rows.chunks_exact_mut(width).zip(stats) {
-                    *stats = row_stats(norm, row, epsilon);
-                    norm_row(norm, row, *stats, gain, bias);
-                }
-            });
-        });
+        .for_each(|(rows, stats)| norm_rows(norm, rows, stats, (gain, bias), epsilon));
     let mut found: Vec<f32> = stats.iter().map(|stats| stats[0]).collect();
     if norm == Norm::Layer {
         found.extend(stats.iter().map(|stats| stats[1]));
@@ -187,6 +174,40 @@ pub fn norm_forward<T: Element>(
         sum,
         normed,
         stats: found,
+    }
+}
+
+with_fma!(fn add_residual[T: Element](x: &mut [T], residual: &[T]) = add_residual_body);
+
+#[inline(always)]
+fn add_residual_body<T: Element>(x: &mut [T], residual: &[T]) {
+    for (x, residual) in x.iter_mut().zip(residual) {
+        *x = T::from_f32(x.to_f32() + residual.to_f32());
+    }
+}
+
+with_fma!(
+    fn norm_rows[T: Element](
+        norm: Norm,
+        rows: &mut [T],
+        stats: &mut [[f32; 2]],
+        factors: (&[f32], Option<&[f32]>),
+        epsilon: f32,
+    ) = norm_rows_body
+);
+
+/// Normalises rows in place.
+#[inline(always)]
+fn norm_rows_body<T: Element>(
+    norm: Norm,
+    rows: &mut [T],
+    stats: &mut [[f32; 2]],
+    (gain, bias): (&[f32], Option<&[f32]>),
+    epsilon: f32,
+) {
+    for (row, stats) in rows.chunks_exact_mut(gain.len()).zip(stats) {
+        *stats = row_stats(norm, row, epsilon);
+        norm_row(norm, row, *stats, gain, bias);
     }
 }
 
@@ -268,34 +289,19 @@ pub fn norm_backward<T: Element>(
             "a matrix must hold rows * cols elements"
         );
     }
-    let row_of = |row: usize| {
-        let at = row * cols..(row + 1) * cols;
-        let mean = match norm {
-            Norm::Rms => 0.0,
-            Norm::Layer => stats[rows + row],
-        };
-        Row {
-            norm,
-            grad: &grad[at.clone()],
-            x: &x[at.clone()],
-            rstd: stats[row],
-            mean,
-            gain,
-        }
+    let operands = BackwardOperands {
+        norm,
+        grad,
+        sum_grad,
+        x,
+        stats,
+        gain,
     };
     let (run, width) = (rows_per_task(cols), cols.max(1));
     let mut by_x = grad.to_vec();
     by_x.par_chunks_mut(run * width)
         .enumerate()
-        .for_each(|(task, by_x)| {
-            with_fma(|| {
-                for (i, by_x) in by_x.chunks_exact_mut(width).enumerate() {
-                    let row = task * run + i;
-                    let sum_grad = sum_grad.map(|grad| &grad[row * cols..][..cols]);
-                    row_of(row).by_x(sum_grad, by_x);
-                }
-            });
-        });
+        .for_each(|(task, by_x)| gradients_by_x(&operands, task * run, by_x));
     let parts = norm_parts(rows);
     let lanes = norm_part_lanes(cols);
     let biased = norm == Norm::Layer;
@@ -304,17 +310,8 @@ pub fn norm_backward<T: Element>(
         .map(|part| {
             let mut gain = vec![0f32; lanes * cols];
             let mut bias = vec![0f32; if biased { lanes * cols } else { 0 }];
-            with_fma(|| {
-                for (i, row) in part_rows(part, parts, rows).enumerate() {
-                    let (row, at) = (row_of(row), i % lanes * cols);
-                    row.add_by_gain(&mut gain[at..][..cols]);
-                    if biased {
-                        for (grad, sum) in row.grad.iter().zip(&mut bias[at..][..cols]) {
-                            *sum += grad.to_f32();
-                        }
-                    }
-                }
-            });
+            let rows = part_rows(part, parts, rows);
+            add_by_factors(&operands, rows, &mut gain, &mut bias);
             [gain, bias].map(|sums| add_lanes(sums, cols))
         })
         .collect();
@@ -354,10 +351,90 @@ fn sum_parts(parts: impl Iterator<Item = f32>) -> f32 {
     tree(&mut sums)
 }
 
+/// The matrices of the backward, and the factors of rows and columns.
+struct BackwardOperands<'a, T> {
+    norm: Norm,
+    grad: &'a [T],
+    sum_grad: Option<&'a [T]>,
+    x: &'a [T],
+    stats: &'a [f32],
+    gain: &'a [f32],
+}
+
+impl<'a, T> BackwardOperands<'a, T> {
+    #[inline(always)]
+    fn row(&self, row: usize) -> Row<'a, T> {
+        let cols = self.gain.len();
+        let at = row * cols..(row + 1) * cols;
+        Row {
+            norm: self.norm,
+            grad: &self.grad[at.clone()],
+            sum_grad: self.sum_grad.map(|grad| &grad[at.clone()]),
+            x: &self.x[at],
+            rstd: self.stats[row],
+            mean: match self.norm {
+                Norm::Rms => 0.0,
+                Norm::Layer => self.stats[self.stats.len() / 2 + row],
+            },
+            gain: self.gain,
+        }
+    }
+}
+
+with_fma!(
+    fn gradients_by_x[T: Element](operands: &BackwardOperands<'_, T>, first: usize, by_x: &mut [T])
+        = gradients_by_x_body
+);
+
+/// Writes the gradients by the rows from `first` on.
+#[inline(always)]
+fn gradients_by_x_body<T: Element>(
+    operands: &BackwardOperands<'_, T>,
+    first: usize,
+    by_x: &mut [T],
+) {
+    let rows = by_x.chunks_exact_mut(operands.gain.len());
+    for (i, by_x) in rows.enumerate() {
+        operands.row(first + i).by_x(by_x);
+    }
+}
+
+with_fma!(
+    fn add_by_factors[T: Element](
+        operands: &BackwardOperands<'_, T>,
+        rows: Range<usize>,
+        gain: &mut [f32],
+        bias: &mut [f32],
+    ) = add_by_factors_body
+);
+
+/// Adds the gradients by gain and bias, which `rows` deal out to the lanes in turn. There is no
+/// bias where its sums are empty.
+#[inline(always)]
+fn add_by_factors_body<T: Element>(
+    operands: &BackwardOperands<'_, T>,
+    rows: Range<usize>,
+    gain: &mut [f32],
+    bias: &mut [f32],
+) {
+    let cols = operands.gain.len();
+    let lanes = norm_part_lanes(cols);
+    for (i, row) in rows.enumerate() {
+        let (row, at) = (operands.row(row), i % lanes * cols);
+        row.add_by_gain(&mut gain[at..][..cols]);
+        if !bias.is_empty() {
+            for (grad, sum) in row.grad.iter().zip(&mut bias[at..][..cols]) {
+                *sum += grad.to_f32();
+            }
+        }
+    }
+}
+
 /// A row of the backward.
 struct Row<'a, T> {
     norm: Norm,
     grad: &'a [T],
+    sum_grad: Option<&'a [T]>,
     x: &'a [T],
     rstd: f32,
     mean: f32,
@@ -384,7 +461,7 @@ impl<T: Element> Row<'_, T> {
 
     /// Writes the gradient by `x`.
     #[inline(always)]
-    fn by_x(&self, sum_grad: Option<&[T]>, by_x: &mut [T]) {
+    fn by_x(&self, by_x: &mut [T]) {
         let cols = by_x.len();
         let (grad, x, gain) = (&self.grad[..cols], &self.x[..cols], &self.gain[..cols]);
         let mean = match self.norm {
@@ -403,7 +480,7 @@ impl<T: Element> Row<'_, T> {
             };
             (-self.normed(x[i])).mul_add(dot, grad)
         };
-        match sum_grad {
+        match self.sum_grad {
             Some(sum_grad) => {
                 for (i, (by_x, sum_grad)) in by_x.iter_mut().zip(sum_grad).enumerate() {
                     *by_x = T::from_f32(centered(i).mul_add(self.rstd, sum_grad.to_f32()));

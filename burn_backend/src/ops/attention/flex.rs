@@ -1,6 +1,6 @@
 //! Attention on Flex, in [blocks](super::blocked).
 
-use burn_core::backend::{Flex, TensorMetadata};
+use burn_core::backend::Flex;
 use burn_core::tensor::{DType, Element as BurnElement, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};

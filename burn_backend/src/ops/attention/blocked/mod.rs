@@ -21,10 +21,11 @@ mod tests;
 use std::ops::Range;
 
 use nvfp4_kernels::AttentionParams;
+use nvfp4_kernels::reference::Element;
 use nvfp4_kernels::reference::attention::{
     AttentionForward, AttentionShape, HostHeads, exp_or_nan, ln, tanh,
 };
-use nvfp4_kernels::reference::{Element, with_fma};
+use nvfp4_kernels::with_fma;
 use rayon::prelude::*;
 
 use product::{COLUMNS, Left, Rows};
@@ -37,16 +38,12 @@ const KEYS: usize = 64;
 /// Output and log-sum-exp, as
 /// [`attention_forward`](nvfp4_kernels::reference::attention::attention_forward) has them.
 pub fn forward<T: Element>(
-    [q, k, v]: [HostHeads<'_, T>; 3],
+    operands: [HostHeads<'_, T>; 3],
     shape: &AttentionShape<'_>,
 ) -> AttentionForward<T> {
     let heads = PerHead::new(shape);
     let found: Vec<(Vec<f32>, Vec<f32>)> = heads.map(shape.heads, |sequence, h| {
-        let kv = h / shape.group();
-        let queries = sequence.rows(q, sequence.queries.clone(), h, shape.head);
-        let keys = sequence.rows(k, sequence.keys.clone(), kv, shape.head);
-        let values = sequence.rows(v, sequence.keys.clone(), kv, shape.head);
-        sequence.forward(&queries, &sequence.columns(&keys), &values)
+        forward_head(sequence, operands, h, shape)
     });
     let mut lse = vec![f32::NEG_INFINITY; shape.heads * shape.q_tokens];
     for (index, (_, rows)) in found.iter().enumerate() {
@@ -102,28 +99,18 @@ impl Gradients<'_> {
     }
 }
 
-/// The gradients of [`forward`], which gave `out` and `lse`, given that of its output.
+/// The gradients of [`forward`], which gave `saved`, output and log-sum-exp, given that of the
+/// output.
 pub fn backward<'a, T: Element>(
-    [q, k, v]: [HostHeads<'_, T>; 3],
-    (out, lse): (HostHeads<'_, T>, &[f32]),
+    operands: [HostHeads<'_, T>; 3],
+    saved: (HostHeads<'_, T>, &[f32]),
     dout: HostHeads<'_, T>,
     shape: &'a AttentionShape<'a>,
 ) -> Gradients<'a> {
     let heads = PerHead::new(shape);
-    let (head, group) = (shape.head, shape.group());
+    let group = shape.group();
     let found: Vec<HeadGradients> = heads.map(shape.heads, |sequence, h| {
-        let queries = |x| sequence.rows(x, sequence.queries.clone(), h, head);
-        let keys = |x| sequence.rows(x, sequence.keys.clone(), h / group, head);
-        let first = h * shape.q_tokens + sequence.queries.start;
-        let operands = HeadOperands {
-            q: queries(q),
-            k: keys(k),
-            v: keys(v),
-            dout: queries(dout),
-            lse: &lse[first..][..sequence.queries.len()],
-        };
-        let delta = sequence.delta(&queries(out), &operands.dout);
-        sequence.backward(&operands, &delta)
+        backward_head(sequence, operands, saved, dout, h, shape)
     });
     let (mut dq, mut dk, mut dv) = (Vec::new(), Vec::new(), Vec::new());
     for (index, found) in found.into_iter().enumerate() {
@@ -174,7 +161,7 @@ impl<'a> PerHead<'a> {
             .into_par_iter()
             .map(|index| {
                 let (sequence, h) = self.of(index, heads);
-                with_fma(|| compute(sequence, h))
+                compute(sequence, h)
             })
             .collect()
     }
@@ -241,6 +228,66 @@ struct HeadGradients {
 struct Block {
     queries: Range<usize>,
     keys: Range<usize>,
+}
+
+with_fma!(
+    fn forward_head[T: Element](
+        sequence: &Sequence,
+        operands: [HostHeads<'_, T>; 3],
+        h: usize,
+        shape: &AttentionShape<'_>,
+    ) -> (Vec<f32>, Vec<f32>) = forward_head_body
+);
+
+/// Padded output rows of one head of queries, and its log-sum-exps.
+#[inline(always)]
+fn forward_head_body<T: Element>(
+    sequence: &Sequence,
+    [q, k, v]: [HostHeads<'_, T>; 3],
+    h: usize,
+    shape: &AttentionShape<'_>,
+) -> (Vec<f32>, Vec<f32>) {
+    let (head, kv) = (shape.head, h / shape.group());
+    let queries = sequence.rows(q, sequence.queries.clone(), h, head);
+    let keys = sequence.rows(k, sequence.keys.clone(), kv, head);
+    let values = sequence.rows(v, sequence.keys.clone(), kv, head);
+    sequence.forward(&queries, &sequence.columns(&keys), &values)
+}
+
+with_fma!(
+    fn backward_head[T: Element](
+        sequence: &Sequence,
+        operands: [HostHeads<'_, T>; 3],
+        saved: (HostHeads<'_, T>, &[f32]),
+        dout: HostHeads<'_, T>,
+        h: usize,
+        shape: &AttentionShape<'_>,
+    ) -> HeadGradients = backward_head_body
+);
+
+/// The gradients of one head of queries.
+#[inline(always)]
+fn backward_head_body<T: Element>(
+    sequence: &Sequence,
+    [q, k, v]: [HostHeads<'_, T>; 3],
+    (out, lse): (HostHeads<'_, T>, &[f32]),
+    dout: HostHeads<'_, T>,
+    h: usize,
+    shape: &AttentionShape<'_>,
+) -> HeadGradients {
+    let (head, kv) = (shape.head, h / shape.group());
+    let (queries, keys) = (sequence.queries.clone(), sequence.keys.clone());
+    let first = h * shape.q_tokens + queries.start;
+    let operands = HeadOperands {
+        q: sequence.rows(q, queries.clone(), h, head),
+        k: sequence.rows(k, keys.clone(), kv, head),
+        v: sequence.rows(v, keys, kv, head),
+        dout: sequence.rows(dout, queries.clone(), h, head),
+        lse: &lse[first..][..queries.len()],
+    };
+    let out = sequence.rows(out, queries, h, head);
+    let delta = sequence.delta(&out, &operands.dout);
+    sequence.backward(&operands, &delta)
 }
 
 impl Sequence {

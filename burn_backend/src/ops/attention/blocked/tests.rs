@@ -277,15 +277,11 @@ fn bits_depend_on_the_sequence_alone() {
     for (found, expected) in gradients.iter().zip(&whole) {
         assert_eq!(bits(found), bits(expected));
     }
-    // The first head, without `with_fma`.
+    // The first head, compiled without fused multiply-adds.
     let shape = several.shape();
     let heads = PerHead::new(&shape);
     let sequence = &heads.sequences[1];
-    let [q, k, v] = data.operands(&several);
-    let queries = sequence.rows(q, sequence.queries.clone(), 0, 24);
-    let keys = sequence.rows(k, sequence.keys.clone(), 0, 24);
-    let values = sequence.rows(v, sequence.keys.clone(), 0, 24);
-    let (plain, _) = sequence.forward(&queries, &sequence.columns(&keys), &values);
+    let (plain, _) = forward_head_body(sequence, data.operands(&several), 0, &shape);
     for (plain, row) in plain.chunks(32).zip(out_alone.chunks(wide)) {
         assert_eq!(bits(&plain[..24]), bits(&row[..24]));
     }
