@@ -9,7 +9,10 @@
 use rayon::prelude::*;
 
 use super::exponential::sigmoid;
-use super::{Element, Gelu, gelu, gelu_backward};
+use super::{
+    Element, Gelu, gelu, gelu_backward,
+    simd::{rows_per_task, with_fma},
+};
 use crate::BLOCK;
 
 /// An activation between two linear layers.
@@ -76,13 +79,7 @@ pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32
         .into_par_iter()
         .map(|row| {
             let mut sums = [0f32; SUM_LANES];
-            for (b, block) in x[row * cols..][..cols].chunks(BLOCK).enumerate() {
-                let sum = &mut sums[b % SUM_LANES];
-                for value in block {
-                    let value = value.to_f32();
-                    *sum = value.mul_add(value, *sum);
-                }
-            }
+            add_squares(&x[row * cols..][..cols], &mut sums);
             let mut len = SUM_LANES;
             while len > 1 {
                 len /= 2;
@@ -93,6 +90,21 @@ pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32
             1.0 / (sums[0] / cols as f32 + epsilon).sqrt()
         })
         .collect()
+}
+
+with_fma!(
+    fn add_squares[T: Element](row: &[T], sums: &mut [f32; SUM_LANES]) = add_squares_body
+);
+
+#[inline(always)]
+fn add_squares_body<T: Element>(row: &[T], sums: &mut [f32; SUM_LANES]) {
+    for (b, block) in row.chunks(BLOCK).enumerate() {
+        let sum = &mut sums[b % SUM_LANES];
+        for value in block {
+            let value = value.to_f32();
+            *sum = value.mul_add(value, *sum);
+        }
+    }
 }
 
 /// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in
@@ -124,14 +136,27 @@ pub fn rms_norm<T: Element>(x: &[T], rstd: &[f32], gain: &[f32]) -> Vec<T> {
 /// # Panics
 /// When `gate_up` does not hold `rows * 2 * width` elements.
 pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
-    halves(gate_up, rows, width)
-        .flat_map_iter(|(gate, up)| {
-            gate.iter().zip(up).map(|(gate, up)| {
-                let gate = gate.to_f32();
-                T::from_f32(gate * sigmoid(gate).0 * up.to_f32())
-            })
-        })
-        .collect()
+    check_halves(gate_up, rows, width);
+    let mut out = vec![T::from_f32(0.0); rows * width];
+    let (run, width) = (rows_per_task(width), width.max(1));
+    out.par_chunks_mut(run * width)
+        .zip(gate_up.par_chunks(run * 2 * width))
+        .for_each(|(out, gate_up)| swiglu_rows(gate_up, width, out));
+    out
+}
+
+with_fma!(fn swiglu_rows[T: Element](gate_up: &[T], width: usize, out: &mut [T]) = swiglu_rows_body);
+
+#[inline(always)]
+fn swiglu_rows_body<T: Element>(gate_up: &[T], width: usize, out: &mut [T]) {
+    let rows = out.chunks_exact_mut(width);
+    for (out, gate_up) in rows.zip(gate_up.chunks_exact(2 * width)) {
+        let (gate, up) = gate_up.split_at(width);
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            let gate = gate.to_f32();
+            *out = T::from_f32(gate * sigmoid(gate).0 * up.to_f32());
+        }
+    }
 }
 
 /// The gradient of [`swiglu`] by its two inputs, concatenated: `rows` x `2 width`, from `grad`,
@@ -146,35 +171,40 @@ pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width
         rows * width,
         "`grad` must hold rows * width elements"
     );
-    halves(gate_up, rows, width)
-        .zip(grad.par_chunks(width.max(1)))
-        .flat_map_iter(|((gate, up), grad)| {
-            let by_gate = gate.iter().zip(up).zip(grad).map(|((gate, up), grad)| {
-                let gate = gate.to_f32();
-                let (value, rest) = sigmoid(gate);
-                let slope = value * gate.mul_add(rest, 1.0);
-                T::from_f32(grad.to_f32() * up.to_f32() * slope)
-            });
-            let by_up = gate.iter().zip(grad).map(|(gate, grad)| {
-                let gate = gate.to_f32();
-                T::from_f32(grad.to_f32() * (gate * sigmoid(gate).0))
-            });
-            by_gate.chain(by_up)
-        })
-        .collect()
+    check_halves(gate_up, rows, width);
+    let mut both = gate_up.to_vec();
+    let (run, width) = (rows_per_task(width), width.max(1));
+    both.par_chunks_mut(run * 2 * width)
+        .zip(grad.par_chunks(run * width))
+        .for_each(|(both, grad)| swiglu_backward_rows(grad, width, both));
+    both
 }
 
-/// The rows of a matrix of two halves.
-fn halves<T: Element>(
-    both: &[T],
-    rows: usize,
-    width: usize,
-) -> impl IndexedParallelIterator<Item = (&[T], &[T])> {
+with_fma!(
+    fn swiglu_backward_rows[T: Element](grad: &[T], width: usize, both: &mut [T])
+        = swiglu_backward_rows_body
+);
+
+/// Turns rows of gate and up into their gradients.
+#[inline(always)]
+fn swiglu_backward_rows_body<T: Element>(grad: &[T], width: usize, both: &mut [T]) {
+    let rows = both.chunks_exact_mut(2 * width);
+    for (both, grad) in rows.zip(grad.chunks_exact(width)) {
+        let (gate, up) = both.split_at_mut(width);
+        for ((by_gate, by_up), grad) in gate.iter_mut().zip(up).zip(grad) {
+            let (gate, up, grad) = (by_gate.to_f32(), by_up.to_f32(), grad.to_f32());
+            let (value, rest) = sigmoid(gate);
+            let slope = value * gate.mul_add(rest, 1.0);
+            *by_gate = T::from_f32(grad * up * slope);
+            *by_up = T::from_f32(grad * (gate * value));
+        }
+    }
+}
+
+fn check_halves<T>(gate_up: &[T], rows: usize, width: usize) {
     assert_eq!(
-        both.len(),
+        gate_up.len(),
         rows * 2 * width,
         "`gate_up` must hold rows * 2 * width elements"
     );
-    both.par_chunks((2 * width).max(1))
-        .map(move |row| row.split_at(width))
 }

@@ -7,7 +7,7 @@ use super::{
     hadamard::{MAX_GROUP, transform_lanes},
     load::load_rows,
     scaling::magnitudes,
-    simd::{self, Isa, Task},
+    simd::{self, Isa, Task, with_fma},
 };
 use crate::{BLOCK, Hadamard};
 
@@ -20,16 +20,20 @@ const GRAIN: usize = 1 << 15;
 /// Magnitudes are compared as integers, an order that is total and does not depend on the order of
 /// the elements, so every device gets the same answer.
 pub fn amax<T: Element>(x: &[T]) -> f32 {
-    let bits = x
-        .par_chunks(GRAIN)
-        .map(|chunk| {
-            chunk.iter().fold(0u32, |max, value| {
-                max.max(value.to_f32().to_bits() & 0x7FFF_FFFF)
-            })
-        })
-        .max()
-        .unwrap_or(0);
+    let bits = x.par_chunks(GRAIN).map(largest).max().unwrap_or(0);
     canonical(bits)
+}
+
+with_fma!(fn largest[T: Element](x: &[T]) -> u32 = largest_body);
+
+/// The bits of the largest magnitude.
+#[inline(always)]
+fn largest_body<T: Element>(x: &[T]) -> u32 {
+    let mut largest = 0;
+    for value in x {
+        largest = (value.to_f32().to_bits() & 0x7FFF_FFFF).max(largest);
+    }
+    largest
 }
 
 /// The largest magnitude of each row of a `rows` x `cols` matrix.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Element, exp_of_negative, sigmoid};
+use super::{Element, exp_of_negative, sigmoid, simd::with_fma};
 
 /// Which form of GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -118,10 +118,19 @@ fn slope(gelu: Gelu, x: f32) -> f32 {
 
 /// GELU of each element, rounded to the type of `x`.
 pub fn gelu<T: Element>(gelu: Gelu, x: &[T]) -> Vec<T> {
-    let values = x.par_iter().with_min_len(CHUNK);
-    values
-        .map(|x| T::from_f32(value(gelu, x.to_f32())))
-        .collect()
+    let mut out = x.to_vec();
+    out.par_chunks_mut(CHUNK)
+        .for_each(|out| apply_values(gelu, out));
+    out
+}
+
+with_fma!(fn apply_values[T: Element](gelu: Gelu, x: &mut [T]) = apply_values_body);
+
+#[inline(always)]
+fn apply_values_body<T: Element>(gelu: Gelu, x: &mut [T]) {
+    for x in x {
+        *x = T::from_f32(value(gelu, x.to_f32()));
+    }
 }
 
 /// The gradient of [`gelu`] by `x`, given `grad`, that of its output.
@@ -130,10 +139,19 @@ pub fn gelu<T: Element>(gelu: Gelu, x: &[T]) -> Vec<T> {
 /// When `grad` is not as long as `x`.
 pub fn gelu_backward<T: Element>(gelu: Gelu, grad: &[T], x: &[T]) -> Vec<T> {
     assert_eq!(grad.len(), x.len(), "`grad` must have the size of `x`");
-    let pairs = grad.par_iter().zip(x).with_min_len(CHUNK);
-    pairs
-        .map(|(grad, x)| T::from_f32(grad.to_f32() * slope(gelu, x.to_f32())))
-        .collect()
+    let mut out = grad.to_vec();
+    let pairs = out.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK));
+    pairs.for_each(|(out, x)| apply_slopes(gelu, out, x));
+    out
+}
+
+with_fma!(fn apply_slopes[T: Element](gelu: Gelu, grad: &mut [T], x: &[T]) = apply_slopes_body);
+
+#[inline(always)]
+fn apply_slopes_body<T: Element>(gelu: Gelu, grad: &mut [T], x: &[T]) {
+    for (grad, x) in grad.iter_mut().zip(x) {
+        *grad = T::from_f32(grad.to_f32() * slope(gelu, x.to_f32()));
+    }
 }
 
 #[cfg(test)]

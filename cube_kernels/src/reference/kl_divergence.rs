@@ -7,7 +7,7 @@
 use rayon::prelude::*;
 
 use super::loss::{BLOCK, Lane, cross_entropy_lanes, ln, tree};
-use super::{Element, exp_of_negative};
+use super::{Element, exp_of_negative, simd::with_fma};
 
 /// The KL divergence of a student to its teacher on their logits.
 ///
@@ -95,7 +95,17 @@ pub fn kl_divergence_rows<T: Element>(
         .collect()
 }
 
-fn row_of<T: Element>(
+with_fma!(
+    fn row_of[T: Element](
+        student: &mut [T],
+        teacher: &[T],
+        temperature: f32,
+        scale: Option<f32>,
+    ) -> f32 = row_of_body
+);
+
+#[inline(always)]
+fn row_of_body<T: Element>(
     student: &mut [T],
     teacher: &[T],
     temperature: f32,
@@ -120,6 +130,7 @@ fn row_of<T: Element>(
 
 /// Student and teacher of a row; the teacher's total is the sum of its exponentials times the
 /// differences.
+#[inline(always)]
 fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, Lane) {
     let count = cross_entropy_lanes(student.len());
     let start = Lane {

@@ -12,7 +12,10 @@
 
 use rayon::prelude::*;
 
-use super::{Element, exp_of_negative};
+use super::{
+    Element, exp_of_negative,
+    simd::{rows_per_task, with_fma},
+};
 
 /// Elements of a block.
 pub(super) const BLOCK: usize = 8;
@@ -116,6 +119,7 @@ pub(crate) const SQRT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
 /// The natural logarithm of a normal positive number, by at most 2 units in the last place; NaN
 /// stays NaN. Cephes' polynomial, by fused multiply-adds.
+#[inline(always)]
 pub fn ln(x: f32) -> f32 {
     if x.is_nan() {
         return x;
@@ -225,6 +229,7 @@ pub fn cross_entropy_rows<T: Element>(
     logits
         .par_chunks_mut(vocab)
         .zip(targets)
+        .with_min_len(rows_per_task(vocab))
         .map(|(row, target)| cross_entropy_row(row, *target, params, scale))
         .collect()
 }
@@ -237,7 +242,17 @@ pub(super) struct Lane {
     pub total: f32,
 }
 
-fn cross_entropy_row<T: Element>(
+with_fma!(
+    fn cross_entropy_row[T: Element](
+        row: &mut [T],
+        target: i32,
+        params: &CrossEntropy,
+        scale: Option<f32>,
+    ) -> f32 = cross_entropy_row_body
+);
+
+#[inline(always)]
+fn cross_entropy_row_body<T: Element>(
     row: &mut [T],
     target: i32,
     params: &CrossEntropy,
@@ -271,19 +286,21 @@ fn cross_entropy_row<T: Element>(
         let by_lse = (2.0 * params.z_loss).mul_add(lse, 1.0);
         let factor = (by_lse * scale) * (1.0 / whole.sum);
         let uniform = (smoothing * spread) * scale;
-        for (column, value) in row.iter_mut().enumerate() {
+        let gradient = |value: T| {
             let e = exp_of_negative(value.to_f32() - whole.max);
-            let mut gradient = e.mul_add(factor, -uniform);
-            if column == target {
-                gradient -= kept * scale;
-            }
-            *value = T::from_f32(gradient);
+            e.mul_add(factor, -uniform)
+        };
+        let of_target = gradient(row[target]) - kept * scale;
+        for value in row.iter_mut() {
+            *value = T::from_f32(gradient(*value));
         }
+        row[target] = T::from_f32(of_target);
     }
     loss
 }
 
 /// The lanes of a row, and their combination.
+#[inline(always)]
 fn fold_row<T: Element>(row: &[T]) -> Lane {
     let count = cross_entropy_lanes(row.len());
     let start = Lane {
@@ -320,6 +337,7 @@ fn fold_row<T: Element>(row: &[T]) -> Lane {
 }
 
 /// The sum of a power of two of values: neighbours, then neighbouring pairs, and so on.
+#[inline(always)]
 pub(super) fn tree(values: &mut [f32]) -> f32 {
     let mut len = values.len();
     while len > 1 {

@@ -11,7 +11,10 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Element, SUM_LANES};
+use super::{
+    Element, SUM_LANES,
+    simd::{rows_per_task, with_fma},
+};
 use crate::BLOCK;
 
 /// Which norm.
@@ -30,6 +33,8 @@ const MOST_PARTS: usize = 264;
 const LEAST_ROWS: usize = 8;
 /// Sums that the parts are dealt out to in turn before these are added in a tree.
 pub(crate) const PART_LANES: usize = 16;
+/// Elements per task of an addition.
+const CHUNK: usize = 8192;
 /// Partial sums along a row in the backward, which needs more registers for each element.
 pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
 
@@ -94,18 +99,22 @@ pub struct NormBackward<T> {
 }
 
 /// The sums of blocks of a row, of what `add` adds for each element to a sum.
+#[inline(always)]
 fn row_sum<const LANES: usize>(cols: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
     let mut sums = [0f32; LANES];
-    for block in 0..cols.div_ceil(BLOCK) {
+    let blocks = cols.div_ceil(BLOCK);
+    for block in 0..blocks {
         let sum = &mut sums[block % LANES];
         for column in block * BLOCK..((block + 1) * BLOCK).min(cols) {
             *sum = add(*sum, column);
         }
     }
-    tree(&mut sums)
+    // The other sums are zeros, and none is a negative zero, which adding zeros would change.
+    tree(&mut sums[..blocks.next_power_of_two().min(LANES)])
 }
 
 /// The sum of neighbours, then of neighbouring pairs, and so on, of a power of two of sums.
+#[inline(always)]
 fn tree(sums: &mut [f32]) -> f32 {
     let mut len = sums.len();
     while len > 1 {
@@ -143,36 +152,20 @@ pub fn norm_forward<T: Element>(
             x.len(),
             "`residual` must have the size of `x`"
         );
-        let pairs = x.par_iter().zip(residual);
-        pairs
-            .map(|(x, residual)| T::from_f32(x.to_f32() + residual.to_f32()))
-            .collect()
+        let mut sum = x.to_vec();
+        let pairs = sum.par_chunks_mut(CHUNK).zip(residual.par_chunks(CHUNK));
+        pairs.for_each(|(sum, residual)| add_residual(sum, residual));
+        sum
     });
     let x = sum.as_deref().unwrap_or(x);
-    let rows_of = x.par_chunks(cols.max(1));
-    let stats: Vec<[f32; 2]> = rows_of
-        .clone()
-        .map(|row| row_stats(norm, row, epsilon))
-        .collect();
-    let normed = rows_of.zip(&stats).flat_map_iter(|(row, [rstd, mean])| {
-        let columns = row.iter().enumerate();
-        columns.map(move |(column, x)| {
-            T::from_f32(match norm {
-                Norm::Rms => x.to_f32() * rstd * gain[column],
-                Norm::Layer => {
-                    let normed = (x.to_f32() - mean) * rstd;
-                    match bias {
-                        Some(bias) => normed.mul_add(gain[column], bias[column]),
-                        None => normed * gain[column],
-                    }
-                }
-            })
-        })
-    });
-    let normed = normed.collect();
-    // Rows without columns have no chunks.
-    let missing = vec![row_stats::<T>(norm, &[], epsilon); rows - stats.len()];
-    let stats = [stats, missing].concat();
+    let (run, width) = (rows_per_task(cols), cols.max(1));
+    let mut normed = x.to_vec();
+    // Rows without columns are in no chunk.
+    let mut stats = vec![row_stats::<T>(norm, &[], epsilon); rows];
+    normed
+        .par_chunks_mut(run * width)
+        .zip(stats.par_chunks_mut(run))
+        .for_each(|(rows, stats)| norm_rows(norm, rows, stats, (gain, bias), epsilon));
     let mut found: Vec<f32> = stats.iter().map(|stats| stats[0]).collect();
     if norm == Norm::Layer {
         found.extend(stats.iter().map(|stats| stats[1]));
@@ -184,7 +177,72 @@ pub fn norm_forward<T: Element>(
     }
 }
 
+with_fma!(fn add_residual[T: Element](x: &mut [T], residual: &[T]) = add_residual_body);
+
+#[inline(always)]
+fn add_residual_body<T: Element>(x: &mut [T], residual: &[T]) {
+    for (x, residual) in x.iter_mut().zip(residual) {
+        *x = T::from_f32(x.to_f32() + residual.to_f32());
+    }
+}
+
+with_fma!(
+    fn norm_rows[T: Element](
+        norm: Norm,
+        rows: &mut [T],
+        stats: &mut [[f32; 2]],
+        factors: (&[f32], Option<&[f32]>),
+        epsilon: f32,
+    ) = norm_rows_body
+);
+
+/// Normalises rows in place.
+#[inline(always)]
+fn norm_rows_body<T: Element>(
+    norm: Norm,
+    rows: &mut [T],
+    stats: &mut [[f32; 2]],
+    (gain, bias): (&[f32], Option<&[f32]>),
+    epsilon: f32,
+) {
+    for (row, stats) in rows.chunks_exact_mut(gain.len()).zip(stats) {
+        *stats = row_stats(norm, row, epsilon);
+        norm_row(norm, row, *stats, gain, bias);
+    }
+}
+
+/// Normalises a row in place.
+#[inline(always)]
+fn norm_row<T: Element>(
+    norm: Norm,
+    row: &mut [T],
+    [rstd, mean]: [f32; 2],
+    gain: &[f32],
+    bias: Option<&[f32]>,
+) {
+    let columns = row.iter_mut().zip(gain);
+    match (norm, bias) {
+        (Norm::Rms, _) => {
+            for (x, gain) in columns {
+                *x = T::from_f32(x.to_f32() * rstd * gain);
+            }
+        }
+        (Norm::Layer, None) => {
+            for (x, gain) in columns {
+                *x = T::from_f32((x.to_f32() - mean) * rstd * gain);
+            }
+        }
+        (Norm::Layer, Some(bias)) => {
+            for ((x, gain), bias) in columns.zip(bias) {
+                let normed = (x.to_f32() - mean) * rstd;
+                *x = T::from_f32(normed.mul_add(*gain, *bias));
+            }
+        }
+    }
+}
+
 /// The factor and the mean of a row.
+#[inline(always)]
 fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
     let cols = row.len() as f32;
     let mean = match norm {
@@ -231,26 +289,19 @@ pub fn norm_backward<T: Element>(
             "a matrix must hold rows * cols elements"
         );
     }
-    let row_of = |row: usize| {
-        let at = row * cols..(row + 1) * cols;
-        let mean = match norm {
-            Norm::Rms => 0.0,
-            Norm::Layer => stats[rows + row],
-        };
-        Row {
-            norm,
-            grad: &grad[at.clone()],
-            x: &x[at.clone()],
-            rstd: stats[row],
-            mean,
-            gain,
-        }
+    let operands = BackwardOperands {
+        norm,
+        grad,
+        sum_grad,
+        x,
+        stats,
+        gain,
     };
-    let by_x = (0..rows).into_par_iter().flat_map_iter(|row| {
-        let sum_grad = sum_grad.map(|grad| &grad[row * cols..][..cols]);
-        row_of(row).by_x(sum_grad)
-    });
-    let by_x = by_x.collect();
+    let (run, width) = (rows_per_task(cols), cols.max(1));
+    let mut by_x = grad.to_vec();
+    by_x.par_chunks_mut(run * width)
+        .enumerate()
+        .for_each(|(task, by_x)| gradients_by_x(&operands, task * run, by_x));
     let parts = norm_parts(rows);
     let lanes = norm_part_lanes(cols);
     let biased = norm == Norm::Layer;
@@ -259,17 +310,8 @@ pub fn norm_backward<T: Element>(
         .map(|part| {
             let mut gain = vec![0f32; lanes * cols];
             let mut bias = vec![0f32; if biased { lanes * cols } else { 0 }];
-            for (i, row) in part_rows(part, parts, rows).enumerate() {
-                let (row, at) = (row_of(row), i % lanes * cols);
-                for (i, sum) in gain[at..][..cols].iter_mut().enumerate() {
-                    *sum = row.grad[i].to_f32().mul_add(row.normed(i), *sum);
-                }
-                if biased {
-                    for (grad, sum) in row.grad.iter().zip(&mut bias[at..][..cols]) {
-                        *sum += grad.to_f32();
-                    }
-                }
-            }
+            let rows = part_rows(part, parts, rows);
+            add_by_factors(&operands, rows, &mut gain, &mut bias);
             [gain, bias].map(|sums| add_lanes(sums, cols))
         })
         .collect();
@@ -309,48 +351,146 @@ fn sum_parts(parts: impl Iterator<Item = f32>) -> f32 {
     tree(&mut sums)
 }
 
+/// The matrices of the backward, and the factors of rows and columns.
+struct BackwardOperands<'a, T> {
+    norm: Norm,
+    grad: &'a [T],
+    sum_grad: Option<&'a [T]>,
+    x: &'a [T],
+    stats: &'a [f32],
+    gain: &'a [f32],
+}
+
+impl<'a, T> BackwardOperands<'a, T> {
+    #[inline(always)]
+    fn row(&self, row: usize) -> Row<'a, T> {
+        let cols = self.gain.len();
+        let at = row * cols..(row + 1) * cols;
+        Row {
+            norm: self.norm,
+            grad: &self.grad[at.clone()],
+            sum_grad: self.sum_grad.map(|grad| &grad[at.clone()]),
+            x: &self.x[at],
+            rstd: self.stats[row],
+            mean: match self.norm {
+                Norm::Rms => 0.0,
+                Norm::Layer => self.stats[self.stats.len() / 2 + row],
+            },
+            gain: self.gain,
+        }
+    }
+}
+
+with_fma!(
+    fn gradients_by_x[T: Element](operands: &BackwardOperands<'_, T>, first: usize, by_x: &mut [T])
+        = gradients_by_x_body
+);
+
+/// Writes the gradients by the rows from `first` on.
+#[inline(always)]
+fn gradients_by_x_body<T: Element>(
+    operands: &BackwardOperands<'_, T>,
+    first: usize,
+    by_x: &mut [T],
+) {
+    let rows = by_x.chunks_exact_mut(operands.gain.len());
+    for (i, by_x) in rows.enumerate() {
+        operands.row(first + i).by_x(by_x);
+    }
+}
+
+with_fma!(
+    fn add_by_factors[T: Element](
+        operands: &BackwardOperands<'_, T>,
+        rows: Range<usize>,
+        gain: &mut [f32],
+        bias: &mut [f32],
+    ) = add_by_factors_body
+);
+
+/// Adds the gradients by gain and bias, which `rows` deal out to the lanes in turn. There is no
+/// bias where its sums are empty.
+#[inline(always)]
+fn add_by_factors_body<T: Element>(
+    operands: &BackwardOperands<'_, T>,
+    rows: Range<usize>,
+    gain: &mut [f32],
+    bias: &mut [f32],
+) {
+    let cols = operands.gain.len();
+    let lanes = norm_part_lanes(cols);
+    for (i, row) in rows.enumerate() {
+        let (row, at) = (operands.row(row), i % lanes * cols);
+        row.add_by_gain(&mut gain[at..][..cols]);
+        if !bias.is_empty() {
+            for (grad, sum) in row.grad.iter().zip(&mut bias[at..][..cols]) {
+                *sum += grad.to_f32();
+            }
+        }
+    }
+}
+
 /// A row of the backward.
 struct Row<'a, T> {
     norm: Norm,
     grad: &'a [T],
+    sum_grad: Option<&'a [T]>,
     x: &'a [T],
     rstd: f32,
     mean: f32,
     gain: &'a [f32],
 }
 
-impl<'a, T: Element> Row<'a, T> {
-    /// The normalised element in column `i`, before the gain.
-    fn normed(&self, i: usize) -> f32 {
+impl<T: Element> Row<'_, T> {
+    /// A normalised element, before the gain.
+    #[inline(always)]
+    fn normed(&self, x: T) -> f32 {
         match self.norm {
-            Norm::Rms => self.x[i].to_f32() * self.rstd,
-            Norm::Layer => (self.x[i].to_f32() - self.mean) * self.rstd,
+            Norm::Rms => x.to_f32() * self.rstd,
+            Norm::Layer => (x.to_f32() - self.mean) * self.rstd,
         }
     }
 
-    /// The gradient by `x`.
-    fn by_x(self, sum_grad: Option<&'a [T]>) -> impl Iterator<Item = T> + use<'a, T> {
-        let cols = self.x.len();
-        let scaled = |i: usize| self.grad[i].to_f32() * self.gain[i];
+    /// Adds the gradient by the gain to `sums`.
+    #[inline(always)]
+    fn add_by_gain(&self, sums: &mut [f32]) {
+        for ((grad, x), sum) in self.grad.iter().zip(self.x).zip(sums) {
+            *sum = grad.to_f32().mul_add(self.normed(*x), *sum);
+        }
+    }
+
+    /// Writes the gradient by `x`.
+    #[inline(always)]
+    fn by_x(&self, by_x: &mut [T]) {
+        let cols = by_x.len();
+        let (grad, x, gain) = (&self.grad[..cols], &self.x[..cols], &self.gain[..cols]);
         let mean = match self.norm {
             Norm::Rms => 0.0,
             Norm::Layer => {
-                let add = |sum, i: usize| self.grad[i].to_f32().mul_add(self.gain[i], sum);
+                let add = |sum, i: usize| grad[i].to_f32().mul_add(gain[i], sum);
                 row_sum::<GRAD_SUM_LANES>(cols, add) / cols as f32
             }
         };
-        let dot = row_sum::<GRAD_SUM_LANES>(cols, |sum, i| scaled(i).mul_add(self.normed(i), sum))
-            / cols as f32;
-        (0..cols).map(move |i| {
+        let add = |sum, i: usize| (grad[i].to_f32() * gain[i]).mul_add(self.normed(x[i]), sum);
+        let dot = row_sum::<GRAD_SUM_LANES>(cols, add) / cols as f32;
+        let centered = |i: usize| {
             let grad = match self.norm {
-                Norm::Rms => self.grad[i].to_f32() * self.gain[i],
-                Norm::Layer => self.grad[i].to_f32().mul_add(self.gain[i], -mean),
+                Norm::Rms => grad[i].to_f32() * gain[i],
+                Norm::Layer => grad[i].to_f32().mul_add(gain[i], -mean),
             };
-            let centered = (-self.normed(i)).mul_add(dot, grad);
-            T::from_f32(match sum_grad {
-                Some(sum_grad) => centered.mul_add(self.rstd, sum_grad[i].to_f32()),
-                None => centered * self.rstd,
-            })
-        })
+            (-self.normed(x[i])).mul_add(dot, grad)
+        };
+        match self.sum_grad {
+            Some(sum_grad) => {
+                for (i, (by_x, sum_grad)) in by_x.iter_mut().zip(sum_grad).enumerate() {
+                    *by_x = T::from_f32(centered(i).mul_add(self.rstd, sum_grad.to_f32()));
+                }
+            }
+            None => {
+                for (i, by_x) in by_x.iter_mut().enumerate() {
+                    *by_x = T::from_f32(centered(i) * self.rstd);
+                }
+            }
+        }
     }
 }

@@ -12,7 +12,7 @@
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{Element, philox::philox4x32};
+use super::{Element, philox::philox4x32, simd::with_fma};
 
 /// Elements of a gradient whose squares are added together.
 pub const SQUARE_CHUNK: usize = 16_384;
@@ -156,8 +156,6 @@ pub fn adamw<G: Element, M: Moment>(
     update: AdamWUpdate<'_, G, M>,
 ) {
     let constants = AdamWConstants::new(params);
-    let keep = (-schedule.learning_rate).mul_add(update.decay, 1.0);
-    let key = update.key;
     const RUN: usize = 4096;
     update
         .weight
@@ -167,26 +165,57 @@ pub fn adamw<G: Element, M: Moment>(
         .zip(update.gradient.par_chunks(RUN))
         .enumerate()
         .for_each(|(run, (((weight, first), second), gradient))| {
-            let mut words = [0; 4];
-            for i in 0..weight.len() {
-                let element = (run * RUN + i) as u64;
-                if M::RANDOM && element.is_multiple_of(4) {
-                    let block = element / 4;
-                    let counter = [block as u32, (block >> 32) as u32, schedule.step, 0];
-                    words = philox4x32(counter, key);
-                }
-                let gradient = gradient[i].to_f32() * factor;
-                let m = (first[i].to_f32()).mul_add(constants.beta_1, constants.rest_1 * gradient);
-                let square = constants.rest_2 * (gradient * gradient);
-                let v = (second[i].to_f32()).mul_add(constants.beta_2, square);
-                let root = (v * schedule.correction_2).sqrt() + constants.epsilon;
-                let direction = m * schedule.correction_1 * (1.0 / root);
-                weight[i] = direction.mul_add(-schedule.learning_rate, weight[i] * keep);
-                let word = words[(element % 4) as usize];
-                first[i] = M::round(m, word & 0xFFFF);
-                second[i] = M::round(v, word >> 16);
-            }
+            let update = AdamWUpdate {
+                gradient,
+                weight,
+                first,
+                second,
+                ..update
+            };
+            adamw_run(&constants, schedule, factor, run * RUN, update);
         });
+}
+
+with_fma!(
+    fn adamw_run[G: Element, M: Moment](
+        constants: &AdamWConstants,
+        schedule: &AdamWSchedule,
+        factor: f32,
+        before: usize,
+        update: AdamWUpdate<'_, G, M>,
+    ) = adamw_run_body
+);
+
+/// Steps neighbouring elements of a parameter, a multiple of four `before` them.
+#[inline(always)]
+fn adamw_run_body<G: Element, M: Moment>(
+    constants: &AdamWConstants,
+    schedule: &AdamWSchedule,
+    factor: f32,
+    before: usize,
+    update: AdamWUpdate<'_, G, M>,
+) {
+    let keep = (-schedule.learning_rate).mul_add(update.decay, 1.0);
+    let mut words = [0; 4];
+    let moments = update.first.iter_mut().zip(update.second);
+    let elements = update.weight.iter_mut().zip(moments).zip(update.gradient);
+    for (i, ((weight, (first, second)), gradient)) in elements.enumerate() {
+        if M::RANDOM && i.is_multiple_of(4) {
+            let block = (before + i) as u64 / 4;
+            let counter = [block as u32, (block >> 32) as u32, schedule.step, 0];
+            words = philox4x32(counter, update.key);
+        }
+        let gradient = gradient.to_f32() * factor;
+        let m = (first.to_f32()).mul_add(constants.beta_1, constants.rest_1 * gradient);
+        let square = constants.rest_2 * (gradient * gradient);
+        let v = (second.to_f32()).mul_add(constants.beta_2, square);
+        let root = (v * schedule.correction_2).sqrt() + constants.epsilon;
+        let direction = m * schedule.correction_1 * (1.0 / root);
+        *weight = direction.mul_add(-schedule.learning_rate, *weight * keep);
+        let word = if M::RANDOM { words[i % 4] } else { 0 };
+        *first = M::round(m, word & 0xFFFF);
+        *second = M::round(v, word >> 16);
+    }
 }
 
 /// The constants as the arithmetic takes them.
@@ -217,19 +246,25 @@ impl AdamWConstants {
 pub fn square_sums<G: Element>(gradient: &[G]) -> Vec<f32> {
     gradient
         .par_chunks(SQUARE_CHUNK)
-        .map(|chunk| {
-            let mut lanes = [0.0f32; 4 * SQUARE_LANES];
-            for row in chunk.chunks(lanes.len()) {
-                for (lane, value) in lanes.iter_mut().zip(row) {
-                    let value = value.to_f32();
-                    *lane = value.mul_add(value, *lane);
-                }
-            }
-            tree(std::array::from_fn(|t| {
-                (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
-            }))
-        })
+        .map(sum_of_squares)
         .collect()
+}
+
+with_fma!(fn sum_of_squares[G: Element](chunk: &[G]) -> f32 = sum_of_squares_body);
+
+/// The sum of the squares of a chunk.
+#[inline(always)]
+fn sum_of_squares_body<G: Element>(chunk: &[G]) -> f32 {
+    let mut lanes = [0.0f32; 4 * SQUARE_LANES];
+    for row in chunk.chunks(lanes.len()) {
+        for (lane, value) in lanes.iter_mut().zip(row) {
+            let value = value.to_f32();
+            *lane = value.mul_add(value, *lane);
+        }
+    }
+    tree(std::array::from_fn(|t| {
+        (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
+    }))
 }
 
 /// The norm whose square the sums of all chunks make, and the factor that scales gradients down to

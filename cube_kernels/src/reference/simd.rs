@@ -64,6 +64,44 @@ pub(super) fn run(task: impl Task) {
     task.compute(Baseline);
 }
 
+/// Rows of `cols` elements that one task takes, so that it is worth starting.
+pub(super) fn rows_per_task(cols: usize) -> usize {
+    const ELEMENTS: usize = 8192;
+    (ELEMENTS / cols.max(1)).max(1)
+}
+
+/// Defines a function that runs `$body`, an `#[inline(always)]` function of the same arguments, with
+/// fused multiply-adds and the widest vectors that the processor has: compiled without them, every
+/// `mul_add` is a call. Only what is inlined into `$body` is compiled for them, so that what takes
+/// time there must be `#[inline(always)]`, too, or small. Results do not depend on the processor.
+///
+/// Generic parameters are written in brackets: `with_fma!(fn f[T: Element](x: &mut [T]) = f_body);`.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! with_fma {
+    (
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident $([$($generics:tt)*])? ($($argument:ident: $type:ty),* $(,)?)
+        $(-> $out:ty)? = $body:path
+    ) => {
+        $(#[$attribute])*
+        #[inline]
+        $vis fn $name $(<$($generics)*>)? ($($argument: $type),*) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            if ::std::is_x86_feature_detected!("avx2") && ::std::is_x86_feature_detected!("fma") {
+                #[target_feature(enable = "avx2,fma")]
+                fn wide $(<$($generics)*>)? ($($argument: $type),*) $(-> $out)? {
+                    $body($($argument),*)
+                }
+                // SAFETY: the processor has both.
+                return unsafe { wide($($argument),*) };
+            }
+            $body($($argument),*)
+        }
+    };
+}
+pub(super) use with_fma;
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;

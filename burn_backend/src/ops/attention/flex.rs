@@ -1,14 +1,13 @@
-//! Attention on Flex: the oracle's arithmetic.
+//! Attention on Flex, in [blocks](super::blocked).
 
-use burn_core::backend::{Flex, TensorMetadata};
+use burn_core::backend::Flex;
 use burn_core::tensor::{DType, Element as BurnElement, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_kernels::reference::Element;
-use nvfp4_kernels::reference::attention::{
-    self, AttentionBackward, AttentionShape, HostHeads, rope_rows,
-};
+use nvfp4_kernels::reference::attention::{AttentionShape, HostHeads, rope_rows};
 
+use super::blocked::{self, Columns};
 use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
     AttentionSpec,
@@ -195,13 +194,22 @@ impl Sizes {
             ..
         } = self.spec;
         let turn = |x: FlexTensor, stride: usize, heads: usize, starts: &[u32]| {
-            let shape = x.shape();
-            with_elements!(x, |values| {
-                let mut values = values.to_vec();
-                let angles = (&cos[..], &sin[..]);
-                rope_rows(&mut values, stride, (heads, head), starts, angles, inverse);
-                FlexTensor::from_data(TensorData::new(values, shape))
-            })
+            let (sizes, angles) = ((heads, head), (&cos[..], &sin[..]));
+            // In place where nobody else holds the memory.
+            let mut x = x.to_contiguous();
+            match x.dtype() {
+                DType::F32 => {
+                    rope_rows::<f32>(x.storage_mut(), stride, sizes, starts, angles, inverse)
+                }
+                DType::BF16 => {
+                    rope_rows::<bf16>(x.storage_mut(), stride, sizes, starts, angles, inverse)
+                }
+                DType::F16 => {
+                    rope_rows::<f16>(x.storage_mut(), stride, sizes, starts, angles, inverse)
+                }
+                other => panic!("element type {other:?}: expected F32, BF16 or F16"),
+            }
+            x
         };
         match inputs {
             AttentionInputs::Separate { q, k, v } => AttentionInputs::Separate {
@@ -218,8 +226,7 @@ impl Sizes {
     }
 
     fn forward<T: HostElement>(&self, views: Views<'_, T>) -> (FlexTensor, FlexTensor) {
-        let [q, k, v] = views.heads(&self.spec);
-        let found = attention::attention_forward(q, k, v, &self.shape());
+        let found = blocked::forward(views.heads(&self.spec), &self.shape());
         let AttentionSpec { heads, head, .. } = self.spec;
         let out = TensorData::new(found.out, [self.q_tokens, heads * head]);
         let lse = TensorData::new(found.lse, [heads, self.q_tokens]);
@@ -240,22 +247,31 @@ impl Sizes {
             ..
         } = self.spec;
         let (wide, narrow) = (heads * head, kv_heads * head);
-        let [q, k, v] = views.heads(&self.spec);
         let out = HostHeads::contiguous(T::slice(out), wide);
         let dout = HostHeads::contiguous(T::slice(dout), wide);
-        let AttentionBackward { dq, dk, dv } =
-            attention::attention_backward((q, k, v), (out, lse), dout, &self.shape());
+        let shape = self.shape();
+        let found = blocked::backward(views.heads(&self.spec), (out, lse), dout, &shape);
+        // Tokens of no sequence have zeros.
+        let zeros = |tokens: usize, width: usize| vec![T::from_f32(0.0); tokens * width];
         if is_fused {
-            let rows = dq
-                .chunks(wide)
-                .zip(dk.chunks(narrow))
-                .zip(dv.chunks(narrow));
-            let all: Vec<T> = rows
-                .flat_map(|((dq, dk), dv)| dq.iter().chain(dk).chain(dv).copied())
-                .collect();
-            let data = TensorData::new(all, [self.q_tokens, wide + 2 * narrow]);
+            let row_stride = wide + 2 * narrow;
+            let [q, k, v] = [0, wide, wide + narrow].map(|offset| Columns { row_stride, offset });
+            let mut all = zeros(self.q_tokens, row_stride);
+            found.write_queries(q, &mut all);
+            found.write_keys(k, &mut all);
+            found.write_values(v, &mut all);
+            let data = TensorData::new(all, [self.q_tokens, row_stride]);
             return AttentionInputs::Qkv(FlexTensor::from_data(data));
         }
+        let alone = |row_stride| Columns {
+            row_stride,
+            offset: 0,
+        };
+        let mut dq = zeros(self.q_tokens, wide);
+        found.write_queries(alone(wide), &mut dq);
+        let [mut dk, mut dv] = [(); 2].map(|()| zeros(self.k_tokens, narrow));
+        found.write_keys(alone(narrow), &mut dk);
+        found.write_values(alone(narrow), &mut dv);
         let tensor = |values: Vec<T>, tokens: usize, heads: usize| {
             FlexTensor::from_data(TensorData::new(values, [tokens, heads, head]))
         };

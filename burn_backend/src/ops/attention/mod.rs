@@ -4,6 +4,8 @@
 //! queued.
 
 mod autodiff;
+#[cfg(feature = "flex")]
+mod blocked;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(in crate::ops) mod cube;
 #[cfg(feature = "flex")]

@@ -14,8 +14,8 @@
 
 use rayon::prelude::*;
 
-use super::super::Element;
-use super::{exp_or_nan, math, with_fma};
+use super::super::{Element, simd::with_fma};
+use super::{exp_or_nan, math};
 use crate::AttentionParams;
 use crate::format::e4m3;
 
@@ -205,7 +205,7 @@ pub fn attention_decode<T: Element>(
                 kv_head: of_head / (shape.heads / shape.kv_heads),
             };
             let query: Vec<f32> = query.iter().map(|x| x.to_f32()).collect();
-            let out = with_fma(|| row.attend(&query, &k, &v));
+            let out = attend(&row, &query, &k, &v);
             out.into_iter().map(T::from_f32).collect()
         })
         .collect();
@@ -227,6 +227,11 @@ struct Partial {
     sum: f32,
     out: Vec<f32>,
 }
+
+with_fma!(
+    fn attend[T: Element](row: &Row<'_>, query: &[f32], k: &HostKv<'_, T>, v: &HostKv<'_, T>)
+        -> Vec<f32> = Row::attend
+);
 
 impl Row<'_> {
     #[inline(always)]

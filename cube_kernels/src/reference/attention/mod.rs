@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::Element;
+use super::{Element, simd::with_fma};
 use crate::AttentionParams;
 
 pub use decode::{
@@ -156,10 +156,7 @@ pub fn attention_forward<T: Element>(
 ) -> AttentionForward<T> {
     let rows: Vec<(Vec<f32>, Vec<f32>)> = (0..shape.heads)
         .into_par_iter()
-        .map(|h| {
-            let head = HeadOperands::new(q, k, v, shape, h);
-            with_fma(move || head.forward())
-        })
+        .map(|h| forward_rows(&HeadOperands::new(q, k, v, shape, h)))
         .collect();
     let (out, lse): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
     AttentionForward {
@@ -180,20 +177,25 @@ pub fn attention_delta<T: Element>(
     shape: &AttentionShape<'_>,
 ) -> Vec<f32> {
     let head = shape.head;
-    let row = |h: usize, token: usize| {
-        let (out, dout) = (out.head(token, h, head), dout.head(token, h, head));
-        let mut sums = vec![0f32; head.div_ceil(8).next_power_of_two()];
-        for (sum, (out, dout)) in sums.iter_mut().zip(out.chunks(8).zip(dout.chunks(8))) {
-            for (out, dout) in out.iter().zip(dout) {
-                *sum = dout.to_f32().mul_add(out.to_f32(), *sum);
-            }
-        }
-        tree(&mut sums)
-    };
+    let row =
+        |h: usize, token: usize| delta_row(out.head(token, h, head), dout.head(token, h, head));
     (0..shape.heads)
         .into_par_iter()
         .flat_map_iter(|h| (0..shape.q_tokens).map(move |token| row(h, token)))
         .collect()
+}
+
+with_fma!(fn delta_row[T: Element](out: &[T], dout: &[T]) -> f32 = delta_row_body);
+
+#[inline(always)]
+fn delta_row_body<T: Element>(out: &[T], dout: &[T]) -> f32 {
+    let mut sums = vec![0f32; out.len().div_ceil(8).next_power_of_two()];
+    for (sum, (out, dout)) in sums.iter_mut().zip(out.chunks(8).zip(dout.chunks(8))) {
+        for (out, dout) in out.iter().zip(dout) {
+            *sum = dout.to_f32().mul_add(out.to_f32(), *sum);
+        }
+    }
+    tree(&mut sums)
 }
 
 /// The gradients of [`attention_forward`], which gave `saved`, given that of its output.
@@ -217,17 +219,14 @@ pub fn attention_backward<T: Element>(
     };
     let dq: Vec<Vec<f32>> = (0..shape.heads)
         .into_par_iter()
-        .map(|h| {
-            let head = row(h);
-            with_fma(move || head.dq())
-        })
+        .map(|h| query_gradients(&row(h)))
         .collect();
     let group = shape.group();
     let (dk, dv): (Vec<_>, Vec<_>) = (0..shape.kv_heads)
         .into_par_iter()
         .map(|kv| {
             let heads: Vec<_> = (kv * group..(kv + 1) * group).map(row).collect();
-            with_fma(move || dkdv(&heads))
+            key_gradients(&heads)
         })
         .unzip();
     AttentionBackward {
@@ -284,17 +283,30 @@ pub fn rope_rows<T: Element>(
             let sequence = starts[..starts.len() - 1].partition_point(|&s| s as usize <= token);
             let start = starts[sequence.saturating_sub(1)] as usize;
             let position = (token - start.min(token)).min(positions - 1);
-            for head in row[..heads * head].chunks_mut(head) {
-                let (first, second) = head.split_at_mut(half);
-                for (i, (a, b)) in first.iter_mut().zip(second).enumerate() {
-                    let (x, y) = (a.to_f32(), b.to_f32());
-                    let (cos, sin) = (cos[position * half + i], sin[position * half + i]);
-                    let sin = if inverse { -sin } else { sin };
-                    *a = T::from_f32((-y).mul_add(sin, x * cos));
-                    *b = T::from_f32(x.mul_add(sin, y * cos));
-                }
-            }
+            let angles = position * half..(position + 1) * half;
+            let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+            turn_heads(&mut row[..heads * head], head, cos, sin, inverse);
         });
+}
+
+with_fma!(
+    fn turn_heads[T: Element](x: &mut [T], head: usize, cos: &[f32], sin: &[f32], inverse: bool)
+        = turn_heads_body
+);
+
+/// Turns the heads of one token.
+#[inline(always)]
+fn turn_heads_body<T: Element>(x: &mut [T], head: usize, cos: &[f32], sin: &[f32], inverse: bool) {
+    for head in x.chunks_mut(head) {
+        let (first, second) = head.split_at_mut(head.len() / 2);
+        let pairs = first.iter_mut().zip(second);
+        for ((a, b), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {
+            let (x, y) = (a.to_f32(), b.to_f32());
+            let sin = if inverse { -sin } else { *sin };
+            *a = T::from_f32((-y).mul_add(sin, x * cos));
+            *b = T::from_f32(x.mul_add(sin, y * cos));
+        }
+    }
 }
 
 /// `[tokens, heads, head]` from as many padded matrices as heads.
@@ -308,22 +320,6 @@ fn interleave<T: Element>(heads: &[Vec<f32>], tokens: usize, head: usize) -> Vec
         }
     }
     out
-}
-
-/// Runs `work` compiled for the widest vectors, and for fused multiply-adds, that the processor
-/// has: without these each is a call. Results do not depend on it.
-#[inline(always)]
-fn with_fma<R>(work: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
-        #[target_feature(enable = "avx2,fma")]
-        fn wide<R>(work: impl FnOnce() -> R) -> R {
-            work()
-        }
-        // SAFETY: the processor has both.
-        return unsafe { wide(work) };
-    }
-    work()
 }
 
 /// Adds neighbours, then neighbouring pairs, and so on: a power of two of them.
@@ -462,6 +458,10 @@ impl<'a> HeadOperands<'a> {
     }
 }
 
+with_fma!(
+    fn forward_rows(head: &HeadOperands<'_>) -> (Vec<f32>, Vec<f32>) = HeadOperands::forward
+);
+
 /// What the backward has of one head of queries.
 struct HeadGradient<'a> {
     operands: HeadOperands<'a>,
@@ -514,6 +514,10 @@ impl HeadGradient<'_> {
         dq
     }
 }
+
+with_fma!(fn query_gradients(head: &HeadGradient<'_>) -> Vec<f32> = HeadGradient::dq);
+
+with_fma!(fn key_gradients(heads: &[HeadGradient<'_>]) -> (Vec<f32>, Vec<f32>) = dkdv);
 
 /// Padded rows of the gradients of the keys and values that `heads` read.
 #[inline(always)]
