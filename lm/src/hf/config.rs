@@ -212,7 +212,7 @@ fn family(fields: &Fields) -> Result<Family> {
     else {
         bail!("`model_type` is `{model_type}`, but must be one of {known:?}");
     };
-    if let Some(architectures) = fields.take("architectures") {
+    if let Some(architectures) = fields.take("architectures").filter(|value| !value.is_null()) {
         let is_ours = |value: &Value| value.as_str() == Some(family.architecture());
         ensure!(
             architectures
