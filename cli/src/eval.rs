@@ -108,7 +108,7 @@ pub(crate) fn perplexity(
     texts: &[String],
     windows: Windows,
 ) -> Result<CrossEntropy> {
-    let tokens = texts.iter().map(|text| tokenizer.encode(text, true));
+    let tokens = texts.iter().map(|text| tokenizer.encode_text(text));
     let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
     let mut bar = LayerBar::new("perplexity");
     let show = &mut |done, total| bar.show(done, total, "tokens");

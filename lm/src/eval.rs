@@ -291,8 +291,8 @@ pub fn choose(
 /// The log-probability of `choice` after `context`: of the tokens of both together from the first
 /// on that differs from those of the context.
 fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) -> Result<f64> {
-    let before = tokenizer.encode(context, true)?;
-    let whole = tokenizer.encode(&format!("{context}{choice}"), true)?;
+    let before = tokenizer.encode_text(context)?;
+    let whole = tokenizer.encode_text(&format!("{context}{choice}"))?;
     let common = before.iter().zip(&whole).take_while(|(a, b)| a == b);
     let first = common.count();
     ensure!(

@@ -8,10 +8,12 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, context};
+use regex::{Captures, Regex};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::read_json;
+use crate::hf::TokenizerConfig;
 
 /// The file with the special tokens, and in older folders the template.
 const CONFIG: &str = "tokenizer_config.json";
@@ -19,6 +21,12 @@ const CONFIG: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
 /// Name of the template in the environment.
 const NAME: &str = "chat_template";
+/// Name of the filter that marks what the assistant says.
+const MARKS: &str = "assistant_generation";
+/// Marks of the filter: characters that are none, so that no text has them.
+const BEGIN: char = '\u{FDD0}';
+/// The end of what is marked.
+const END: char = '\u{FDD1}';
 
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,21 +75,16 @@ impl ChatTemplate {
         let Some(source) = source else {
             return Ok(None);
         };
-        let token = |name: &str| match config.get(name) {
-            Some(Value::String(token)) => token.clone(),
-            Some(Value::Object(token)) => {
-                let content = token.get("content").and_then(Value::as_str);
-                content.unwrap_or_default().to_owned()
-            }
-            _ => String::new(),
-        };
-        let template = Self::new(source, token("bos_token"), token("eos_token"));
+        let tokens = TokenizerConfig::read(folder)?;
+        let text = |token: Option<&str>| token.unwrap_or_default().to_owned();
+        let template = Self::new(source, text(tokens.bos()), text(tokens.eos()));
         template
             .with_context(|| folder.display().to_string())
             .map(Some)
     }
 
-    /// The template `source`, with the tokens that start and end texts.
+    /// The template `source`, with the tokens that start and end texts. The tags `generation` and
+    /// `endgeneration`, which transformers adds to Jinja, enclose what the assistant says.
     ///
     /// # Errors
     /// When it is malformed.
@@ -98,8 +101,15 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_filter(MARKS, |text: String| format!("{BEGIN}{text}{END}"));
+        // A block as those of Jinja, with their control of white space.
+        let tags = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
+        let source = tags.replace_all(&source, |tag: &Captures<'_>| match tag.get(2) {
+            None => format!("{{%{} filter {MARKS} {}%}}", &tag[1], &tag[3]),
+            Some(_) => format!("{{%{} endfilter {}%}}", &tag[1], &tag[3]),
+        });
         environment
-            .add_template_owned(NAME, source)
+            .add_template_owned(NAME, source.into_owned())
             .map_err(|error| anyhow!("the chat template is malformed: {error:#}"))?;
         Ok(Self {
             environment,
@@ -113,6 +123,18 @@ impl ChatTemplate {
     /// # Errors
     /// When the template refuses them.
     pub fn render(&self, messages: &[Message], prompt: bool) -> Result<String> {
+        Ok(unmarked(&self.rendered(messages, prompt)?).0)
+    }
+
+    /// The same with marks around what the template says is the assistant's.
+    fn rendered(&self, messages: &[Message], prompt: bool) -> Result<String> {
+        let marked = messages.iter().position(|message| {
+            let texts = [&message.role, &message.content];
+            texts.iter().any(|text| text.contains([BEGIN, END]))
+        });
+        if let Some(index) = marked {
+            bail!("message {index} has U+FDD0 or U+FDD1, which are no characters");
+        }
         let template = self.environment.get_template(NAME)?;
         let rendered = template.render(context! {
             messages => Serde(messages),
@@ -126,11 +148,14 @@ impl ChatTemplate {
     /// `messages` as text, and which of it the assistant says.
     ///
     /// # Errors
-    /// When there is no message of the assistant, the template refuses the messages, or it changes
-    /// what comes before a message when that comes: the answer would have no place then.
+    /// When there is no message of the assistant, the template refuses the messages, or, without
+    /// saying itself what the assistant says, it changes what comes before a message when that
+    /// comes: the answer would have no place then.
     pub fn conversation(&self, messages: &[Message]) -> Result<Conversation> {
-        let text = self.render(messages, false)?;
-        let mut answers = Vec::new();
+        let (text, mut answers) = unmarked(&self.rendered(messages, false)?);
+        if !answers.is_empty() {
+            return Ok(Conversation { text, answers });
+        }
         for (index, message) in messages.iter().enumerate() {
             if message.role != "assistant" {
                 continue;
@@ -150,6 +175,21 @@ impl ChatTemplate {
         );
         Ok(Conversation { text, answers })
     }
+}
+
+/// The text without marks, and which bytes of it were marked.
+fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
+    let (mut text, mut ranges) = (String::new(), Vec::new());
+    let mut begin = 0;
+    for part in marked.split_inclusive([BEGIN, END]) {
+        text.push_str(part.trim_end_matches([BEGIN, END]));
+        if part.ends_with(BEGIN) {
+            begin = text.len();
+        } else if part.ends_with(END) && begin < text.len() {
+            ranges.push(begin..text.len());
+        }
+    }
+    (text, ranges)
 }
 
 /// `chat_template` of a tokenizer's configuration.
@@ -210,6 +250,46 @@ pub(crate) mod tests {
             .map(|range| &found.text[range.clone()])
             .collect();
         assert_eq!(answers, ["1<|im_end|>\n", "2<|im_end|>\n"]);
+    }
+
+    /// The tags of transformers say what counts, and leave the text as it is without them, with
+    /// every control of white space.
+    #[test]
+    fn generation_tags_say_what_counts() {
+        let messages = [
+            message("user", "One?"),
+            message("assistant", " 1 "),
+            message("user", "Two?"),
+            message("assistant", "2"),
+        ];
+        let source = |begin: &str, end: &str| {
+            format!(
+                "{{% for m in messages %}}{{% if m.role == 'assistant' %}}[A]\n  {begin}\n {{{{ \
+                 m.content }}}}<e>  {end}\n{{% else %}}[U]\n{{{{ m.content }}}}\n{{% endif \
+                 %}}{{% endfor %}}{{% if add_generation_prompt %}}[A]\n{{% endif %}}"
+            )
+        };
+        for (begin, end) in [
+            ("{% generation %}", "{% endgeneration %}"),
+            ("{%- generation -%}", "{%- endgeneration -%}"),
+            ("{%generation-%}", "{% endgeneration+%}"),
+        ] {
+            let found = template(&source(begin, end)).conversation(&messages).unwrap();
+            // The same control of white space by tags that Jinja knows.
+            let same = |tag: &str, with: &str| tag.replace("generation", with);
+            let plain = source(&same(begin, "if true"), &end.replace("endgeneration", "endif"));
+            let plain = template(&plain).conversation(&messages).unwrap();
+            assert_eq!(found.text, plain.text, "{begin}");
+            let answers = found.answers.iter().map(|range| &found.text[range.clone()]);
+            let answers: Vec<&str> = answers.map(str::trim).collect();
+            assert_eq!(answers, ["1 <e>", "2<e>"], "{begin}");
+            assert!(!found.text.contains([BEGIN, END]));
+        }
+        let rendered = template(&source("{% generation %}", "{% endgeneration %}"));
+        let text = rendered.render(&messages, true).unwrap();
+        assert!(text.ends_with("[A]\n") && !text.contains(BEGIN), "{text}");
+        let error = rendered.render(&[message("user", "\u{FDD1}")], false);
+        assert!(error.unwrap_err().to_string().contains("U+FDD1"));
     }
 
     #[test]
