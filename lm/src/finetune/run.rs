@@ -165,12 +165,7 @@ impl<'a> Finetune<'a> {
             Some(_) => activation,
         };
         let model = Decoder::load_frozen(&config.model, &device, masters, config.frozen)?;
-        let longest = model.config().max_positions;
-        ensure!(
-            config.context <= longest,
-            "context is {}, but the model is meant for {longest} positions at most",
-            config.context
-        );
+        model.config().check_length("context", config.context)?;
         let model = match config.frozen {
             FrozenForm::High => model.into_training(&config.recipe, activation)?,
             FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,

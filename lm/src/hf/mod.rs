@@ -21,6 +21,7 @@ mod tokenizer_config;
 pub mod writer;
 
 pub use config::{DecoderConfig, Family, FeedForwardConfig, LayerConfig};
+pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;
 pub use new_folder::NewFolder;
 pub use rope::{Rope, RopeScaling};

@@ -8,6 +8,7 @@ use nvfp4_kernels::format::{e2m1, e4m3};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
+use super::config::LINEAR;
 use super::*;
 use crate::hf::golden::{Scratch, golden};
 use crate::hf::{TensorFolder, TensorWriter};
@@ -222,6 +223,7 @@ impl Model {
                 scheme,
                 kv_cache_fp8: false,
                 pre_quant: false,
+                targets: vec![LINEAR.into()],
                 exclude: vec!["lm_head".into(), "model.layers.0.mlp.gate".into()],
             },
         }

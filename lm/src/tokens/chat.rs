@@ -278,8 +278,8 @@ pub(crate) mod tests {
             // The same control of white space by tags that Jinja knows.
             let same = |tag: &str, with: &str| tag.replace("generation", with);
             let plain = source(&same(begin, "if true"), &end.replace("endgeneration", "endif"));
-            let plain = template(&plain).conversation(&messages).unwrap();
-            assert_eq!(found.text, plain.text, "{begin}");
+            let plain = template(&plain).render(&messages, false).unwrap();
+            assert_eq!(found.text, plain, "{begin}");
             let answers = found.answers.iter().map(|range| &found.text[range.clone()]);
             let answers: Vec<&str> = answers.map(str::trim).collect();
             assert_eq!(answers, ["1 <e>", "2<e>"], "{begin}");
