@@ -10,11 +10,13 @@ use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use nvfp4_kernels::format::e4m3;
+use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
 use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::random::{hash, hash_all};
 
 /// The tensors of a model, by name.
 ///
@@ -255,6 +257,17 @@ impl TensorFolder {
             bail!("no tensor `{name}` in {}", list(&files));
         };
         Ok(tensor)
+    }
+
+    /// A hash of all names, types, shapes and elements.
+    pub fn hash(&self) -> u64 {
+        let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
+        let of_one = |tensor: &StoredTensor<'_>| {
+            let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
+            hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
+        };
+        let hashes: Vec<[u8; 8]> = tensors.par_iter().map(of_one).collect();
+        hash(hashes.as_flattened())
     }
 
     /// The paths of the files.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
 use super::inputs::Inputs;
-use super::journal::{self, Journal, MadeFrom};
+use super::journal::{Journal, MadeFrom};
 use super::plan::{Plan, layer_of};
 use super::report::{LayerReport, PartReport, Quantized};
 use super::rules::{Rule, block_amax};
@@ -143,7 +143,7 @@ impl Quantization {
         let mut made_from = calibration;
         made_from.extend(options.made_from());
         for (name, found) in [
-            ("model", journal::hash_of(&tensors)),
+            ("model", tensors.hash()),
             ("config", hash(serde_json::to_string(&json)?.as_bytes())),
         ] {
             made_from.insert(name.into(), Value::String(format!("{found:016x}")));
