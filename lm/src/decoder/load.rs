@@ -13,6 +13,7 @@ use burn::nn::{Initializer, Linear, RmsNormConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm};
+use nvfp4_kernels::BLOCK;
 
 use super::attention::Attention;
 use super::feed_forward::{FeedForward, Moe, SwiGlu};
@@ -367,13 +368,23 @@ impl Loader<'_> {
         // A view: what is stored by output is what matrix instructions read best.
         let weight = param(weight.transpose());
         let dense = Projection::Dense(Linear { weight, bias });
-        match recipe {
-            None => Ok(dense),
-            Some(recipe) => dense
-                .into_nvfp4(&recipe)
-                .and_then(Projection::into_packed)
-                .with_context(|| format!("`{}`", paths[0])),
+        let Some(recipe) = recipe else {
+            return Ok(dense);
+        };
+        let [d_in, d_out] = dense.shape();
+        let mut parts = Vec::new();
+        for name in paths {
+            let outputs = self.tensors.get(&format!("{name}.weight"))?.shape[0];
+            let name = name.clone();
+            parts.push(names::Part { name, outputs });
         }
+        if let Some(what) = names::odd_widths(self.config, &parts, d_in) {
+            bail!("{what}: they cannot be quantized when the model is loaded");
+        }
+        dense
+            .into_nvfp4(&recipe)
+            .and_then(Projection::into_packed)
+            .with_context(|| format!("`{}` [{d_out}, {d_in}]", paths[0]))
     }
 
     /// The type of the weights of projections and experts. Those that are quantized are not rounded
@@ -398,6 +409,13 @@ impl Loader<'_> {
         let weight: Tensor<2> = self.concatenated_as(&names, self.dtype_of_weights())?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
+        ensure!(
+            d_in.is_multiple_of(BLOCK) && d_out.is_multiple_of(BLOCK),
+            "the experts of `{moe}` have {} [{}, {d_in}] (`hidden_size` and the width inside an \
+             expert), but layers of experts need multiples of {BLOCK}",
+            parts.join(" and "),
+            d_out / parts.len()
+        );
         let recipe = self.form.quantizing();
         let weight: Tensor<3> = weight.reshape([experts, d_out, d_in]).swap_dims(1, 2);
         let mut layer = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out)

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, ensure};
+use nvfp4_kernels::BLOCK;
 
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};
@@ -76,6 +77,39 @@ pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
         name: format!("{}mlp.down_proj", layer(index)),
         outputs: config.d_model,
     }]
+}
+
+/// The widths of a projection that quantization does not take, with the fields of `config.json` that
+/// say them; `None` if both are multiples of 16. Its modules are `parts`, which have `d_in` inputs.
+pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option<String> {
+    let outputs: usize = parts.iter().map(|part| part.outputs).sum();
+    if d_in.is_multiple_of(BLOCK) && outputs.is_multiple_of(BLOCK) {
+        return None;
+    }
+    let field = |width: usize| {
+        let is_attention = parts.iter().any(|part| part.name.contains(".self_attn."));
+        if width == config.d_model {
+            "`hidden_size`"
+        } else if !is_attention {
+            "`intermediate_size`"
+        } else if width == config.heads * config.head {
+            "`num_attention_heads` times `head_dim`"
+        } else {
+            "`num_key_value_heads` times `head_dim`"
+        }
+    };
+    let odd = parts.iter().map(|part| part.outputs).chain([d_in]);
+    let odd: BTreeSet<usize> = odd.filter(|width| !width.is_multiple_of(BLOCK)).collect();
+    let odd = odd.into_iter().map(|width| format!("{} is {width}", field(width)));
+    let modules = parts.iter().map(|part| {
+        let Part { name, outputs } = part;
+        format!("{name} [{outputs}, {d_in}]")
+    });
+    Some(format!(
+        "{}: {}, but layers in NVFP4 need multiples of {BLOCK}",
+        modules.collect::<Vec<_>>().join(" and "),
+        odd.collect::<Vec<_>>().join(" and ")
+    ))
 }
 
 /// The name of the module with the experts of a layer.

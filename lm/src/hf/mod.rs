@@ -38,3 +38,5 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
 #[cfg(test)]
 pub(crate) mod golden;
+#[cfg(test)]
+pub(crate) mod variant;
