@@ -204,7 +204,7 @@ impl Quantize {
         let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;
         let file = self.calibration.as_deref().unwrap_or(&self.model).display();
         ensure!(
-            !tokenizer.encode(text, false)?.is_empty(),
+            !tokenizer.decode(&tokenizer.encode(text, false)?, false)?.is_empty(),
             "calibration {file} has no token of its own, but the inputs of layers are those of a text"
         );
         tokenizer.encode_text(text)

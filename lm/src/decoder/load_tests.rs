@@ -1,9 +1,11 @@
 //! Folders that do not say what they are, or do not hold what they say.
 
+use burn::module::ParamGroup;
 use burn::tensor::{Device, FloatDType};
 use burn_nvfp4::Nvfp4Recipe;
 use serde_json::json;
 
+use super::projection::Projection;
 use super::*;
 use crate::hf::golden::{Scratch, golden};
 use crate::hf::variant::Variant;
@@ -161,10 +163,21 @@ fn widths_that_are_no_multiple_of_16_are_named() {
         "model.layers.0.mlp.gate_proj [100, 96]",
         "model.layers.0.mlp.up_proj",
         "`intermediate_size` is 100",
-        "--high-precision",
+        "--high-precision feed_forward",
     ] {
         assert!(error.contains(part), "{error}");
     }
+    // By a pattern for all of them, and with other layers.
+    for pattern in ["feed_forward", r"gate_up|down|layers\.1\.attention"] {
+        let kept = ParamGroup::from_any_regexes(vec![pattern]).unwrap();
+        let recipe = recipe.clone().with_high_precision(Some(kept));
+        let made = model().into_training(&recipe, FloatDType::F32).unwrap();
+        assert!(matches!(made.layers[0].attention.qkv, Projection::Nvfp4(_)));
+    }
+    let kept = ParamGroup::from_any_regexes(vec!["gate_up"]).unwrap();
+    let error = model().into_training(&recipe.clone().with_high_precision(Some(kept)), FloatDType::F32);
+    let error = format!("{:#}", error.map(drop).unwrap_err());
+    assert!(error.contains("down_proj [96, 100]"), "{error}");
     model().into_training(&Nvfp4Recipe::bf16(), FloatDType::F32).unwrap();
     let error = Decoder::load_quantizing(&folder, &device, FloatDType::F32, Scheme::W4a16);
     let error = format!("{:#}", error.map(drop).unwrap_err());

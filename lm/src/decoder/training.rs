@@ -38,8 +38,8 @@ impl Decoder {
                 let is_kept = group.is_some_and(|group| group.matches(&ParamId::new(), Some(&path)));
                 ensure!(
                     is_kept || !recipe.is_quantized(),
-                    "{what}: keep them in high precision (--high-precision '{}'), or change the width",
-                    path.trim_end_matches(".weight").replace('.', r"\.")
+                    "{what}: keep them in high precision (--high-precision {}), or change the width",
+                    if path.contains(FEED_FORWARD) { FEED_FORWARD } else { "attention" }
                 );
                 kept += usize::from(is_kept);
                 Ok(it)
@@ -95,8 +95,8 @@ impl Decoder {
         model.dtype = activation;
         for (index, layer) in model.layers.iter_mut().enumerate() {
             let attention = &mut layer.attention;
-            // As modules call them.
-            let path = |name: &str| format!("layers.{index}.{name}.weight");
+            // What patterns of layers in NVFP4 match.
+            let path = |name: &str| format!("layers.{index}.{name}.Nvfp4.weight");
             let parts = names::qkv(&config, index);
             replace_at(&mut attention.qkv, parts, path("attention.qkv"))?;
             let parts = names::out(&config, index);
@@ -105,9 +105,9 @@ impl Decoder {
                 FeedForward::Dense(dense) => {
                     let hidden = dense.gate_up.shape()[1] / 2;
                     let parts = names::gate_up(hidden, index);
-                    replace_at(&mut dense.gate_up, parts, path("feed_forward.gate_up"))?;
+                    replace_at(&mut dense.gate_up, parts, path("feed_forward.Dense.gate_up"))?;
                     let parts = names::down(&config, index);
-                    replace_at(&mut dense.down, parts, path("feed_forward.down"))?;
+                    replace_at(&mut dense.down, parts, path("feed_forward.Dense.down"))?;
                 }
                 FeedForward::Moe(moe) => {
                     let context = || format!("the experts of {}", names::layer(index));
@@ -177,6 +177,9 @@ impl Decoder {
         Ok(loss)
     }
 }
+
+/// The field of a layer with gate, up and down.
+const FEED_FORWARD: &str = "feed_forward";
 
 /// A projection of a width that is no multiple of 16.
 struct Odd {

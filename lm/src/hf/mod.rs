@@ -24,6 +24,7 @@ pub use config::{DecoderConfig, Family, FeedForwardConfig, LayerConfig};
 pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;
 pub use new_folder::NewFolder;
+pub(crate) use new_folder::copy_file;
 pub use rope::{Rope, RopeScaling};
 pub use safetensors::Dtype;
 pub use tensors::{StoredTensor, TensorFolder};

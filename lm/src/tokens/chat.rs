@@ -3,6 +3,7 @@
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use minijinja::syntax::SyntaxConfig;
@@ -101,6 +102,11 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_function("strftime_now", |format: String| -> Result<String, _> {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            strftime(&format, now.as_secs())
+                .map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error))
+        });
         environment.add_filter(MARKS, |text: String| format!("{BEGIN}{text}{END}"));
         // A block as those of Jinja, with their control of white space.
         let tags = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
@@ -139,6 +145,8 @@ impl ChatTemplate {
         let rendered = template.render(context! {
             messages => Serde(messages),
             add_generation_prompt => prompt,
+            tools => (),
+            documents => (),
             bos_token => &self.bos,
             eos_token => &self.eos,
         });
@@ -175,6 +183,83 @@ impl ChatTemplate {
         );
         Ok(Conversation { text, answers })
     }
+}
+
+/// The time `seconds` after the beginning of 1970, in UTC, by the codes of `strftime` that dates in
+/// templates have.
+fn strftime(format: &str, seconds: u64) -> Result<String, String> {
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
+    const DAYS: [&str; 7] = [
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+    ];
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years from March on, in eras of 400 (Howard Hinnant, chrono-compatible date algorithms).
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = (from_march + 2) % 12 + 1;
+    let year = year + era * 400 + u64::from(month <= 2);
+    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
+    let (hour, minute) = (second / 3600, second / 60 % 60);
+    let mut text = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            text.push(c);
+            continue;
+        }
+        let mut code = chars.next();
+        let is_bare = code == Some('-');
+        if is_bare {
+            code = chars.next();
+        }
+        let number = |value: u64| match is_bare {
+            true => value.to_string(),
+            false => format!("{value:02}"),
+        };
+        text += &match code {
+            Some('Y') => year.to_string(),
+            Some('y') => number(year % 100),
+            Some('m') => number(month),
+            Some('d') => number(day),
+            Some('H') => number(hour),
+            Some('I') => number((hour + 11) % 12 + 1),
+            Some('M') => number(minute),
+            Some('S') => number(second % 60),
+            Some('p') => if hour < 12 { "AM" } else { "PM" }.into(),
+            Some('B') => month_name.into(),
+            Some('b') => month_name[..3].into(),
+            Some('A') => day_name.into(),
+            Some('a') => day_name[..3].into(),
+            Some('F') => format!("{year}-{month:02}-{day:02}"),
+            Some('Z') => "UTC".into(),
+            Some('%') => "%".into(),
+            code => return Err(format!("strftime_now does not know {code:?} of {format:?}")),
+        };
+    }
+    Ok(text)
 }
 
 /// The text without marks, and which bytes of it were marked.
@@ -290,6 +375,25 @@ pub(crate) mod tests {
         assert!(text.ends_with("[A]\n") && !text.contains(BEGIN), "{text}");
         let error = rendered.render(&[message("user", "\u{FDD1}")], false);
         assert!(error.unwrap_err().to_string().contains("U+FDD1"));
+    }
+
+    /// Functions and variables that transformers gives every template.
+    #[test]
+    fn templates_have_what_transformers_gives_them() {
+        let user = [message("user", "a")];
+        let source = "{% if tools is not none or documents is not none %}tools{% endif %}{{ \
+                      strftime_now('%Y') | length }}";
+        assert_eq!(template(source).render(&user, false).unwrap(), "4");
+        for (seconds, format, expected) in [
+            (0, "%d %b %Y, %A", "01 Jan 1970, Thursday"),
+            (951_782_399, "%Y-%m-%d %H:%M:%S", "2000-02-28 23:59:59"),
+            (951_782_400, "%F %-d %B %a", "2000-02-29 29 February Tue"),
+            (1_772_323_200, "%-m/%-d/%y %I %p %%", "3/1/26 12 AM %"),
+        ] {
+            assert_eq!(strftime(format, seconds).unwrap(), expected);
+        }
+        let error = template("{{ strftime_now('%Q') }}").render(&user, false);
+        assert!(error.unwrap_err().to_string().contains("%Q"));
     }
 
     #[test]

@@ -266,6 +266,22 @@ fn adapters_beside_a_model_are_refused() {
     assert!(error.contains("adapter_config.json"), "{error}");
 }
 
+/// What is beside the tensors is copied without the permissions of a source that is read only.
+#[cfg(unix)]
+#[test]
+fn copied_files_have_the_permissions_of_others() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = Scratch::new("permissions-copy");
+    let mode = |name: &str| fs::metadata(folder.join(name)).unwrap().permissions().mode();
+    fs::write(folder.join("other"), "a").unwrap();
+    fs::write(folder.join("own"), "b").unwrap();
+    fs::set_permissions(folder.join("own"), fs::Permissions::from_mode(0o400)).unwrap();
+    crate::hf::copy_file(&folder.join("own"), &folder.join("copy")).unwrap();
+    assert_eq!(mode("copy"), mode("other"));
+    assert_eq!(fs::read(folder.join("copy")).unwrap(), b"b");
+}
+
 /// 0666 without what the umask takes, as every other file.
 #[cfg(unix)]
 #[test]
