@@ -207,7 +207,10 @@ impl Generate {
             return tokenizer.encode_text(&self.prompt);
         }
         let template = ChatTemplate::read(&self.model)?.with_context(|| {
-            format!("chat is given, but {} has no chat template", self.model.display())
+            format!(
+                "chat is given, but {} has no chat template",
+                self.model.display()
+            )
         })?;
         let message = Message {
             role: "user".into(),
@@ -227,7 +230,8 @@ impl Generate {
         config.check_length("the length of the prompt", prompt)?;
         if let Some(tokens) = self.tokens {
             let total = prompt + tokens;
-            let what = format!("tokens is {tokens}, with a prompt of {prompt} the length of the text");
+            let what =
+                format!("tokens is {tokens}, with a prompt of {prompt} the length of the text");
             config.check_length(&what, total)?;
             return Ok(tokens);
         }

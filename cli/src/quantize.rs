@@ -131,7 +131,10 @@ impl Quantize {
             }
             None => None,
         };
-        let tokens = text.as_deref().map(|text| self.tokens(text, &config)).transpose()?;
+        let tokens = text
+            .as_deref()
+            .map(|text| self.tokens(text, &config))
+            .transpose()?;
         let reads = self.calibrates_on(text.as_deref(), length);
         let run = match self.resume {
             true => Quantization::resume(&self.model, &self.out, &options, reads)?,
@@ -160,7 +163,8 @@ impl Quantize {
                 "calibrated on {read} of {} tokens, in sequences of {length}{}",
                 tokens.len(),
                 match read < FEW_TOKENS {
-                    true => format!("; fewer than {FEW_TOKENS} say little about the inputs of layers"),
+                    true =>
+                        format!("; fewer than {FEW_TOKENS} say little about the inputs of layers"),
                     false => String::new(),
                 }
             );
@@ -204,7 +208,9 @@ impl Quantize {
         let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;
         let file = self.calibration.as_deref().unwrap_or(&self.model).display();
         ensure!(
-            !tokenizer.decode(&tokenizer.encode(text, false)?, false)?.is_empty(),
+            !tokenizer
+                .decode(&tokenizer.encode(text, false)?, false)?
+                .is_empty(),
             "calibration {file} has no token of its own, but the inputs of layers are those of a text"
         );
         tokenizer.encode_text(text)

@@ -147,7 +147,9 @@ pub fn cross_entropy(
     windows.check()?;
     let longest = texts.iter().map(Vec::len).max().unwrap_or(0);
     let length = windows.length.min(longest);
-    model.config().check_length("the length of a window", length)?;
+    model
+        .config()
+        .check_length("the length of a window", length)?;
     ensure!(
         !texts.is_empty(),
         "texts are none, but must be at least one"

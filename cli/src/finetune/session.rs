@@ -355,10 +355,15 @@ impl Session {
                 ));
             }
             if left_out > 0 {
-                said.push(format!("{left_out} documents are left out, of which no token counts"));
+                said.push(format!(
+                    "{left_out} documents are left out, of which no token counts"
+                ));
             }
             if !said.is_empty() {
-                eprintln!("{part}: {}; {targets} tokens that count are left", said.join("; "));
+                eprintln!(
+                    "{part}: {}; {targets} tokens that count are left",
+                    said.join("; ")
+                );
             }
         }
     }

@@ -90,9 +90,14 @@ fn every_tensor_is_used_or_refused() {
 fn tensors_of_another_model_are_refused() {
     let mut variant = Variant::of(&golden!("llama3-tiny"));
     let tensors = std::mem::take(&mut variant.tensors);
-    let renamed = tensors.iter().map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor.clone()));
+    let renamed = tensors
+        .iter()
+        .map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor.clone()));
     variant.tensors = renamed.collect();
-    refused(&variant, &["21 tensors are missing", "_orig_mod.lm_head.weight"]);
+    refused(
+        &variant,
+        &["21 tensors are missing", "_orig_mod.lm_head.weight"],
+    );
     variant.tensors = tensors;
     variant.json["num_hidden_layers"] = json!(3);
     refused(&variant, &["9 tensors are missing", "model.layers.2."]);
@@ -107,9 +112,21 @@ fn values_that_are_not_finite_are_refused_by_their_place() {
     for (name, tensor, says) in [
         ("llama3-tiny", NORM, "the value at 3 is NaN"),
         ("llama3-tiny-ct-nvfp4", NORM, "the value at 3 is NaN"),
-        ("llama3-tiny-modelopt-nvfp4", "lm_head.weight", "row 0, column 3"),
-        ("llama3-tiny", "model.embed_tokens.weight", "row 0, column 3"),
-        ("llama3-tiny", "model.layers.0.mlp.up_proj.weight", "row 0, column 3"),
+        (
+            "llama3-tiny-modelopt-nvfp4",
+            "lm_head.weight",
+            "row 0, column 3",
+        ),
+        (
+            "llama3-tiny",
+            "model.embed_tokens.weight",
+            "row 0, column 3",
+        ),
+        (
+            "llama3-tiny",
+            "model.layers.0.mlp.up_proj.weight",
+            "row 0, column 3",
+        ),
     ] {
         let mut variant = Variant::of(&root.join(name));
         variant.set(tensor, 3, f32::NAN);
@@ -175,11 +192,19 @@ fn widths_that_are_no_multiple_of_16_are_named() {
         assert!(matches!(made.layers[0].attention.qkv, Projection::Nvfp4(_)));
     }
     let kept = ParamGroup::from_any_regexes(vec!["gate_up"]).unwrap();
-    let error = model().into_training(&recipe.clone().with_high_precision(Some(kept)), FloatDType::F32);
+    let error = model().into_training(
+        &recipe.clone().with_high_precision(Some(kept)),
+        FloatDType::F32,
+    );
     let error = format!("{:#}", error.map(drop).unwrap_err());
     assert!(error.contains("down_proj [96, 100]"), "{error}");
-    model().into_training(&Nvfp4Recipe::bf16(), FloatDType::F32).unwrap();
+    model()
+        .into_training(&Nvfp4Recipe::bf16(), FloatDType::F32)
+        .unwrap();
     let error = Decoder::load_quantizing(&folder, &device, FloatDType::F32, Scheme::W4a16);
     let error = format!("{:#}", error.map(drop).unwrap_err());
-    assert!(error.contains("gate_proj") && error.contains("`intermediate_size`"), "{error}");
+    assert!(
+        error.contains("gate_proj") && error.contains("`intermediate_size`"),
+        "{error}"
+    );
 }

@@ -100,7 +100,9 @@ pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option
     };
     let odd = parts.iter().map(|part| part.outputs).chain([d_in]);
     let odd: BTreeSet<usize> = odd.filter(|width| !width.is_multiple_of(BLOCK)).collect();
-    let odd = odd.into_iter().map(|width| format!("{} is {width}", field(width)));
+    let odd = odd
+        .into_iter()
+        .map(|width| format!("{} is {width}", field(width)));
     let modules = parts.iter().map(|part| {
         let Part { name, outputs } = part;
         format!("{name} [{outputs}, {d_in}]")
@@ -241,8 +243,10 @@ pub fn differences<'a>(
     packed: &BTreeMap<String, Option<[usize; 2]>>,
 ) -> Differences {
     let plain: BTreeSet<&str> = plain.into_iter().collect();
-    let mut packed: BTreeMap<&str, Option<[usize; 2]>> =
-        packed.iter().map(|(name, shape)| (&**name, *shape)).collect();
+    let mut packed: BTreeMap<&str, Option<[usize; 2]>> = packed
+        .iter()
+        .map(|(name, shape)| (&**name, *shape))
+        .collect();
     let mut found = Differences::default();
     let mut known = BTreeSet::new();
     for Expected { name, shape } in expected(config) {
@@ -269,7 +273,9 @@ pub fn differences<'a>(
         if let Some(reason) = unused(name) {
             found.unused.push(((*name).into(), reason));
         } else if config.tied && *name == HEAD && bytes(HEAD) == bytes(EMBEDDING) {
-            found.unused.push(((*name).into(), "the embedding, which is the head"));
+            found
+                .unused
+                .push(((*name).into(), "the embedding, which is the head"));
         } else if config.tied && *name == HEAD {
             found.unknown.push(format!(
                 "`{name}`, which is not `{EMBEDDING}` although `tie_word_embeddings` is true"

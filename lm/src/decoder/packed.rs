@@ -30,7 +30,9 @@ impl<'a> PackedFolder<'a> {
     pub fn shapes(&self) -> BTreeMap<String, Option<[usize; 2]>> {
         let shape = |module: &String| self.layer(module).map(|layer| [layer.n, layer.k]);
         let modules = self.names.keys();
-        modules.map(|module| (module.clone(), shape(module))).collect()
+        modules
+            .map(|module| (module.clone(), shape(module)))
+            .collect()
     }
 
     /// The module, if it is packed.

@@ -105,7 +105,11 @@ impl Decoder {
                 FeedForward::Dense(dense) => {
                     let hidden = dense.gate_up.shape()[1] / 2;
                     let parts = names::gate_up(hidden, index);
-                    replace_at(&mut dense.gate_up, parts, path("feed_forward.Dense.gate_up"))?;
+                    replace_at(
+                        &mut dense.gate_up,
+                        parts,
+                        path("feed_forward.Dense.gate_up"),
+                    )?;
                     let parts = names::down(&config, index);
                     replace_at(&mut dense.down, parts, path("feed_forward.Dense.down"))?;
                 }

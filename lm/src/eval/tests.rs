@@ -189,7 +189,10 @@ mod with_a_model {
         let read = |length| cross_entropy(&model, &[text.clone()], windows(length), &mut |_, _| ());
         assert_eq!(read(256).unwrap().tokens, 299);
         let error = read(257).unwrap_err().to_string();
-        assert!(error.contains("is 257") && error.contains("256 positions"), "{error}");
+        assert!(
+            error.contains("is 257") && error.contains("256 positions"),
+            "{error}"
+        );
         let generated = |most| {
             let prompt = text[..250].to_vec();
             let generation = crate::decoder::Generation::greedy(most);
@@ -197,7 +200,10 @@ mod with_a_model {
         };
         assert_eq!(generated(6).unwrap()[0].len(), 6);
         let error = generated(7).unwrap_err().to_string();
-        assert!(error.contains("is 257") && error.contains("256 positions"), "{error}");
+        assert!(
+            error.contains("is 257") && error.contains("256 positions"),
+            "{error}"
+        );
 
         let tokenizer = Tokenizer::read(&folder, model.config().vocab, &[]).unwrap();
         let question = |context: &str| Question {

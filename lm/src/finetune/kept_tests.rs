@@ -63,7 +63,10 @@ fn a_resumed_run_knows_what_it_does_not_train() {
     let lora = |config: &mut FinetuneConfig, _: &std::path::Path| config.lora = Some(adapters());
     let touch = |variant: &mut Variant| variant.set(WEIGHT, 5, 0.25);
     let error = resumed("kept-base", lora, "model", touch).unwrap();
-    assert!(error.contains("the weights of") && error.contains("model"), "{error}");
+    assert!(
+        error.contains("the weights of") && error.contains("model"),
+        "{error}"
+    );
     let frozen = |config: &mut FinetuneConfig, _: &std::path::Path| {
         config.lora = Some(adapters());
         config.frozen = FrozenForm::W4a16;
@@ -92,7 +95,11 @@ fn the_end_of_a_single_text_is_for_validation() {
     let model = golden!("llama3-tiny");
     let scratch = Scratch::new("kept-one");
     let text = scratch.join("one.txt");
-    fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(40)).unwrap();
+    fs::write(
+        &text,
+        "the quick brown fox jumps over the lazy dog. ".repeat(40),
+    )
+    .unwrap();
     let mut config = config(&model, &scratch, "bf16");
     let shard = scratch.join("one.tokens");
     let reader = TextReader::read(&model).unwrap();

@@ -239,7 +239,10 @@ fn family(fields: &Fields) -> Result<Family> {
     let Some(family) = Family::of(model_type) else {
         bail!("`model_type` is `{model_type}`, but must be one of {known:?}");
     };
-    if let Some(architectures) = fields.take("architectures").filter(|value| !value.is_null()) {
+    if let Some(architectures) = fields
+        .take("architectures")
+        .filter(|value| !value.is_null())
+    {
         let is_ours = |value: &Value| value.as_str() == Some(family.architecture());
         ensure!(
             architectures

@@ -232,7 +232,11 @@ mod tests {
             (json!({"num_beams": 4}), "`num_beams` (4)", true),
             (json!({"suppress_tokens": [3]}), "`suppress_tokens`", true),
             (json!({"min_new_tokens": 5}), "`min_new_tokens`", true),
-            (json!({"forced_bos_token_id": 0}), "`forced_bos_token_id`", true),
+            (
+                json!({"forced_bos_token_id": 0}),
+                "`forced_bos_token_id`",
+                true,
+            ),
             (json!({"min_p": 0.1}), "`min_p` (0.1)", false),
             (json!({"typical_p": 0.9}), "`typical_p`", false),
         ] {
@@ -242,7 +246,10 @@ mod tests {
             assert_eq!(found.check_supported(false).is_err(), always, "{field}");
         }
         let found = read(json!({"max_length": 64, "max_new_tokens": 8})).unwrap();
-        assert_eq!((found.max_length, found.max_new_tokens), (Some(64), Some(8)));
+        assert_eq!(
+            (found.max_length, found.max_new_tokens),
+            (Some(64), Some(8))
+        );
     }
 
     /// Without the file transformers takes the fields of config.json.

@@ -330,7 +330,10 @@ impl StoredTensor<'_> {
     /// # Errors
     /// Names the tensor and the place of the first value that is NaN or infinite.
     pub fn check_finite(&self) -> Result<()> {
-        fn first<const N: usize>(bytes: &[u8], is_finite: impl Fn([u8; N]) -> bool) -> Option<usize> {
+        fn first<const N: usize>(
+            bytes: &[u8],
+            is_finite: impl Fn([u8; N]) -> bool,
+        ) -> Option<usize> {
             let (elements, _) = bytes.as_chunks::<N>();
             elements.iter().position(|element| !is_finite(*element))
         }
@@ -361,11 +364,7 @@ impl StoredTensor<'_> {
         match *self.shape {
             [] => "its value".into(),
             [_] => format!("the value at {at}"),
-            [_, columns] => format!(
-                "the value of row {}, column {}",
-                at / columns,
-                at % columns
-            ),
+            [_, columns] => format!("the value of row {}, column {}", at / columns, at % columns),
             _ => {
                 let mut rest = at;
                 let mut index: Vec<usize> = Vec::new();

@@ -115,7 +115,12 @@ impl Tokenizer {
     fn obeying(mut self, json: &Map<String, Value>, config: &TokenizerConfig) -> Result<Self> {
         refuse_unknown(json)?;
         let mut changes = Vec::new();
-        for entry in json.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
+        for entry in json
+            .get("added_tokens")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+        {
             let (content, id) = (entry["content"].as_str(), entry["id"].as_u64());
             let found = content.and_then(|content| self.id(content));
             ensure!(
@@ -218,7 +223,10 @@ impl Tokenizer {
             }
             return Ok(self.around.clone());
         };
-        let obey = |add: Option<bool>, own: &[u32], (field, name): (&str, &str), token: Option<&str>| {
+        let obey = |add: Option<bool>,
+                    own: &[u32],
+                    (field, name): (&str, &str),
+                    token: Option<&str>| {
             let id = token.and_then(|token| self.id(token));
             match (add, id) {
                 (Some(true), None) if own.is_empty() => bail!(
@@ -230,8 +238,18 @@ impl Tokenizer {
             }
         };
         Ok(Around::Tokens {
-            before: obey(config.add_bos, before, ("add_bos_token", "bos_token"), config.bos())?,
-            after: obey(config.add_eos, after, ("add_eos_token", "eos_token"), config.eos())?,
+            before: obey(
+                config.add_bos,
+                before,
+                ("add_bos_token", "bos_token"),
+                config.bos(),
+            )?,
+            after: obey(
+                config.add_eos,
+                after,
+                ("add_eos_token", "eos_token"),
+                config.eos(),
+            )?,
         })
     }
 
@@ -356,7 +374,10 @@ impl Tokenizer {
 /// that drops merges by chance.
 fn refuse_unknown(json: &Map<String, Value>) -> Result<()> {
     let empty = Map::new();
-    let model = json.get("model").and_then(Value::as_object).unwrap_or(&empty);
+    let model = json
+        .get("model")
+        .and_then(Value::as_object)
+        .unwrap_or(&empty);
     let is_bpe = model.get("type").is_none_or(|kind| kind == "BPE");
     for (fields, known, path) in [(json, KNOWN[0], ""), (model, KNOWN[1], "model.")] {
         let mut unknown = fields
@@ -381,7 +402,12 @@ fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Resu
     let (mut spaced, mut lowered) = (None, false);
     while let Some(part) = parts.pop() {
         for list in ["normalizers", "pretokenizers"] {
-            parts.extend(part.get(list).and_then(Value::as_array).into_iter().flatten());
+            parts.extend(
+                part.get(list)
+                    .and_then(Value::as_array)
+                    .into_iter()
+                    .flatten(),
+            );
         }
         lowered |= part["type"] == "Lowercase" || part["lowercase"] == true;
         match part["type"].as_str() {
@@ -545,9 +571,17 @@ mod tests {
             assert_eq!(same.encode_text("a").unwrap(), [4, 0]);
         }
         for (config, text, expected) in [
-            (json!({"bos_token": "<s>", "add_bos_token": false}), "a", &[0][..]),
+            (
+                json!({"bos_token": "<s>", "add_bos_token": false}),
+                "a",
+                &[0][..],
+            ),
             // As special tokens, words are found anywhere.
-            (json!({"additional_special_tokens": ["b"]}), "abc", &[4, 0, 1, 2]),
+            (
+                json!({"additional_special_tokens": ["b"]}),
+                "abc",
+                &[4, 0, 1, 2],
+            ),
             (json!({"split_special_tokens": true}), "<s>a", &[4, 0]),
             (
                 json!({"added_tokens_decoder": {"1": {"content": "b", "special": false}}}),
@@ -584,7 +618,11 @@ mod tests {
         json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel",
             "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]});
         read_with(&json, &json!({"add_prefix_space": false})).unwrap();
-        refused(&json, json!({"add_prefix_space": true}), "`add_prefix_space`");
+        refused(
+            &json,
+            json!({"add_prefix_space": true}),
+            "`add_prefix_space`",
+        );
         let plain = small();
         for (config, says) in [
             (json!({"do_lower_case": true}), "`do_lower_case`"),

@@ -439,7 +439,10 @@ impl Checkpoint {
                 ));
             }
             if !is_target(module) {
-                let what = format!("is quantized, but none of targets {:?} is it", config.targets);
+                let what = format!(
+                    "is quantized, but none of targets {:?} is it",
+                    config.targets
+                );
                 found.push((module.clone(), what));
             }
             if let Some(entry) = excluded(module) {

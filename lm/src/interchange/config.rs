@@ -390,7 +390,9 @@ fn refuse_transforms(inline: &Value) -> Result<()> {
     if let Some(config) = inline.get("transform_config").filter(is_set) {
         let others = config.as_object().into_iter().flatten();
         let others = others.filter(|(name, value)| *name != "config_groups" && is_set(value));
-        let mut names: Vec<String> = others.map(|(name, value)| format!("{name} is {value}")).collect();
+        let mut names: Vec<String> = others
+            .map(|(name, value)| format!("{name} is {value}"))
+            .collect();
         let groups = groups(config);
         for (name, group) in groups.iter().filter_map(Value::as_object).flatten() {
             let kind = group["type"].as_str().unwrap_or("unknown");
@@ -686,7 +688,9 @@ mod tests {
     /// Reads a written configuration with one more field in the object at `pointer`.
     fn with_field(dialect: Dialect, pointer: &str, field: &str, value: &Value) -> Result<()> {
         let of = |config: &QuantConfig| config.dialect == dialect && config.kv_cache_fp8;
-        let config = every().into_iter().filter(|config| config.scheme == Scheme::W4a4);
+        let config = every()
+            .into_iter()
+            .filter(|config| config.scheme == Scheme::W4a4);
         let config = config.into_iter().find(of).unwrap();
         let mut inline = json!({"quantization_config": config.inline()});
         let mut file = config.hf_quant_config();
@@ -716,7 +720,13 @@ mod tests {
             (Mo, "file:"),
             (Mo, "file:/quantization"),
         ] {
-            for value in [json!("x"), json!(3), json!(true), json!([1]), json!({"a": 1})] {
+            for value in [
+                json!("x"),
+                json!(3),
+                json!(true),
+                json!([1]),
+                json!({"a": 1}),
+            ] {
                 let error = with_field(dialect, pointer, "rotated", &value);
                 let error = format!("{:#}", error.unwrap_err());
                 assert!(error.contains("rotated"), "{pointer}: {error}");
@@ -726,20 +736,75 @@ mod tests {
             }
         }
         for (dialect, pointer, field, value, says) in [
-            (Ct, groups, "output_activations", json!({"num_bits": 4}), "output_activations"),
-            (Ct, "/config_groups/group_0/weights", "actorder", json!("group"), "actorder"),
-            (Ct, "", "sparsity_config", json!({"format": "sparse-24"}), "sparse-24"),
-            (Mo, "file:/quantization", "has_zero_point", json!(true), "has_zero_point"),
-            (Mo, "file:/quantization", "pre_quant_scale", json!(true), "pre_quant_scale"),
-            (Mo, "file:/quantization", "quantized_layers", json!({"a": 1}), "quantized_layers"),
-            (Mo, "", "kv_cache_quant_algo", json!(null), "do not say the same"),
+            (
+                Ct,
+                groups,
+                "output_activations",
+                json!({"num_bits": 4}),
+                "output_activations",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "actorder",
+                json!("group"),
+                "actorder",
+            ),
+            (
+                Ct,
+                "",
+                "sparsity_config",
+                json!({"format": "sparse-24"}),
+                "sparse-24",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "has_zero_point",
+                json!(true),
+                "has_zero_point",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "pre_quant_scale",
+                json!(true),
+                "pre_quant_scale",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "quantized_layers",
+                json!({"a": 1}),
+                "quantized_layers",
+            ),
+            (
+                Mo,
+                "",
+                "kv_cache_quant_algo",
+                json!(null),
+                "do not say the same",
+            ),
         ] {
-            let error = format!("{:#}", with_field(dialect, pointer, field, &value).unwrap_err());
+            let error = format!(
+                "{:#}",
+                with_field(dialect, pointer, field, &value).unwrap_err()
+            );
             assert!(error.contains(says), "{error}");
         }
         for (dialect, pointer, field, value) in [
-            (Ct, "/config_groups/group_0/weights", "actorder", json!("static")),
-            (Ct, "/config_groups/group_0/weights", "observer_kwargs", json!({"averaging": 0.5})),
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "actorder",
+                json!("static"),
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "observer_kwargs",
+                json!({"averaging": 0.5}),
+            ),
             (Ct, "", "sparsity_config", json!({"format": "dense"})),
             (Ct, "", "version", json!("0.19.0")),
             (Mo, "file:/quantization", "has_zero_point", json!(false)),
@@ -756,7 +821,13 @@ mod tests {
         let apply = json!([{"targets": ["re:.*o_proj$"], "location": "input", "inverse": false}]);
         let group = json!({"config_groups": {"R4": {"type": "hadamard", "apply": apply}}});
         let error = format!("{:#}", read(group).unwrap_err());
-        for part in ["quantization_config", "transform_config", "R4 (hadamard)", "input", "o_proj"] {
+        for part in [
+            "quantization_config",
+            "transform_config",
+            "R4 (hadamard)",
+            "input",
+            "o_proj",
+        ] {
             assert!(error.contains(part), "{error}");
         }
         assert!(read(json!({"rotation": "R1"})).is_err() && read(json!("R1")).is_err());

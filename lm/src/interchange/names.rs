@@ -132,10 +132,19 @@ mod tests {
         assert!(is_linear("lm_head") && is_linear("a.self_attn.o_proj"));
         assert!(!is_linear("model.norm") && !is_linear("model.embed_tokens"));
         assert!(is_embedding("model.embed_tokens"));
-        for module in ["model.decoder.layers.0.fc1", "projector.linear_1", "h.0.attn.c_attn"] {
+        for module in [
+            "model.decoder.layers.0.fc1",
+            "projector.linear_1",
+            "h.0.attn.c_attn",
+        ] {
             assert!(may_be_linear(module) && !is_linear(module), "{module}");
         }
-        for module in ["wte", "embed_positions", "encoder.position_embedding", "a.norm1"] {
+        for module in [
+            "wte",
+            "embed_positions",
+            "encoder.position_embedding",
+            "a.norm1",
+        ] {
             assert!(!may_be_linear(module), "{module}");
         }
         let expert = "m.layers.0.block_sparse_moe.experts.11.up_proj";

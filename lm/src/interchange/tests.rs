@@ -347,7 +347,11 @@ fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
 #[test]
 fn linear_layers_of_any_name_must_be_excluded() {
     let matrix = |rows: usize| (Dtype::BF16, vec![rows, 16], vec![0; 32 * rows]);
-    for name in ["model.decoder.layers.0.fc1", "projector.linear_1", "h.0.mlp.c_fc"] {
+    for name in [
+        "model.decoder.layers.0.fc1",
+        "projector.linear_1",
+        "h.0.mlp.c_fc",
+    ] {
         let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
         model.tensors.insert(format!("{name}.weight"), matrix(4));
         model.refused("other-names", &[name, "no exclusion names it"]);
@@ -355,7 +359,10 @@ fn linear_layers_of_any_name_must_be_excluded() {
         model.open("other-names").unwrap();
     }
     let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
-    for name in ["model.decoder.embed_positions.weight", "transformer.wte.weight"] {
+    for name in [
+        "model.decoder.embed_positions.weight",
+        "transformer.wte.weight",
+    ] {
         model.tensors.insert(name.into(), matrix(4));
     }
     let norm = (Dtype::BF16, vec![16], vec![0; 32]);
@@ -390,7 +397,10 @@ fn experts_of_a_layer_are_alike() {
         model.tensors.insert(format!("{module}.weight"), plain);
         model.config.exclude.push(module);
     }
-    model.refused("mixed-experts", &[EXPERT, "readers fuse the experts of a layer"]);
+    model.refused(
+        "mixed-experts",
+        &[EXPERT, "readers fuse the experts of a layer"],
+    );
 }
 
 /// What a header may say of a tensor without elements, and a configuration that is no object.

@@ -90,7 +90,9 @@ impl Plan {
                 tensor.dtype,
                 tensor.shape
             );
-            let mut matching = (0..exclude.len()).filter(|&at| exclude[at].is_match(module)).peekable();
+            let mut matching = (0..exclude.len())
+                .filter(|&at| exclude[at].is_match(module))
+                .peekable();
             let is_excluded = matching.peek().is_some();
             used.extend(matching);
             let kept = if is_router(module) {
@@ -127,9 +129,13 @@ impl Plan {
         }
         // Readers build the experts of a layer as one.
         let experts = plan.kept.iter();
-        let experts = experts.filter_map(|(module, kept)| Some((expert_layer(module)?.to_owned(), *kept)));
+        let experts =
+            experts.filter_map(|(module, kept)| Some((expert_layer(module)?.to_owned(), *kept)));
         let experts: BTreeMap<String, Kept> = experts.collect();
-        for module in tensors.names().filter_map(|name| name.strip_suffix(".weight")) {
+        for module in tensors
+            .names()
+            .filter_map(|name| name.strip_suffix(".weight"))
+        {
             if let Some(kept) = expert_layer(module).and_then(|layer| experts.get(layer)) {
                 plan.kept.entry(module.to_owned()).or_insert(*kept);
             }
@@ -177,7 +183,9 @@ impl Plan {
 
 /// The first linear layer of the model that is no router.
 fn first_linear(tensors: &TensorFolder) -> Option<&str> {
-    let mut modules = tensors.names().filter_map(|name| name.strip_suffix(".weight"));
+    let mut modules = tensors
+        .names()
+        .filter_map(|name| name.strip_suffix(".weight"));
     modules.find(|module| is_linear(module) && !is_router(module) && !is_head(module))
 }
 

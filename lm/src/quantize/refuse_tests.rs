@@ -41,7 +41,10 @@ fn refused(variant: &Variant, exclude: &[&str], says: &[&str]) {
     let scratch = Scratch::new("quantize-refused");
     let (model, out) = (scratch.join("model"), scratch.join("out"));
     variant.write(&model);
-    let error = format!("{:#}", quantize(&model, &out, &options(exclude)).unwrap_err());
+    let error = format!(
+        "{:#}",
+        quantize(&model, &out, &options(exclude)).unwrap_err()
+    );
     for part in says {
         assert!(error.contains(part), "does not say {part:?}: {error}");
     }
@@ -68,8 +71,16 @@ fn what_is_no_known_model_is_refused() {
 #[test]
 fn values_are_checked_before_anything_is_written() {
     for (tensor, at, place) in [
-        ("model.layers.1.mlp.up_proj.weight", 7 * 96 + 9, "row 7, column 9"),
-        ("model.layers.0.self_attn.v_proj.weight", 96, "row 1, column 0"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            7 * 96 + 9,
+            "row 7, column 9",
+        ),
+        (
+            "model.layers.0.self_attn.v_proj.weight",
+            96,
+            "row 1, column 0",
+        ),
         ("model.layers.1.input_layernorm.weight", 3, "the value at 3"),
         ("model.embed_tokens.weight", 5, "row 0, column 5"),
         ("lm_head.weight", 5, "row 0, column 5"),
@@ -87,11 +98,23 @@ fn values_are_checked_before_anything_is_written() {
 #[test]
 fn exclusions_that_match_nothing_are_refused() {
     let variant = Variant::of(&golden!("llama3-tiny"));
-    refused(&variant, &[r"layers\.5\."], &[r"layers\\.5\\.", "matches no linear layer"]);
-    refused(&variant, &["o_proj", "layernorm"], &["layernorm", "matches no linear layer"]);
+    refused(
+        &variant,
+        &[r"layers\.5\."],
+        &[r"layers\\.5\\.", "matches no linear layer"],
+    );
+    refused(
+        &variant,
+        &["o_proj", "layernorm"],
+        &["layernorm", "matches no linear layer"],
+    );
     // Layers that are left in any case count.
     let scratch = Scratch::new("quantize-matches");
-    let done = quantize(&golden!("llama3-tiny"), &scratch, &options(&["lm_head", "o_proj"]));
+    let done = quantize(
+        &golden!("llama3-tiny"),
+        &scratch,
+        &options(&["lm_head", "o_proj"]),
+    );
     assert_eq!(done.unwrap().layers.len(), 12);
 }
 
@@ -104,11 +127,17 @@ fn an_excluded_expert_takes_those_of_its_layer_along() {
     ] {
         let scratch = Scratch::new(&format!("quantize-expert-{name}"));
         let done = quantize(&golden!(name), &scratch, &options(&[pattern])).unwrap();
-        let kept = done.kept.iter().filter(|(_, kept, _)| *kept == Kept::Excluded);
+        let kept = done
+            .kept
+            .iter()
+            .filter(|(_, kept, _)| *kept == Kept::Excluded);
         assert_eq!(kept.count(), 12, "{name}");
         let checkpoint = Checkpoint::open(&scratch).unwrap();
         let layers = checkpoint.layers().keys();
-        assert_eq!(layers.filter(|module| module.contains(".experts.")).count(), 12);
+        assert_eq!(
+            layers.filter(|module| module.contains(".experts.")).count(),
+            12
+        );
         reads(&scratch);
     }
 }
@@ -136,7 +165,10 @@ fn dormant_weights_are_quantized_in_both_dialects() {
                 ..options(&[])
             };
             let done = quantize(&model, &out, &options).unwrap();
-            let own = done.layers.iter().filter(|layer| layer.module.starts_with(expert));
+            let own = done
+                .layers
+                .iter()
+                .filter(|layer| layer.module.starts_with(expert));
             for layer in own {
                 assert!(layer.sqnr > 12.0, "{layer:?}");
             }
@@ -163,9 +195,17 @@ fn factors_without_a_divisor_are_not_converted() {
     variant.write(&out);
     let checkpoint = Checkpoint::open(&out).unwrap();
     let other = scratch.join("other");
-    let error = convert(&checkpoint, Dialect::CompressedTensors, &other, &mut |_, _| {});
+    let error = convert(
+        &checkpoint,
+        Dialect::CompressedTensors,
+        &other,
+        &mut |_, _| {},
+    );
     let error = format!("{:#}", error.unwrap_err());
-    assert!(error.contains("mlp.down_proj") && error.contains("divisor"), "{error}");
+    assert!(
+        error.contains("mlp.down_proj") && error.contains("divisor"),
+        "{error}"
+    );
 }
 
 /// Widths that blocks do not fill stay, and the rest is read.

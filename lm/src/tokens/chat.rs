@@ -103,7 +103,9 @@ impl ChatTemplate {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
         environment.add_function("strftime_now", |format: String| -> Result<String, _> {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let now = SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default();
             strftime(&format, now.as_secs())
                 .map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error))
         });
@@ -359,10 +361,15 @@ pub(crate) mod tests {
             ("{%- generation -%}", "{%- endgeneration -%}"),
             ("{%generation-%}", "{% endgeneration+%}"),
         ] {
-            let found = template(&source(begin, end)).conversation(&messages).unwrap();
+            let found = template(&source(begin, end))
+                .conversation(&messages)
+                .unwrap();
             // The same control of white space by tags that Jinja knows.
             let same = |tag: &str, with: &str| tag.replace("generation", with);
-            let plain = source(&same(begin, "if true"), &end.replace("endgeneration", "endif"));
+            let plain = source(
+                &same(begin, "if true"),
+                &end.replace("endgeneration", "endif"),
+            );
             let plain = template(&plain).render(&messages, false).unwrap();
             assert_eq!(found.text, plain, "{begin}");
             let answers = found.answers.iter().map(|range| &found.text[range.clone()]);

@@ -481,7 +481,10 @@ mod tests {
         // Texts have no prompt.
         let shards = [shard(&folder, &[document(0..21), document(5..6)])];
         let cut = Rows::pack(&shards, &places(&shards), 8).unwrap().cut();
-        assert_eq!((cut.longer, cut.parted, cut.left_out, cut.targets), (1, 0, 1, 20));
+        assert_eq!(
+            (cut.longer, cut.parted, cut.left_out, cut.targets),
+            (1, 0, 1, 20)
+        );
     }
 
     /// Every prediction of a text is in one of both parts, the last ones in validation.
@@ -503,7 +506,10 @@ mod tests {
         assert!(Rows::pack_one(&shards, one, 1.0, 8).is_err());
         let shards = [shard(&folder, &[document(0..2)])];
         let error = Rows::pack_one(&shards, one, 0.5, 8).unwrap_err();
-        assert!(error.to_string().contains("one document of 2 token"), "{error}");
+        assert!(
+            error.to_string().contains("one document of 2 token"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -294,7 +294,10 @@ fn rope_in_the_fields_of_two_versions() {
 #[test]
 fn unknown_fields_of_the_arithmetic_are_refused() {
     for (field, value) in [
-        ("compression_config", json!({"quant_method": "compressed-tensors"})),
+        (
+            "compression_config",
+            json!({"quant_method": "compressed-tensors"}),
+        ),
         ("quantization", json!({"bits": 4})),
         ("is_encoder_decoder", json!(true)),
         ("use_bidirectional_attention", json!(true)),

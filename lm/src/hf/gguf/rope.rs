@@ -58,7 +58,10 @@ pub(super) fn of_factors(factors: &[f32], theta: f64, head: usize) -> Result<Rop
     let plain = rope(RopeScaling::Default).frequencies(head, 1)?;
     for candidate in candidates {
         let scaled = candidate.frequencies(head, 1)?;
-        let found = plain.iter().zip(&scaled).map(|(plain, scaled)| plain / scaled);
+        let found = plain
+            .iter()
+            .zip(&scaled)
+            .map(|(plain, scaled)| plain / scaled);
         let is_near = |(found, factor): (f32, &f32)| {
             f64::from((found - factor).abs()) <= TOLERANCE * f64::from(*factor)
         };

@@ -250,7 +250,10 @@ fn a_whole_file_beside_an_index_must_be_the_same_model() {
     // The shards of the index are gone.
     fs::remove_file(folder.join(shard)).unwrap();
     let error = open_error(&folder);
-    assert!(error.contains(WHOLE_FILE) && error.contains(INDEX_FILE), "{error}");
+    assert!(
+        error.contains(WHOLE_FILE) && error.contains(INDEX_FILE),
+        "{error}"
+    );
     // The index of a model in one file.
     let map = format!(r#"{{"weight_map":{{"v":"{WHOLE_FILE}"}}}}"#);
     fs::write(folder.join(INDEX_FILE), &map).unwrap();
@@ -273,7 +276,12 @@ fn copied_files_have_the_permissions_of_others() {
     use std::os::unix::fs::PermissionsExt;
 
     let folder = Scratch::new("permissions-copy");
-    let mode = |name: &str| fs::metadata(folder.join(name)).unwrap().permissions().mode();
+    let mode = |name: &str| {
+        fs::metadata(folder.join(name))
+            .unwrap()
+            .permissions()
+            .mode()
+    };
     fs::write(folder.join("other"), "a").unwrap();
     fs::write(folder.join("own"), "b").unwrap();
     fs::set_permissions(folder.join("own"), fs::Permissions::from_mode(0o400)).unwrap();
@@ -297,7 +305,11 @@ fn written_files_have_the_permissions_of_others() {
     }
     writer.finish().unwrap();
     for shard in ["model-00001-of-00002.safetensors", INDEX_FILE] {
-        assert_eq!(mode(&folder.join(shard)), mode(&folder.join("other")), "{shard}");
+        assert_eq!(
+            mode(&folder.join(shard)),
+            mode(&folder.join("other")),
+            "{shard}"
+        );
     }
 }
 
@@ -309,11 +321,17 @@ fn values_that_are_not_finite_are_named() {
     let good = [1.0, -0.0, f32::MIN_POSITIVE, 3e38, -2.0, 0.5];
     let mut bad = good;
     bad[4] = f32::NEG_INFINITY;
-    writer.add("good", Dtype::BF16, &[2, 3], &bf16s(good)).unwrap();
-    writer.add("bad", Dtype::BF16, &[2, 3], &bf16s(bad)).unwrap();
+    writer
+        .add("good", Dtype::BF16, &[2, 3], &bf16s(good))
+        .unwrap();
+    writer
+        .add("bad", Dtype::BF16, &[2, 3], &bf16s(bad))
+        .unwrap();
     let nan = [1f32.to_le_bytes(), f32::NAN.to_le_bytes()].concat();
     writer.add("norm", Dtype::F32, &[2], &nan).unwrap();
-    writer.add("scales", Dtype::F8_E4M3, &[1, 1, 2], &[1, 0xff]).unwrap();
+    writer
+        .add("scales", Dtype::F8_E4M3, &[1, 1, 2], &[1, 0xff])
+        .unwrap();
     writer.add("codes", Dtype::U8, &[1], &[0x7f]).unwrap();
     writer.finish().unwrap();
     let opened = TensorFolder::open(&folder).unwrap();
