@@ -189,10 +189,11 @@ impl Generate {
             out.flush()?;
             Ok(!text.is_stopped())
         })?;
+        let is_stopped = text.is_stopped();
         writeln!(out, "{}", text.finish()?)?;
         out.flush()?;
         // Cut by no wish of the user.
-        if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !text.is_stopped() {
+        if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !is_stopped {
             eprintln!("ended after {most} tokens: the model or its folder allows no more");
         }
         Ok(())

@@ -381,7 +381,7 @@ impl Session {
             )
         });
         eprintln!(
-            "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}; {}",
+            "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}{}; {}",
             config.recipe_name,
             match config.frozen {
                 FrozenForm::High => String::new(),
@@ -395,6 +395,10 @@ impl Session {
             match ranks {
                 1 => String::new(),
                 ranks => format!(" ({ranks} ranks)"),
+            },
+            match config.eval_rows < data.valid.len() {
+                true => format!(", of which {} are evaluated", config.eval_rows),
+                false => String::new(),
             },
             self.folder.display()
         );

@@ -20,6 +20,7 @@ const TOKENIZER: &[&str] = &[
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
 ];

@@ -285,7 +285,7 @@ impl Tokenizer {
         let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
         let bare = encoding.get_ids();
         Ok(match &self.around {
-            Around::Tokens { before, after } if special => [before, bare, after].concat(),
+            Around::Tokens { before, after } if special => [&before[..], bare, &after[..]].concat(),
             _ => bare.to_vec(),
         })
     }

@@ -241,5 +241,5 @@ fn resumed_runs_know_their_configuration() {
     variant.write(&model);
     let error = Quantization::resume(&model, &out, &options(&[]), Default::default()).err();
     let error = error.unwrap().to_string();
-    assert!(error.contains("its config was"), "{error}");
+    assert!(error.contains("its model configuration was"), "{error}");
 }
