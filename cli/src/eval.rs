@@ -8,7 +8,7 @@ use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
-use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
+use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
 
 use crate::device::{ComputeType, DeviceName};
@@ -30,9 +30,10 @@ pub(crate) struct Eval {
     /// space between context and choice belongs to the choice.
     #[arg(long, value_name = "FILE")]
     choices: Option<PathBuf>,
-    /// Read texts in windows of this many tokens
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    length: usize,
+    /// Read texts in windows of this many tokens [default: 2048, or the positions that the model is
+    /// meant for]
+    #[arg(long, value_name = "N")]
+    length: Option<usize>,
     /// Begin a window this many tokens after the one before; each token counts once, in the first
     /// window that has it [default: half a window]
     #[arg(long, value_name = "N")]
@@ -57,24 +58,20 @@ impl Eval {
         );
         let questions = self.choices.as_deref().map(Question::read).transpose()?;
         let texts = read_texts(&self.data)?;
+        let config = DecoderConfig::read(&self.model)?;
+        let windows = windows("length", self.length, self.stride, &config)?;
         let name = DeviceName::or_best(self.device)?;
         let device: Device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(self.dtype, name);
         let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
         let tokenizer = tokenizer(&self.model, &model)?;
         if !texts.is_empty() {
-            self.perplexity(&model, &tokenizer, &texts)?;
+            let found = perplexity(&model, &tokenizer, &texts, windows)?;
+            println!("{}", describe(&found, windows));
         }
         if let Some(questions) = questions {
             answers(&model, &tokenizer, &questions)?;
         }
-        Ok(())
-    }
-
-    fn perplexity(&self, model: &Decoder, tokenizer: &Tokenizer, texts: &[String]) -> Result<()> {
-        let windows = windows(self.length, self.stride);
-        let found = perplexity(model, tokenizer, texts, windows)?;
-        println!("{}", describe(&found, windows));
         Ok(())
     }
 }
@@ -93,12 +90,24 @@ pub(crate) fn tokenizer(folder: &Path, model: &Decoder) -> Result<Tokenizer> {
     Tokenizer::read(folder, model.config().vocab, &settings.eos)
 }
 
-/// Windows of `length` tokens, by `stride` or half of them.
-pub(crate) fn windows(length: usize, stride: Option<usize>) -> Windows {
-    Windows {
+/// Tokens of a window unless said otherwise, or unless the model is meant for fewer.
+const WINDOW: usize = 2048;
+
+/// Windows of as many tokens as the option `name` says, by `stride` or half of them, for a model.
+pub(crate) fn windows(
+    name: &str,
+    length: Option<usize>,
+    stride: Option<usize>,
+    config: &DecoderConfig,
+) -> Result<Windows> {
+    config.check_length(name, length.unwrap_or(0))?;
+    let length = length.unwrap_or(WINDOW.min(config.longest()));
+    let windows = Windows {
         length,
         stride: stride.unwrap_or(length.div_ceil(2)),
-    }
+    };
+    windows.check()?;
+    Ok(windows)
 }
 
 /// The cross entropy of `texts`, with a bar.
@@ -108,7 +117,7 @@ pub(crate) fn perplexity(
     texts: &[String],
     windows: Windows,
 ) -> Result<CrossEntropy> {
-    let tokens = texts.iter().map(|text| tokenizer.encode(text, true));
+    let tokens = texts.iter().map(|text| tokenizer.encode_text(text));
     let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
     let mut bar = LayerBar::new("perplexity");
     let show = &mut |done, total| bar.show(done, total, "tokens");
@@ -144,5 +153,12 @@ fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Re
         1e2 * found.normalized.error,
         questions.len()
     );
+    if found.beyond > 0 {
+        println!(
+            "{} questions are longer than the {} positions that the model is meant for",
+            found.beyond,
+            model.config().max_positions
+        );
+    }
     Ok(())
 }

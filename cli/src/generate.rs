@@ -11,14 +11,19 @@ use nvfp4_lm::checkpoint::{Checkpoint, resolve};
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
 use nvfp4_lm::decoder::{Decoder, HeadPrecision};
 use nvfp4_lm::encoder::EncoderModel;
-use nvfp4_lm::hf::{GenerationConfig, Tokenizer};
+use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
 use nvfp4_lm::model::{LanguageModel, Transformer};
 use nvfp4_lm::sampling::SamplingConfig;
 use nvfp4_lm::text::{Characters, StopStrings};
+use nvfp4_lm::tokens::ChatTemplate;
+use nvfp4_lm::tokens::chat::Message;
 
 use crate::decode_cost::KvName;
 use crate::device::{ComputeType, DeviceName, install_decorator};
+
+/// Tokens that are generated at most unless said otherwise.
+const TOKENS: usize = 256;
 
 #[derive(Args)]
 pub(crate) struct Generate {
@@ -31,9 +36,18 @@ pub(crate) struct Generate {
     /// Continue this text
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// Generate at most this many tokens
-    #[arg(long, value_name = "N", default_value_t = 256)]
-    tokens: usize,
+    /// Take the prompt for what a user says, in the chat template of the model's folder
+    #[arg(long, conflicts_with = "no_special_tokens")]
+    chat: bool,
+    /// Put no special tokens around the prompt
+    ///
+    /// Without it a prompt begins with the token that starts texts, once, where the tokenizer has one.
+    #[arg(long)]
+    no_special_tokens: bool,
+    /// Generate at most this many tokens [default: what the model's folder says, else 256; no more
+    /// than the positions that the model is meant for]
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
     /// Divide the logits: 0 takes the most probable token [default: what the model's folder says,
     /// else 0]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
@@ -94,6 +108,8 @@ impl Generate {
             ("kv", self.kv.is_some()),
             ("head", self.head.is_some()),
             ("no-graph", self.no_graph),
+            ("chat", self.chat),
+            ("no-special-tokens", self.no_special_tokens),
             ("dtype", self.dtype.is_some()),
         ] {
             ensure!(
@@ -126,7 +142,7 @@ impl Generate {
         let mut out = std::io::stdout().lock();
         // With the first byte: by then everything has been checked.
         let mut begin = Some(&self.prompt);
-        let chosen = (self.tokens, &sampling);
+        let chosen = (self.tokens.unwrap_or(TOKENS), &sampling);
         generate(model, device, self.prompt.as_bytes(), chosen, |byte| {
             if let Some(prompt) = begin.take() {
                 write!(out, "{prompt}")?;
@@ -150,20 +166,22 @@ impl Generate {
         let model = model.with_head(self.head.unwrap_or_default())?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
-        let prompt = tokenizer.encode(&self.prompt, true)?;
+        let sampling = self.sampling(&SamplingConfig::of(&settings, self.seed));
+        settings.check_supported(sampling.temperature != 0.0)?;
+        let prompt = self.prompt_tokens(&tokenizer)?;
+        let most = self.most(&settings, prompt.len(), model.config())?;
         let generation = Generation {
-            most: self.tokens,
-            sampling: self.sampling(&SamplingConfig::of(&settings, self.seed)),
+            sampling,
             eos: settings.eos,
             graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
             kv: self.kv.map(KvName::precision),
-            ..Generation::greedy(self.tokens)
+            ..Generation::greedy(most)
         };
         let mut text = TextStream::new(&tokenizer, &self.stop)?;
         let mut out = std::io::stdout().lock();
         // With the first token: by then everything has been checked.
         let mut begin = Some(&self.prompt);
-        model.generate(&[prompt], &generation, |_, token| {
+        let added = model.generate(&[prompt], &generation, |_, token| {
             if let Some(prompt) = begin.take() {
                 write!(out, "{prompt}")?;
             }
@@ -171,8 +189,56 @@ impl Generate {
             out.flush()?;
             Ok(!text.is_stopped())
         })?;
+        let is_stopped = text.is_stopped();
         writeln!(out, "{}", text.finish()?)?;
-        Ok(out.flush()?)
+        out.flush()?;
+        // Cut by no wish of the user.
+        if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !is_stopped {
+            eprintln!("ended after {most} tokens: the model or its folder allows no more");
+        }
+        Ok(())
+    }
+
+    /// The tokens of the prompt.
+    fn prompt_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+        if self.no_special_tokens {
+            return tokenizer.encode(&self.prompt, false);
+        }
+        if !self.chat {
+            return tokenizer.encode_text(&self.prompt);
+        }
+        let template = ChatTemplate::read(&self.model)?.with_context(|| {
+            format!(
+                "chat is given, but {} has no chat template",
+                self.model.display()
+            )
+        })?;
+        let message = Message {
+            role: "user".into(),
+            content: self.prompt.clone(),
+        };
+        // The template writes special tokens itself.
+        tokenizer.encode(&template.render(&[message], true)?, false)
+    }
+
+    /// Tokens that are added to a prompt of `prompt` tokens at most.
+    fn most(
+        &self,
+        settings: &GenerationConfig,
+        prompt: usize,
+        config: &DecoderConfig,
+    ) -> Result<usize> {
+        config.check_length("the length of the prompt", prompt)?;
+        if let Some(tokens) = self.tokens {
+            let total = prompt + tokens;
+            let what =
+                format!("tokens is {tokens}, with a prompt of {prompt} the length of the text");
+            config.check_length(&what, total)?;
+            return Ok(tokens);
+        }
+        let asked = settings.max_new_tokens.unwrap_or(TOKENS);
+        let longest = settings.max_length.unwrap_or(usize::MAX);
+        Ok(asked.min(longest.min(config.longest()).saturating_sub(prompt)))
     }
 
     /// What the folder of the model asks for, with the options over it.

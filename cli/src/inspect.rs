@@ -95,6 +95,16 @@ fn describe(checkpoint: &Checkpoint) -> Vec<String> {
             "{attention}: FP8 scales of keys {keys}, of values {values}"
         ));
     }
+    for (name, reason) in checkpoint.unused() {
+        lines.push(format!("not used: {name}: {reason}"));
+    }
+    if !checkpoint.is_known() {
+        let kind = &checkpoint.json()["model_type"];
+        lines.push(format!(
+            "model_type is {kind}, which is not known here: the tensors were not held against \
+             config.json, and every matrix is taken for a linear layer"
+        ));
+    }
     let scaled = checkpoint.layers().values().filter(|layer| layer.pre_quant);
     match scaled.count() {
         0 => {}

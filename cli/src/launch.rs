@@ -4,10 +4,11 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use clap::Args;
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, Parser};
 use nvfp4_parallel::launch::{Launch, Show};
 
+use crate::command::Command;
 use crate::device::cuda_count;
 
 /// Ranks have so long to end by themselves once one has failed.
@@ -26,6 +27,17 @@ pub(crate) struct LaunchRanks {
     command: Vec<OsString>,
 }
 
+/// Fails, before ranks start, for a command line that each of them would refuse.
+fn check(command: &[OsString]) -> Result<()> {
+    let name = OsString::from("nvfp4");
+    match Command::try_parse_from([&name].into_iter().chain(command)) {
+        Ok(_) => Ok(()),
+        // Asked for help, one process writes it as well as several.
+        Err(error) if !error.use_stderr() => error.exit(),
+        Err(error) => bail!("the command of the ranks is refused: {}", error.render()),
+    }
+}
+
 impl LaunchRanks {
     pub(crate) fn run(self) -> Result<ExitCode> {
         let processes = match self.gpus {
@@ -39,6 +51,7 @@ impl LaunchRanks {
                 count
             }
         };
+        check(&self.command)?;
         let program = std::env::current_exe().context("the path of this program")?;
         let command = [program.into_os_string()].into_iter().chain(self.command);
         let ended = Launch {
@@ -55,5 +68,28 @@ impl LaunchRanks {
             eprintln!("error: {problem}");
         }
         Ok(ExitCode::from(ended.code))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_that_ranks_would_refuse_start_none() {
+        let found = |command: &[&str]| {
+            let command: Vec<OsString> = command.iter().map(OsString::from).collect();
+            check(&command).map_err(|error| error.to_string())
+        };
+        found(&["train", "--steps", "10"]).unwrap();
+        for (command, says) in [
+            (&["train", "--steps", "1", "--steps", "2"][..], "--steps"),
+            (&["train", "--stepz", "1"], "--stepz"),
+            (&["finetune"], "MODEL"),
+            (&["trian"], "trian"),
+        ] {
+            let error = found(command).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
     }
 }

@@ -10,7 +10,8 @@ use clap::{Args, ValueEnum};
 use fnv::FnvHasher;
 use indicatif::HumanBytes;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::CrossEntropy;
+use nvfp4_lm::eval::{CrossEntropy, Windows};
+use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::quantize::journal::MadeFrom;
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate};
@@ -23,6 +24,12 @@ use crate::device::{ComputeType, DeviceName};
 use crate::eval::{describe, perplexity, read_texts, tokenizer, windows};
 use crate::layers::LayerBar;
 use crate::table::table;
+
+/// Tokens of a sequence of the calibration unless said otherwise, or unless the model is meant for
+/// fewer.
+const CALIBRATION_LENGTH: usize = 512;
+/// Tokens of a calibration below which the report warns.
+const FEW_TOKENS: u64 = 512;
 
 #[derive(Args)]
 pub(crate) struct Quantize {
@@ -56,8 +63,8 @@ pub(crate) struct Quantize {
     resume: bool,
     /// Leave modules whose name this regular expression matches as they are; may be repeated
     ///
-    /// Routers and the output head are always left. A projection that readers fuse with one that
-    /// is left (q/k/v, gate/up) is left too.
+    /// Routers and the output head are always left. What readers fuse with a projection that is left
+    /// (q/k/v, gate/up, the experts of a layer) is left too.
     #[arg(long, value_name = "REGEX")]
     exclude: Vec<String>,
     /// Dequantize every quantized input by this factor, instead of calibrating one for each layer
@@ -76,9 +83,10 @@ pub(crate) struct Quantize {
     /// memory for it.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
-    /// Cut the calibration's text into sequences of this many tokens
-    #[arg(long, value_name = "N", default_value_t = 512)]
-    calibration_length: usize,
+    /// Cut the calibration's text into sequences of this many tokens [default: 512, or the positions
+    /// that the model is meant for]
+    #[arg(long, value_name = "N")]
+    calibration_length: Option<usize>,
     /// Read at most this many sequences of it
     #[arg(long, value_name = "N", default_value_t = 128)]
     calibration_sequences: usize,
@@ -87,9 +95,10 @@ pub(crate) struct Quantize {
     /// The whole model is in memory for it, as `nvfp4 eval` has it: weights in NVFP4 stay packed.
     #[arg(long, value_name = "FILE", num_args = 1..)]
     eval: Vec<PathBuf>,
-    /// Read the texts of --eval in windows of this many tokens
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    eval_length: usize,
+    /// Read the texts of --eval in windows of this many tokens [default: 2048, or the positions that
+    /// the model is meant for]
+    #[arg(long, value_name = "N")]
+    eval_length: Option<usize>,
     /// Begin such a window this many tokens after the one before [default: half a window]
     #[arg(long, value_name = "N")]
     eval_stride: Option<usize>,
@@ -110,7 +119,11 @@ enum KvFormat {
 impl Quantize {
     pub(crate) fn run(self) -> Result<()> {
         let options = self.options()?;
-        windows(self.eval_length, self.eval_stride).check()?;
+        let config = DecoderConfig::read(&self.model)?;
+        let windows = windows("eval-length", self.eval_length, self.eval_stride, &config)?;
+        config.check_length("calibration-length", self.calibration_length.unwrap_or(0))?;
+        let length = self.calibration_length;
+        let length = length.unwrap_or(CALIBRATION_LENGTH.min(config.longest()));
         let texts = read_texts(&self.eval)?;
         let text = match &self.calibration {
             Some(file) => {
@@ -118,14 +131,18 @@ impl Quantize {
             }
             None => None,
         };
-        let reads = self.calibrates_on(text.as_deref());
+        let tokens = text
+            .as_deref()
+            .map(|text| self.tokens(text, &config))
+            .transpose()?;
+        let reads = self.calibrates_on(text.as_deref(), length);
         let run = match self.resume {
             true => Quantization::resume(&self.model, &self.out, &options, reads)?,
             false => Quantization::start(&self.model, &self.out, &options, reads)?,
         };
-        let before = self.perplexity(&self.model, &texts)?;
-        let calibration = match &text {
-            Some(text) => self.calibration(&run, text)?,
+        let before = self.perplexity(&self.model, &texts, windows)?;
+        let calibration = match &tokens {
+            Some(tokens) => self.calibration(&run, tokens, length)?,
             None => Calibration::new(),
         };
         let mut bar = LayerBar::new("quantize");
@@ -136,11 +153,21 @@ impl Quantize {
             println!("{line}");
         }
         if let Some(before) = before
-            && let Some(after) = self.perplexity(&self.out, &texts)?
+            && let Some(after) = self.perplexity(&self.out, &texts, windows)?
         {
-            let windows = windows(self.eval_length, self.eval_stride);
             println!("before: {}", describe(&before, windows));
             println!("after:  {}", describe(&after, windows));
+        }
+        if let (Some(tokens), Some(read)) = (&tokens, done.calibration_tokens) {
+            println!(
+                "calibrated on {read} of {} tokens, in sequences of {length}{}",
+                tokens.len(),
+                match read < FEW_TOKENS {
+                    true =>
+                        format!("; fewer than {FEW_TOKENS} say little about the inputs of layers"),
+                    false => String::new(),
+                }
+            );
         }
         if matches!(self.method, Method::Search | Method::FourOverSix) && calibration.is_empty() {
             println!("no calibration: errors of all input features count the same, E[x²] = 1");
@@ -161,7 +188,7 @@ impl Quantize {
     }
 
     /// What calibration depends on, by the names of the options.
-    fn calibrates_on(&self, text: Option<&str>) -> MadeFrom {
+    fn calibrates_on(&self, text: Option<&str>, length: usize) -> MadeFrom {
         let Some(text) = text else {
             return MadeFrom::new();
         };
@@ -169,34 +196,52 @@ impl Quantize {
         hasher.write(text.as_bytes());
         let reads = [
             ("calibration", format!("{:016x}", hasher.finish()).into()),
-            ("calibration-length", self.calibration_length.into()),
+            ("calibration-length", length.into()),
             ("calibration-sequences", self.calibration_sequences.into()),
         ];
         reads.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The calibration of a resumed run, or of the model as it reads `text`.
-    fn calibration(&self, run: &Quantization, text: &str) -> Result<Calibration> {
+    /// The tokens of the calibration's text, of which it must have some of its own.
+    fn tokens(&self, text: &str, config: &DecoderConfig) -> Result<Vec<u32>> {
+        let settings = GenerationConfig::read(&self.model, config)?;
+        let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;
+        let file = self.calibration.as_deref().unwrap_or(&self.model).display();
+        ensure!(
+            !tokenizer
+                .decode(&tokenizer.encode(text, false)?, false)?
+                .is_empty(),
+            "calibration {file} has no token of its own, but the inputs of layers are those of a text"
+        );
+        tokenizer.encode_text(text)
+    }
+
+    /// The calibration of a resumed run, or of the model as it reads `tokens`.
+    fn calibration(
+        &self,
+        run: &Quantization,
+        tokens: &[u32],
+        length: usize,
+    ) -> Result<Calibration> {
         if let Some(found) = run.calibration()? {
             return Ok(found);
         }
-        let found = self.calibrate(text)?;
+        let found = self.calibrate(tokens, length)?;
         run.keep_calibration(&found)?;
         Ok(found)
     }
 
-    /// What the model's linear layers read while it reads `text`.
-    fn calibrate(&self, text: &str) -> Result<Calibration> {
+    /// What the model's linear layers read while it reads `tokens`.
+    fn calibrate(&self, tokens: &[u32], length: usize) -> Result<Calibration> {
         let device = DeviceName::or_best(self.device)?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        let tokens = tokenizer(&self.model, &model)?.encode(text, true)?;
         let options = CalibrationText {
-            length: self.calibration_length,
+            length,
             sequences: self.calibration_sequences,
             products: self.method == Method::Gptq,
         };
         let mut bar = LayerBar::new("calibrate");
-        let found = calibrate(&model, &tokens, options, &mut |done, total| {
+        let found = calibrate(&model, tokens, options, &mut |done, total| {
             bar.show(done, total, "");
         })?;
         bar.finish();
@@ -204,7 +249,12 @@ impl Quantize {
     }
 
     /// The cross entropy of `texts` by the model in `folder`, if there are any.
-    fn perplexity(&self, folder: &Path, texts: &[String]) -> Result<Option<CrossEntropy>> {
+    fn perplexity(
+        &self,
+        folder: &Path,
+        texts: &[String],
+        windows: Windows,
+    ) -> Result<Option<CrossEntropy>> {
         if texts.is_empty() {
             return Ok(None);
         }
@@ -213,7 +263,6 @@ impl Quantize {
         let dtype = ComputeType::or_of(None, name);
         let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
         let tokenizer = tokenizer(folder, &model)?;
-        let windows = windows(self.eval_length, self.eval_stride);
         perplexity(&model, &tokenizer, texts, windows).map(Some)
     }
 

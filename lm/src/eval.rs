@@ -136,8 +136,8 @@ impl CrossEntropy {
 /// not count. `progress` is told how many tokens have been counted, of how many.
 ///
 /// # Errors
-/// When the windows are refused, a text has fewer than two tokens, or the model fails or gives no
-/// number.
+/// When the windows are refused or longer than the model is meant for, a text has fewer than two
+/// tokens, or the model fails or gives no number.
 pub fn cross_entropy(
     model: &Decoder,
     texts: &[Vec<u32>],
@@ -145,6 +145,11 @@ pub fn cross_entropy(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<CrossEntropy> {
     windows.check()?;
+    let longest = texts.iter().map(Vec::len).max().unwrap_or(0);
+    let length = windows.length.min(longest);
+    model
+        .config()
+        .check_length("the length of a window", length)?;
     ensure!(
         !texts.is_empty(),
         "texts are none, but must be at least one"
@@ -253,6 +258,8 @@ pub struct Answers {
     /// By the choice with the highest mean log-probability of a byte, so that long ones have no
     /// disadvantage.
     pub normalized: Accuracy,
+    /// Questions that are longer, with one of their choices, than the model is meant for.
+    pub beyond: usize,
 }
 
 /// The answers of `model` to `questions`: the choice that it finds most probable after the context.
@@ -268,14 +275,17 @@ pub fn choose(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Answers> {
     ensure!(!questions.is_empty(), "questions are none");
-    let (mut plain, mut normalized) = (0, 0);
+    let (mut plain, mut normalized, mut beyond) = (0, 0, 0);
     for (index, question) in questions.iter().enumerate() {
-        let scores: Result<Vec<f64>> = question
+        let scores: Result<Vec<(f64, usize)>> = question
             .choices
             .iter()
             .map(|choice| score(model, tokenizer, &question.context, choice))
             .collect();
         let scores = scores.with_context(|| format!("question {}", index + 1))?;
+        let longest = scores.iter().map(|(_, tokens)| *tokens).max();
+        beyond += usize::from(longest > Some(model.config().longest()));
+        let scores: Vec<f64> = scores.into_iter().map(|(score, _)| score).collect();
         let lengths = question.choices.iter().map(|choice| choice.len() as f64);
         let by_byte: Vec<f64> = scores.iter().zip(lengths).map(|(s, n)| s / n).collect();
         plain += usize::from(first_best(&scores) == question.answer);
@@ -285,14 +295,20 @@ pub fn choose(
     Ok(Answers {
         plain: Accuracy::of(plain, questions.len()),
         normalized: Accuracy::of(normalized, questions.len()),
+        beyond,
     })
 }
 
 /// The log-probability of `choice` after `context`: of the tokens of both together from the first
-/// on that differs from those of the context.
-fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) -> Result<f64> {
-    let before = tokenizer.encode(context, true)?;
-    let whole = tokenizer.encode(&format!("{context}{choice}"), true)?;
+/// on that differs from those of the context; and how many tokens both have.
+fn score(
+    model: &Decoder,
+    tokenizer: &Tokenizer,
+    context: &str,
+    choice: &str,
+) -> Result<(f64, usize)> {
+    let before = tokenizer.encode_text(context)?;
+    let whole = tokenizer.encode_text(&format!("{context}{choice}"))?;
     let common = before.iter().zip(&whole).take_while(|(a, b)| a == b);
     let first = common.count();
     ensure!(
@@ -309,7 +325,7 @@ fn score(model: &Decoder, tokenizer: &Tokenizer, context: &str, choice: &str) ->
         sum.is_finite(),
         "the log-probability of {choice:?} is {sum}"
     );
-    Ok(sum)
+    Ok((sum, whole.len()))
 }
 
 #[cfg(test)]

@@ -80,7 +80,8 @@ pub(crate) struct TrainingOptions {
     /// which the assistant's text counts, by the chat template of the tokenizer's folder.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
     pub(crate) data: Vec<PathBuf>,
-    /// Evaluate on these files and folders [default: a share of the documents of --data]
+    /// Evaluate on these files and folders [default: a share of the documents of --data, or the end
+    /// of a single one]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) valid: Vec<PathBuf>,
     /// Keep this share of the documents for evaluation
@@ -116,9 +117,10 @@ pub(crate) struct TrainingOptions {
     /// Add up the gradients of this many batches for a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Pack documents into rows of this many tokens; longer ones are cut
-    #[arg(long, value_name = "N", default_value_t = 1024)]
-    pub(crate) context: usize,
+    /// Pack documents into rows of this many tokens; longer ones are cut [default: 1024, or the
+    /// positions that the model is meant for]
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<usize>,
     /// Set the highest learning rate [default: 1e-5, with --lora 2e-4, for pretrain
     /// 3e-4]
     #[arg(long, allow_negative_numbers = true)]

@@ -14,6 +14,7 @@ use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
 use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
+use nvfp4_lm::tokens::Cut;
 use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +30,8 @@ const MODEL: &str = "model";
 const ADAPTER: &str = "adapter";
 /// Where it is quantized.
 const QUANTIZED: &str = "nvfp4";
+/// Tokens of a row unless said otherwise, or unless the model is meant for fewer.
+const CONTEXT: usize = 1024;
 /// What becomes of the trained model.
 const RESULT: &str = "result.json";
 
@@ -154,6 +157,8 @@ impl Session {
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         let reader = TextReader::read(&start.model)?;
+        // A default that fits the model.
+        let context = options.context.unwrap_or(CONTEXT.min(reader.longest()));
         let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
             let (shards, found) = reader.shards(paths, &folder.join(name))?;
             if found.documents > 0 {
@@ -181,7 +186,7 @@ impl Session {
             steps,
             batch: options.batch,
             accumulate: options.accumulate,
-            context: options.context,
+            context,
             lr: options.lr.unwrap_or(start.defaults.lr),
             warmup: options.warmup.unwrap_or((steps / 10).min(100)),
             weight_decay: options.weight_decay.unwrap_or(start.defaults.weight_decay),
@@ -270,6 +275,7 @@ impl Session {
         };
         let data = agree(group, open())?;
         if ranks.is_first() {
+            self.describe_rows(&data);
             self.describe(&data, group.size());
         }
         let interrupt = watch_interrupts()?;
@@ -314,6 +320,54 @@ impl Session {
         Ok(ExitCode::SUCCESS)
     }
 
+    /// Says what of the documents is left.
+    fn describe_rows(&self, data: &TrainingData) {
+        if data.is_one {
+            eprintln!(
+                "one document: its last {} of {} tokens are for validation (--valid-share)",
+                data.valid.tokens(),
+                data.train.tokens() + data.valid.tokens() + 1
+            );
+        }
+        for (part, rows) in [("training", &data.train), ("validation", &data.valid)] {
+            let Cut {
+                longer,
+                parted,
+                left_out,
+                tokens_left_out,
+                targets,
+            } = rows.cut();
+            let mut said = Vec::new();
+            if longer > 0 {
+                let context = self.config.context;
+                said.push(format!(
+                    "{longer} documents are longer than a row of {context} tokens and were cut"
+                ));
+            }
+            if parted > 0 {
+                said.push(format!(
+                    "{parted} have tokens that count in the loss after a cut, away from their prompt"
+                ));
+            }
+            if tokens_left_out > 0 {
+                said.push(format!(
+                    "{tokens_left_out} tokens are left out, in pieces of which none counts"
+                ));
+            }
+            if left_out > 0 {
+                said.push(format!(
+                    "{left_out} documents are left out, of which no token counts"
+                ));
+            }
+            if !said.is_empty() {
+                eprintln!(
+                    "{part}: {}; {targets} tokens that count are left",
+                    said.join("; ")
+                );
+            }
+        }
+    }
+
     /// Says what is trained on what.
     fn describe(&self, data: &TrainingData, ranks: usize) {
         let config = &self.config;
@@ -327,7 +381,7 @@ impl Session {
             )
         });
         eprintln!(
-            "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}; {}",
+            "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}{}; {}",
             config.recipe_name,
             match config.frozen {
                 FrozenForm::High => String::new(),
@@ -341,6 +395,10 @@ impl Session {
             match ranks {
                 1 => String::new(),
                 ranks => format!(" ({ranks} ranks)"),
+            },
+            match config.eval_rows < data.valid.len() {
+                true => format!(", of which {} are evaluated", config.eval_rows),
+                false => String::new(),
             },
             self.folder.display()
         );

@@ -53,8 +53,9 @@ impl Decoder {
     /// goes on.
     ///
     /// # Errors
-    /// When there is no prompt, one is empty or has a token that is not in the vocabulary, the
-    /// sampling is out of range, the model's logits are not numbers, or `emit` fails.
+    /// When there is no prompt, one is empty or has a token that is not in the vocabulary, a text
+    /// gets longer than the model is meant for, the sampling is out of range, the model's logits are
+    /// not numbers, or `emit` fails.
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
@@ -65,6 +66,10 @@ impl Decoder {
         ensure!(generation.chunk > 0, "`chunk` is 0, but must be positive");
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let capacity = longest + generation.most;
+        (self.config()).check_length(
+            "the length of the longest prompt and what is added",
+            capacity,
+        )?;
         let mut cache = self.cache_as(prompts.len(), capacity, generation.kv)?;
         let samplers = prompts.iter().enumerate();
         let samplers = samplers.map(|(i, p)| Sampler::new(&generation.sampling, i as u64, p));

@@ -13,17 +13,17 @@ use burn::nn::{Initializer, Linear, RmsNormConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm};
+use nvfp4_kernels::BLOCK;
 
 use super::attention::Attention;
 use super::feed_forward::{FeedForward, Moe, SwiGlu};
-use super::names::{self, EMBEDDING, Expected, HEAD, NORM};
+use super::names::{self, EMBEDDING, HEAD, NORM};
 use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
 use crate::interchange::checkpoint::{KvScales, is_quantized};
 use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
@@ -174,7 +174,11 @@ impl Decoder {
         json.remove("quantization_config");
         let config = DecoderConfig::from_json(&json).with_context(name)?;
         let packed = PackedFolder::new(&checkpoint);
-        check_names(&config, &packed).with_context(name)?;
+        let shapes = packed.shapes();
+        let plain = checkpoint.plain().iter().map(String::as_str);
+        names::differences(&config, checkpoint.tensors(), plain, &shapes)
+            .check()
+            .with_context(name)?;
         let decoder = Loader {
             config: &config,
             tensors: checkpoint.tensors(),
@@ -264,89 +268,12 @@ fn kv_scales(
     Ok(Some((0..layers).map(of).collect()))
 }
 
-/// Fail unless the folder has what the model needs, and nothing else; the error names all
-/// differences.
+/// Fails unless the folder has what the model needs, and nothing else that may have a meaning.
 ///
 /// # Errors
-/// When they differ.
+/// When they differ: names all differences.
 pub fn check_tensors(config: &DecoderConfig, tensors: &TensorFolder) -> Result<()> {
-    let expected = names::expected(config);
-    let (mut missing, mut wrong) = (Vec::new(), Vec::new());
-    for Expected { name, shape } in &expected {
-        match tensors.find(name) {
-            None => missing.push(format!("`{name}` {shape:?}")),
-            Some(tensor) if tensor.shape != *shape => {
-                wrong.push(format!("`{name}` is {:?}, not {shape:?}", tensor.shape));
-            }
-            Some(tensor) if !is_float(tensor.dtype) => wrong.push(format!(
-                "`{name}` is of type {:?}, not F32, BF16 or F16",
-                tensor.dtype
-            )),
-            Some(_) => {}
-        }
-    }
-    let known: std::collections::HashSet<&str> = expected
-        .iter()
-        .map(|expected| expected.name.as_str())
-        .collect();
-    let is_tied_head = |name: &str| {
-        let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes);
-        config.tied && name == HEAD && bytes(HEAD) == bytes(EMBEDDING)
-    };
-    let unknown: Vec<String> = tensors
-        .names()
-        .filter(|name| !known.contains(name) && !names::is_ignored(name) && !is_tied_head(name))
-        .map(|name| format!("`{name}`"))
-        .collect();
-    let mut problems = Vec::new();
-    for (what, names) in [
-        ("missing", missing),
-        ("not what the configuration says", wrong),
-        ("unknown", unknown),
-    ] {
-        if !names.is_empty() {
-            problems.push(format!(
-                "{} tensors are {what}: {}",
-                names.len(),
-                list(&names)
-            ));
-        }
-    }
-    ensure!(
-        problems.is_empty(),
-        "the tensors do not fit the configuration: {}",
-        problems.join("; ")
-    );
-    Ok(())
-}
-
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
-}
-
-/// Fail unless a quantized folder has each weight of the model, packed or plain, and no other.
-fn check_names(config: &DecoderConfig, packed: &PackedFolder<'_>) -> Result<()> {
-    let mut modules = packed.modules();
-    for Expected { name, shape } in names::expected(config) {
-        let module = name.strip_suffix(".weight").unwrap_or(&name);
-        let found = match packed.layer(module) {
-            Some(layer) => {
-                modules.remove(module);
-                vec![layer.n, layer.k]
-            }
-            None => packed.tensors().get(&name)?.shape.to_vec(),
-        };
-        ensure!(
-            found == shape,
-            "`{name}` is {found:?}, but the configuration says {shape:?}"
-        );
-    }
-    ensure!(
-        modules.is_empty(),
-        "the configuration has no layers {}",
-        list(&modules.into_iter().map(String::from).collect::<Vec<_>>())
-    );
-    Ok(())
+    names::differences(config, tensors, tensors.names(), &BTreeMap::new()).check()
 }
 
 struct Loader<'a> {
@@ -441,13 +368,23 @@ impl Loader<'_> {
         // A view: what is stored by output is what matrix instructions read best.
         let weight = param(weight.transpose());
         let dense = Projection::Dense(Linear { weight, bias });
-        match recipe {
-            None => Ok(dense),
-            Some(recipe) => dense
-                .into_nvfp4(&recipe)
-                .and_then(Projection::into_packed)
-                .with_context(|| format!("`{}`", paths[0])),
+        let Some(recipe) = recipe else {
+            return Ok(dense);
+        };
+        let [d_in, d_out] = dense.shape();
+        let mut parts = Vec::new();
+        for name in paths {
+            let outputs = self.tensors.get(&format!("{name}.weight"))?.shape[0];
+            let name = name.clone();
+            parts.push(names::Part { name, outputs });
         }
+        if let Some(what) = names::odd_widths(self.config, &parts, d_in) {
+            bail!("{what}: they cannot be quantized when the model is loaded");
+        }
+        dense
+            .into_nvfp4(&recipe)
+            .and_then(Projection::into_packed)
+            .with_context(|| format!("`{}` [{d_out}, {d_in}]", paths[0]))
     }
 
     /// The type of the weights of projections and experts. Those that are quantized are not rounded
@@ -472,6 +409,13 @@ impl Loader<'_> {
         let weight: Tensor<2> = self.concatenated_as(&names, self.dtype_of_weights())?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
+        ensure!(
+            d_in.is_multiple_of(BLOCK) && d_out.is_multiple_of(BLOCK),
+            "the experts of `{moe}` have {} [{}, {d_in}] (`hidden_size` and the width inside an \
+             expert), but layers of experts need multiples of {BLOCK}",
+            parts.join(" and "),
+            d_out / parts.len()
+        );
         let recipe = self.form.quantizing();
         let weight: Tensor<3> = weight.reshape([experts, d_out, d_in]).swap_dims(1, 2);
         let mut layer = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out)
@@ -546,12 +490,15 @@ impl Loader<'_> {
             let first = dims[0] + found[0];
             dims = found;
             dims[0] = first;
-            part.append(&mut bytes, dtype)?;
+            part.append(&mut bytes, dtype, name)?;
         }
         let data = TensorData::from_bytes_vec(bytes, dims, dtype);
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }
 }
+
+/// The least magnitude that rounds to infinity in f16.
+const F16_OVERFLOW: f32 = 65520.0;
 
 /// A stored weight.
 enum Part<'a> {
@@ -572,9 +519,10 @@ impl Part<'_> {
     }
 
     /// Its elements as `dtype`, behind `bytes`.
-    fn append(&self, bytes: &mut Vec<u8>, dtype: DType) -> Result<()> {
+    fn append(&self, bytes: &mut Vec<u8>, dtype: DType, name: &str) -> Result<()> {
         let values = match self {
             Self::Plain(tensor) => {
+                tensor.check_finite()?;
                 let is_same = matches!(
                     (tensor.dtype, dtype),
                     (Dtype::F32, DType::F32)
@@ -589,6 +537,11 @@ impl Part<'_> {
             }
             Self::Packed(weight) => weight.effective(Arithmetic::CodeTimesScale),
         };
+        if dtype == DType::F16
+            && let Some(value) = values.iter().find(|value| value.abs() >= F16_OVERFLOW)
+        {
+            bail!("`{name}` has the value {value:e}, which f16 does not hold: choose another type");
+        }
         let count = values.len();
         let data = TensorData::new(values, [count]).convert_dtype(dtype);
         bytes.extend_from_slice(data.as_bytes());

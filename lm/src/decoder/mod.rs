@@ -342,6 +342,8 @@ impl Decoder {
 #[cfg(all(test, feature = "flex"))]
 mod head_tests;
 #[cfg(all(test, feature = "flex"))]
+mod load_tests;
+#[cfg(all(test, feature = "flex"))]
 mod packed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod steps_tests;

@@ -1,6 +1,12 @@
 //! The tensors of a model folder: their names, as transformers has them, and shapes.
 
-use crate::hf::{DecoderConfig, Family, FeedForwardConfig};
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Result, ensure};
+use nvfp4_kernels::BLOCK;
+
+use crate::hf::tensors::list;
+use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};
 
 /// One tensor that a model folder must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -73,6 +79,41 @@ pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
     }]
 }
 
+/// The widths of a projection that quantization does not take, with the fields of `config.json` that
+/// say them; `None` if both are multiples of 16. Its modules are `parts`, which have `d_in` inputs.
+pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option<String> {
+    let outputs: usize = parts.iter().map(|part| part.outputs).sum();
+    if d_in.is_multiple_of(BLOCK) && outputs.is_multiple_of(BLOCK) {
+        return None;
+    }
+    let field = |width: usize| {
+        let is_attention = parts.iter().any(|part| part.name.contains(".self_attn."));
+        if width == config.d_model {
+            "`hidden_size`"
+        } else if !is_attention {
+            "`intermediate_size`"
+        } else if width == config.heads * config.head {
+            "`num_attention_heads` times `head_dim`"
+        } else {
+            "`num_key_value_heads` times `head_dim`"
+        }
+    };
+    let odd = parts.iter().map(|part| part.outputs).chain([d_in]);
+    let odd: BTreeSet<usize> = odd.filter(|width| !width.is_multiple_of(BLOCK)).collect();
+    let odd = odd
+        .into_iter()
+        .map(|width| format!("{} is {width}", field(width)));
+    let modules = parts.iter().map(|part| {
+        let Part { name, outputs } = part;
+        format!("{name} [{outputs}, {d_in}]")
+    });
+    Some(format!(
+        "{}: {}, but layers in NVFP4 need multiples of {BLOCK}",
+        modules.collect::<Vec<_>>().join(" and "),
+        odd.collect::<Vec<_>>().join(" and ")
+    ))
+}
+
 /// The name of the module with the experts of a layer.
 pub fn moe(family: Family) -> &'static str {
     match family {
@@ -124,10 +165,132 @@ impl Site {
     }
 }
 
-/// Whether a tensor of this name is known to have no meaning: older tools saved the frequencies of
-/// rotary positions.
-pub fn is_ignored(name: &str) -> bool {
-    name.ends_with(".self_attn.rotary_emb.inv_freq")
+/// Ends of the names of tensors that a model does not use, and why.
+const UNUSED: [(&str, &str); 3] = [
+    (
+        "rotary_emb.inv_freq",
+        "frequencies of rotary positions, which follow from config.json",
+    ),
+    (
+        "rotary_emb.cos_cached",
+        "cosines of rotary positions, which follow from config.json",
+    ),
+    (
+        "rotary_emb.sin_cached",
+        "sines of rotary positions, which follow from config.json",
+    ),
+];
+
+/// The reason for which a tensor of this name is not used, if it is known to have no meaning.
+fn unused(name: &str) -> Option<&'static str> {
+    let found = UNUSED.iter().find(|(end, _)| name.ends_with(end));
+    found.map(|(_, reason)| *reason)
+}
+
+/// How the tensors of a folder differ from those that a model has.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Differences {
+    /// Names and shapes of tensors that are not there.
+    pub missing: Vec<String>,
+    /// Tensors of another shape or type, with both.
+    pub wrong: Vec<String>,
+    /// Names of tensors that the model does not have.
+    pub unknown: Vec<String>,
+    /// Tensors that are known to have no meaning, and why.
+    pub unused: Vec<(String, &'static str)>,
+}
+
+impl Differences {
+    /// The differences for which a folder is refused, a line for each kind.
+    pub fn problems(&self) -> Vec<String> {
+        let all = [
+            ("missing", &self.missing),
+            ("not what the configuration says", &self.wrong),
+            ("unknown", &self.unknown),
+        ];
+        let all = all.into_iter().filter(|(_, names)| !names.is_empty());
+        all.map(|(what, names)| {
+            let verb = match names.len() {
+                1 => "tensor is",
+                _ => "tensors are",
+            };
+            format!("{} {verb} {what}: {}", names.len(), list(names))
+        })
+        .collect()
+    }
+
+    /// Fails if there is a difference that is not known to have no meaning.
+    ///
+    /// # Errors
+    /// Names all of them.
+    pub fn check(&self) -> Result<()> {
+        let problems = self.problems();
+        ensure!(
+            problems.is_empty(),
+            "the tensors do not fit the configuration: {}",
+            problems.join("; ")
+        );
+        Ok(())
+    }
+}
+
+/// Holds tensors against the configuration: those of `tensors` called `plain`, and `packed`
+/// modules, by the names of transformers, with their shapes where these are known.
+pub fn differences<'a>(
+    config: &DecoderConfig,
+    tensors: &TensorFolder,
+    plain: impl IntoIterator<Item = &'a str>,
+    packed: &BTreeMap<String, Option<[usize; 2]>>,
+) -> Differences {
+    let plain: BTreeSet<&str> = plain.into_iter().collect();
+    let mut packed: BTreeMap<&str, Option<[usize; 2]>> = packed
+        .iter()
+        .map(|(name, shape)| (&**name, *shape))
+        .collect();
+    let mut found = Differences::default();
+    let mut known = BTreeSet::new();
+    for Expected { name, shape } in expected(config) {
+        let wrong = |found: &[usize]| format!("`{name}` is {found:?}, not {shape:?}");
+        let module = name.strip_suffix(".weight").unwrap_or(&name);
+        if let Some(own) = packed.remove(module) {
+            let own = own.filter(|own| own[..] != shape[..]);
+            found.wrong.extend(own.map(|own| wrong(&own)));
+        } else {
+            match tensors.find(&name).filter(|_| plain.contains(&*name)) {
+                None => found.missing.push(format!("`{name}` {shape:?}")),
+                Some(tensor) if tensor.shape != shape => found.wrong.push(wrong(tensor.shape)),
+                Some(tensor) if !is_float(tensor.dtype) => found.wrong.push(format!(
+                    "`{name}` is of type {:?}, not F32, BF16 or F16",
+                    tensor.dtype
+                )),
+                Some(_) => {}
+            }
+        }
+        known.insert(name);
+    }
+    for name in plain.iter().filter(|name| !known.contains(**name)) {
+        let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes);
+        if let Some(reason) = unused(name) {
+            found.unused.push(((*name).into(), reason));
+        } else if config.tied && *name == HEAD && bytes(HEAD) == bytes(EMBEDDING) {
+            found
+                .unused
+                .push(((*name).into(), "the embedding, which is the head"));
+        } else if config.tied && *name == HEAD {
+            found.unknown.push(format!(
+                "`{name}`, which is not `{EMBEDDING}` although `tie_word_embeddings` is true"
+            ));
+        } else {
+            found.unknown.push(format!("`{name}`"));
+        }
+    }
+    let layers = packed.keys().map(|module| format!("`{module}`"));
+    found.unknown.extend(layers);
+    found
+}
+
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 /// All tensors of a model, those of a layer together.

@@ -1,6 +1,6 @@
 //! The NVFP4 weights of a quantized folder, as layers that keep them packed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -8,7 +8,6 @@ use burn_nvfp4::nn::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, N
 
 use super::projection::{Experts, Projection};
 use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
-use crate::hf::TensorFolder;
 use crate::interchange::checkpoint::LayerInfo;
 use crate::interchange::names::canonical;
 use crate::interchange::{Checkpoint, GlobalScale, PackedWeight, PreQuantScale, Scheme};
@@ -27,14 +26,13 @@ impl<'a> PackedFolder<'a> {
         Self { checkpoint, names }
     }
 
-    /// All tensors.
-    pub fn tensors(&self) -> &'a TensorFolder {
-        self.checkpoint.tensors()
-    }
-
-    /// The packed modules.
-    pub fn modules(&self) -> BTreeSet<&str> {
-        self.names.keys().map(String::as_str).collect()
+    /// The packed modules with their shapes.
+    pub fn shapes(&self) -> BTreeMap<String, Option<[usize; 2]>> {
+        let shape = |module: &String| self.layer(module).map(|layer| [layer.n, layer.k]);
+        let modules = self.names.keys();
+        modules
+            .map(|module| (module.clone(), shape(module)))
+            .collect()
     }
 
     /// The module, if it is packed.

@@ -1,9 +1,8 @@
 //! A decoder to a folder that transformers loads.
 
-use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::tensor::{DType, Tensor};
 use serde_json::{Map, Value};
 
@@ -14,7 +13,7 @@ use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::{read_json, write_json};
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{Dtype, NewFolder, TensorWriter};
+use crate::hf::{Dtype, NewFolder, TensorWriter, copy_file};
 
 /// Files of a model folder beside tensors and configuration, which are copied as they are.
 const COPIED: &[&str] = &[
@@ -49,7 +48,7 @@ impl Decoder {
             else {
                 continue;
             };
-            fs::copy(&from, new.path().join(file)).with_context(|| from.display().to_string())?;
+            copy_file(&from, &new.path().join(file))?;
         }
         let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
         self.write_tensors(&mut writer, dtype)?;

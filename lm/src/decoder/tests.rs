@@ -254,11 +254,11 @@ fn tensors_that_do_not_fit_are_all_named() {
     let error = Decoder::load(&folder, &flex(), FloatDType::F32).unwrap_err();
     let error = format!("{error:#}");
     for expected in [
-        "1 tensors are missing: `model.norm.weight` [96]",
+        "1 tensor is missing: `model.norm.weight` [96]",
         "2 tensors are not what the configuration says: `model.layers.1.mlp.up_proj.weight` is \
          [96, 160], not [160, 96]",
         "`lm_head.weight` is [288, 192], not [288, 96]",
-        "1 tensors are unknown: `model.layers.2.extra`",
+        "1 tensor is unknown: `model.layers.2.extra`",
     ] {
         assert!(error.contains(expected), "{error}\nnot: {expected}");
     }

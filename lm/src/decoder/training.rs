@@ -1,6 +1,6 @@
 //! A decoder for training.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::Initializer;
 use burn::tensor::{FloatDType, Int, Tensor};
@@ -11,6 +11,7 @@ use burn_nvfp4::state::assign_layer_ids;
 
 use super::Decoder;
 use super::feed_forward::FeedForward;
+use super::names::{self, Part};
 use super::projection::{Experts, Projection};
 use crate::model::check_dtype;
 use crate::random::hash;
@@ -22,15 +23,34 @@ impl Decoder {
     /// type `activation`.
     ///
     /// # Errors
-    /// When a width is no multiple of 16, the device does not compute in the type, or the recipe
-    /// does not pass its checks or keeps layers that the model lacks.
+    /// When a width is no multiple of 16 in a projection that the recipe does not keep in high
+    /// precision, the device does not compute in the type, or the recipe does not pass its checks or
+    /// keeps layers that the model lacks.
     pub fn into_training(self, recipe: &Nvfp4Recipe, activation: FloatDType) -> Result<Self> {
+        let mut kept = 0;
         let model = self.with_projections(
             activation,
-            |it| it.into_nvfp4(recipe),
+            |it, odd| {
+                let Some(Odd { what, path }) = odd else {
+                    return it.into_nvfp4(recipe);
+                };
+                let group = recipe.high_precision.as_ref();
+                let is_kept = group.is_some_and(|group| group.matches(&ParamId::new(), Some(&path)));
+                ensure!(
+                    is_kept || !recipe.is_quantized(),
+                    "{what}: keep them in high precision (--high-precision {}), or change the width",
+                    if path.contains(FEED_FORWARD) { FEED_FORWARD } else { "attention" }
+                );
+                kept += usize::from(is_kept);
+                Ok(it)
+            },
             |it| grouped(it, recipe),
         )?;
-        recipe.apply(&model)?;
+        match recipe.apply(&model) {
+            // All that the pattern names are among those that are no layers of NVFP4.
+            Err(_) if kept > 0 => recipe.clone().with_high_precision(None).apply(&model)?,
+            applied => applied?,
+        };
         Ok(model)
     }
 
@@ -44,7 +64,7 @@ impl Decoder {
         let recipe = Nvfp4Recipe::bf16();
         self.with_projections(
             activation,
-            |it| match it.is_packed() {
+            |it, odd| match it.is_packed() || odd.is_some() {
                 true => Ok(it),
                 false => it.into_nvfp4(&recipe),
             },
@@ -60,24 +80,43 @@ impl Decoder {
     fn with_projections(
         self,
         activation: FloatDType,
-        projection: impl Fn(Projection) -> Result<Projection>,
+        mut projection: impl FnMut(Projection, Option<Odd>) -> Result<Projection>,
         experts: impl Fn(Experts) -> Result<Experts>,
     ) -> Result<Self> {
         let mut model = self;
+        let config = model.config.clone();
+        let mut replace_at = |place: &mut Projection, parts: Vec<Part>, path: String| {
+            let [d_in, _] = place.shape();
+            let what = names::odd_widths(&config, &parts, d_in);
+            let odd = what.map(|what| Odd { what, path });
+            replace(place, |it| projection(it, odd)).with_context(|| parts[0].name.clone())
+        };
         check_dtype(activation, &model.device())?;
         model.dtype = activation;
-        for layer in &mut model.layers {
+        for (index, layer) in model.layers.iter_mut().enumerate() {
             let attention = &mut layer.attention;
-            replace(&mut attention.qkv, &projection)?;
-            replace(&mut attention.out, &projection)?;
+            // What patterns of layers in NVFP4 match.
+            let path = |name: &str| format!("layers.{index}.{name}.Nvfp4.weight");
+            let parts = names::qkv(&config, index);
+            replace_at(&mut attention.qkv, parts, path("attention.qkv"))?;
+            let parts = names::out(&config, index);
+            replace_at(&mut attention.out, parts, path("attention.out"))?;
             match &mut layer.feed_forward {
                 FeedForward::Dense(dense) => {
-                    replace(&mut dense.gate_up, &projection)?;
-                    replace(&mut dense.down, &projection)?;
+                    let hidden = dense.gate_up.shape()[1] / 2;
+                    let parts = names::gate_up(hidden, index);
+                    replace_at(
+                        &mut dense.gate_up,
+                        parts,
+                        path("feed_forward.Dense.gate_up"),
+                    )?;
+                    let parts = names::down(&config, index);
+                    replace_at(&mut dense.down, parts, path("feed_forward.Dense.down"))?;
                 }
                 FeedForward::Moe(moe) => {
-                    replace(&mut moe.gate_up, &experts)?;
-                    replace(&mut moe.down, &experts)?;
+                    let context = || format!("the experts of {}", names::layer(index));
+                    replace(&mut moe.gate_up, &experts).with_context(context)?;
+                    replace(&mut moe.down, &experts).with_context(context)?;
                 }
             }
         }
@@ -141,6 +180,17 @@ impl Decoder {
         let loss = try_linear_cross_entropy(features, weight, targets, params, CHUNK_BYTES)?;
         Ok(loss)
     }
+}
+
+/// The field of a layer with gate, up and down.
+const FEED_FORWARD: &str = "feed_forward";
+
+/// A projection of a width that is no multiple of 16.
+struct Odd {
+    /// Its modules and their widths.
+    what: String,
+    /// The path of its weight.
+    path: String,
 }
 
 /// Puts what `make` makes of `place` there. After an error it has no meaning.

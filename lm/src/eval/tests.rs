@@ -176,6 +176,46 @@ mod with_a_model {
         assert!(format!("{error:#}").contains("not quantized"), "{error:#}");
     }
 
+    /// The model is meant for 256 positions.
+    #[test]
+    fn texts_beyond_the_positions_of_the_model_are_refused_or_counted() {
+        let folder = golden("llama3-tiny");
+        let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
+        let text: Vec<u32> = (0..300).map(|i| (i * 37 + 5) % 280).collect();
+        let windows = |length| Windows {
+            length,
+            stride: length - 1,
+        };
+        let read = |length| cross_entropy(&model, &[text.clone()], windows(length), &mut |_, _| ());
+        assert_eq!(read(256).unwrap().tokens, 299);
+        let error = read(257).unwrap_err().to_string();
+        assert!(
+            error.contains("is 257") && error.contains("256 positions"),
+            "{error}"
+        );
+        let generated = |most| {
+            let prompt = text[..250].to_vec();
+            let generation = crate::decoder::Generation::greedy(most);
+            model.generate(&[prompt], &generation, |_, _| Ok(true))
+        };
+        assert_eq!(generated(6).unwrap()[0].len(), 6);
+        let error = generated(7).unwrap_err().to_string();
+        assert!(
+            error.contains("is 257") && error.contains("256 positions"),
+            "{error}"
+        );
+
+        let tokenizer = Tokenizer::read(&folder, model.config().vocab, &[]).unwrap();
+        let question = |context: &str| Question {
+            context: context.into(),
+            choices: vec![" a".into(), " b".into()],
+            answer: 0,
+        };
+        let questions = [question("short"), question(&"the fox ".repeat(200))];
+        let found = choose(&model, &tokenizer, &questions, &mut |_, _| ()).unwrap();
+        assert_eq!(found.beyond, 1);
+    }
+
     #[test]
     fn choices_are_compared_after_the_context() {
         let folder = golden("llama3-tiny");

@@ -18,6 +18,7 @@ pub struct TextReader {
     chat: Option<ChatTemplate>,
     eos: Option<u32>,
     vocabulary: Vocabulary,
+    longest: usize,
 }
 
 impl TextReader {
@@ -38,12 +39,18 @@ impl TextReader {
             chat: ChatTemplate::read(folder)?,
             eos: settings.eos.first().copied(),
             vocabulary,
+            longest: config.longest(),
         })
     }
 
     /// What shards of these tokens say.
     pub fn vocabulary(&self) -> Vocabulary {
         self.vocabulary
+    }
+
+    /// Tokens that a text of the model may have.
+    pub fn longest(&self) -> usize {
+        self.longest
     }
 
     /// Writes the documents of `paths` to the shard `out`.
@@ -89,6 +96,8 @@ pub struct TrainingData {
     pub valid: Rows,
     /// What identifies the tokens, to notice that they have changed.
     pub fingerprint: String,
+    /// True if there is one document, whose end is for validation.
+    pub is_one: bool,
 }
 
 impl TrainingData {
@@ -109,7 +118,13 @@ impl TrainingData {
             |s: &[_], p: &[_]| Rows::pack(s, p, config.context),
             places(&data),
         );
+        let is_one = valid.is_empty() && all.len() == 1;
         let (train, valid) = match valid.is_empty() {
+            true if is_one => {
+                let rows = Rows::pack_one(&data, all[0], config.valid_share, config.context)?;
+                let [train, valid] = rows;
+                (train, valid)
+            }
             true => {
                 let [train, valid] = split(&data, &all, config.valid_share)?;
                 (pack(&data, &train)?, pack(&data, &valid)?)
@@ -120,6 +135,7 @@ impl TrainingData {
             train,
             valid,
             fingerprint: format!("{:016x}", hash_all(&parts)),
+            is_one,
         })
     }
 }

@@ -98,6 +98,8 @@ fn kept_modules(model: &Decoder, is_packed: bool) -> Vec<String> {
     let is_high = |projection: &Projection| match projection {
         _ if is_packed => !projection.is_packed(),
         Projection::Nvfp4(linear) => linear.state.is_high_precision(),
+        // Its width is no multiple of 16.
+        Projection::Dense(_) => true,
         _ => false,
     };
     let family = model.config().family;

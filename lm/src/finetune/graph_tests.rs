@@ -14,19 +14,18 @@ use crate::decoder::{FrozenForm, LoraConfig};
 use crate::train::Outcome;
 use nvfp4_test_support::{Scratch, golden};
 
-/// The device with graphs that the environment names, how the run names it, and steps. CubeCL's CPU
-/// runtime takes the three steps before the capture.
+/// The device with graphs (the GPU where the environment names it, otherwise CubeCL's CPU runtime),
+/// true on a GPU, and the number of steps. The CPU runtime takes the three steps before the capture.
 fn device(test: &str) -> Option<(Device, bool, u64)> {
     match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-        #[cfg(feature = "cpu")]
-        Ok("cpu") => Some((Device::cpu(), false, 3)),
         #[cfg(feature = "cuda")]
         Ok("cuda") => Some((Device::cuda(0), true, 24)),
+        #[cfg(feature = "cpu")]
+        _ => Some((Device::cpu(), false, 3)),
+        #[cfg(not(feature = "cpu"))]
         _ => {
-            println!(
-                "SKIPPED: finetune::graph_tests::{test}: NVFP4_TEST_DEVICE names no device with \
-                 graphs"
-            );
+            let test = format!("finetune::graph_tests::{test}");
+            nvfp4_test_support::Skip::NoGpu.print(&test, "");
             None
         }
     }

@@ -1,6 +1,5 @@
 //! A model folder of random weights.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::names::expected;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::{DecoderConfig, Dtype, NewFolder, TensorWriter};
+use crate::hf::{DecoderConfig, Dtype, NewFolder, TensorWriter, copy_file};
 use crate::random::normal;
 
 /// Standard deviation of weights where the configuration has no `initializer_range`, as in
@@ -21,6 +20,7 @@ const TOKENIZER: &[&str] = &[
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
 ];
@@ -71,7 +71,7 @@ pub fn write_random(
     for file in TOKENIZER {
         let from = tokenizer.join(file);
         if from.exists() {
-            fs::copy(&from, new.path().join(file)).with_context(|| from.display().to_string())?;
+            copy_file(&from, &new.path().join(file))?;
         }
     }
     let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;

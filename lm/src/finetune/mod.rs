@@ -31,6 +31,8 @@ mod frozen_tests;
 #[cfg(all(test, feature = "flex", any(feature = "cpu", feature = "cuda")))]
 mod graph_tests;
 #[cfg(all(test, feature = "flex"))]
+mod kept_tests;
+#[cfg(all(test, feature = "flex"))]
 mod ranks_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

@@ -12,6 +12,7 @@ use burn_nvfp4::loss::{CHUNK_BYTES, Head, KlDivergence, try_linear_kl_divergence
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4State, set_mode};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::config::{FinetuneConfig, Objective};
 use super::data::TrainingData;
@@ -24,10 +25,12 @@ use crate::capture::GraphSteps;
 use crate::checkpoint::{self, FORMAT, RunState, Saved, Timing};
 use crate::decoder::{Decoder, FrozenForm};
 use crate::groups::check_graph;
-use crate::hf::Dtype;
+use crate::hf::config::CONFIG_FILE;
+use crate::hf::{DecoderConfig, Dtype, TensorFolder};
 use crate::memory::MemoryBudget;
 use crate::metrics::{Clock, MetricsLog, Row, is_due};
 use crate::optim::{Optimizer, learning_rate};
+use crate::random::hash;
 use crate::ranks::{agree, any, on_first};
 use crate::tokens::{Order, Position, RowBatch, Rows};
 use crate::train::{Observer, Outcome};
@@ -39,6 +42,9 @@ pub(super) struct FinetuneState {
     config: FinetuneConfig,
     /// Of the tokens.
     data: String,
+    /// Of what does not change while the run goes on; absent in checkpoints of older versions.
+    #[serde(default)]
+    frozen: Option<Frozen>,
     step: u64,
     /// The next row.
     position: Position,
@@ -46,6 +52,66 @@ pub(super) struct FinetuneState {
     losses: Vec<f32>,
     /// Where each layer draws its random bits from next.
     nvfp4: Nvfp4State,
+}
+
+/// Hashes of what a run depends on beside its own parameters.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Frozen {
+    /// The model's architecture.
+    architecture: String,
+    /// Its tensors, where they are frozen.
+    base: Option<String>,
+    /// The teacher's architecture and tensors.
+    teacher: Option<[String; 2]>,
+}
+
+impl Frozen {
+    /// Reads what the run `config` begins with.
+    fn read(config: &FinetuneConfig) -> Result<Self> {
+        let architecture = |folder: &Path| -> Result<String> {
+            let config = DecoderConfig::read(folder)?;
+            let json: Value = checkpoint::read_json(&folder.join(CONFIG_FILE))?;
+            let text = format!("{config:?}{}", json["quantization_config"]);
+            Ok(format!("{:016x}", hash(text.as_bytes())))
+        };
+        let tensors = |folder: &Path| -> Result<String> {
+            Ok(format!("{:016x}", TensorFolder::open(folder)?.hash()))
+        };
+        Ok(Self {
+            architecture: architecture(&config.model)?,
+            base: (config.lora.as_ref())
+                .map(|_| tensors(&config.model))
+                .transpose()?,
+            teacher: match &config.objective {
+                Objective::CrossEntropy => None,
+                Objective::Distillation { teacher, .. } => {
+                    Some([architecture(teacher)?, tensors(teacher)?])
+                }
+            },
+        })
+    }
+
+    /// Fails unless the run can go on from `saved` with what is there now.
+    fn check(&self, saved: &Self, config: &FinetuneConfig) -> Result<()> {
+        let model = config.model.display();
+        ensure!(
+            self.architecture == saved.architecture,
+            "config.json of {model} is not that of the checkpoint: it has changed since"
+        );
+        ensure!(
+            self.base == saved.base,
+            "the weights of {model} are not those of the checkpoint: they have changed since, and \
+             its adapters were trained beside others"
+        );
+        if let Objective::Distillation { teacher, .. } = &config.objective {
+            ensure!(
+                self.teacher == saved.teacher,
+                "the teacher {} is not that of the checkpoint: it has changed since",
+                teacher.display()
+            );
+        }
+        Ok(())
+    }
 }
 
 impl RunState for FinetuneState {
@@ -83,6 +149,8 @@ pub struct Finetune<'a> {
     graph: Option<Graph>,
     budget: MemoryBudget,
     ranks: Ranks,
+    /// What the run began with.
+    frozen: Frozen,
 }
 
 /// Why a run has its model: what fails between taking it out and putting it back ends the run.
@@ -165,12 +233,7 @@ impl<'a> Finetune<'a> {
             Some(_) => activation,
         };
         let model = Decoder::load_frozen(&config.model, &device, masters, config.frozen)?;
-        let longest = model.config().max_positions;
-        ensure!(
-            config.context <= longest,
-            "context is {}, but the model is meant for {longest} positions at most",
-            config.context
-        );
+        model.config().check_length("context", config.context)?;
         let model = match config.frozen {
             FrozenForm::High => model.into_training(&config.recipe, activation)?,
             FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
@@ -212,6 +275,7 @@ impl<'a> Finetune<'a> {
             budget,
             folder: folder.into(),
             ranks: Ranks::new(world.clone().with_reduce_dtype(config.grad_reduce.into())),
+            frozen: Frozen::read(config)?,
         };
         if let Some(path) = checkpoint::latest(folder)? {
             let saved = Saved::load(&path)?;
@@ -239,6 +303,9 @@ impl<'a> Finetune<'a> {
             state.data,
             self.data.fingerprint
         );
+        if let Some(saved) = &state.frozen {
+            self.frozen.check(saved, self.config)?;
+        }
         let model = self.model.take().expect(KEPT);
         let model = parameters::load(model, saved.model)?;
         state.nvfp4.apply(&model)?;
@@ -621,6 +688,7 @@ impl<'a> Finetune<'a> {
                 format: FORMAT,
                 config: self.config.clone(),
                 data: self.data.fingerprint.clone(),
+                frozen: Some(self.frozen.clone()),
                 step: self.step,
                 position: self.order.position(),
                 losses: self.losses.clone(),

@@ -41,6 +41,12 @@ impl Family {
         Self::Mixtral,
     ];
 
+    /// The architecture of a `model_type`, if it is known.
+    pub fn of(model_type: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find(|family| family.model_type() == model_type)
+    }
+
     /// `model_type` in `config.json`.
     pub fn model_type(self) -> &'static str {
         match self {
@@ -194,6 +200,30 @@ impl DecoderConfig {
     }
 }
 
+impl DecoderConfig {
+    /// Tokens that a text may have: the positions that the model is meant for, or any number where
+    /// rotary positions depend on the length of the text.
+    pub fn longest(&self) -> usize {
+        match self.rope.dynamic_beyond() {
+            Some(_) => usize::MAX,
+            None => self.max_positions,
+        }
+    }
+
+    /// Fails if texts of `length` tokens, which `what` says, are beyond the model's positions.
+    ///
+    /// # Errors
+    /// Names `what`, the length and the positions.
+    pub fn check_length(&self, what: &str, length: usize) -> Result<()> {
+        ensure!(
+            length <= self.longest(),
+            "{what} is {length}, but the model is meant for {} positions at most",
+            self.max_positions
+        );
+        Ok(())
+    }
+}
+
 /// Fails for the `config.json` of a model whose weights are quantized.
 pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
     ensure!(
@@ -206,13 +236,13 @@ pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
 fn family(fields: &Fields) -> Result<Family> {
     let model_type = fields.string("model_type")?;
     let known: Vec<&str> = Family::ALL.iter().map(|f| f.model_type()).collect();
-    let Some(family) = Family::ALL
-        .into_iter()
-        .find(|f| f.model_type() == model_type)
-    else {
+    let Some(family) = Family::of(model_type) else {
         bail!("`model_type` is `{model_type}`, but must be one of {known:?}");
     };
-    if let Some(architectures) = fields.take("architectures") {
+    if let Some(architectures) = fields
+        .take("architectures")
+        .filter(|value| !value.is_null())
+    {
         let is_ours = |value: &Value| value.as_str() == Some(family.architecture());
         ensure!(
             architectures

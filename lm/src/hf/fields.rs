@@ -8,7 +8,9 @@ use serde_json::{Map, Value};
 
 /// Fields of `config.json` that do not change what a model computes in inference.
 const HARMLESS: &[&str] = &[
+    "attn_implementation",
     "auto_map",
+    "chunk_size_feed_forward",
     "dtype",
     "expert_interval",
     "experts_implementation",
@@ -36,35 +38,56 @@ const HARMLESS: &[&str] = &[
 /// Parts of the names of fields that may change what a model computes.
 const ARITHMETIC: &[&str] = &[
     "act",
+    "adapter",
+    "alibi",
     "attention",
     "attn",
+    "audio",
     "bias",
+    "bidirectional",
     "cap",
+    "causal",
     "clip",
+    "compress",
+    "_conv",
+    "conv_",
+    "cross",
     "dim",
     "embed",
+    "encoder",
+    "_eps",
     "expert",
     "factor",
     "gate",
+    "hadamard",
     "head",
     "hidden",
+    "interleave",
     "kv",
     "layer",
     "logit",
+    "lora",
+    "mamba",
     "mlp",
     "moe",
     "multiplier",
     "norm",
+    "parallel",
     "position",
+    "quant",
     "residual",
     "rope",
     "rotary",
+    "rotation",
     "router",
     "scal",
     "sink",
     "size",
     "sliding",
+    "sparse",
+    "ssm",
     "theta",
+    "vision",
     "window",
 ];
 
@@ -216,31 +239,36 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Fail if there is a field that nobody asked for.
+    /// Fail if there is a field that nobody asked for, unless its value says nothing.
     pub fn refuse_all_unknown(&self, whole: &str) -> Result<()> {
         let read = self.read.borrow();
-        let mut names = self
+        let mut unknown = self
             .json
-            .keys()
-            .filter(|name| !read.contains(name.as_str()));
-        match names.next() {
+            .iter()
+            .filter(|(name, value)| !read.contains(name.as_str()) && !is_neutral(name, value));
+        match unknown.next() {
             None => Ok(()),
-            Some(name) => anyhow::bail!("`{whole}` has a field `{name}`, which is not known"),
+            Some((name, value)) => {
+                anyhow::bail!("`{whole}` has a field `{name}` ({value}), which is not known")
+            }
         }
     }
 }
 
-/// Whether a field of this value says that there is no such thing.
-fn is_neutral(name: &str, value: &Value) -> bool {
+/// Returns true if a field of this value says that there is no such thing.
+pub(crate) fn is_neutral(name: &str, value: &Value) -> bool {
     let is_factor = ["multiplier", "scal", "factor"]
         .iter()
         .any(|part| name.contains(part));
     let neutral = if is_factor { 1.0 } else { 0.0 };
     match value {
-        Value::Null | Value::Bool(false) => true,
+        Value::Null => true,
+        // Attention is causal unless a file says otherwise.
+        Value::Bool(value) => *value == name.contains("causal"),
         Value::Number(number) => number.as_f64() == Some(neutral),
         Value::Array(list) => list.is_empty(),
-        _ => false,
+        Value::Object(fields) => fields.is_empty(),
+        Value::String(text) => text.is_empty(),
     }
 }
 

@@ -3,13 +3,56 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value};
 
-use super::config::DecoderConfig;
-use super::fields::Fields;
+use super::config::{CONFIG_FILE, DecoderConfig};
+use super::fields::{Fields, is_neutral};
 use crate::checkpoint::read_json;
 
 /// The file's name.
 pub const GENERATION_FILE: &str = "generation_config.json";
+
+/// Fields by which transformers chooses other tokens than this crate does, with the value that
+/// changes nothing where it is none of null, false, 0 and empty.
+const UNSUPPORTED: &[(&str, f64)] = &[
+    ("assistant_early_exit", 0.0),
+    ("bad_words_ids", 0.0),
+    ("begin_suppress_tokens", 0.0),
+    ("constraints", 0.0),
+    ("dola_layers", 0.0),
+    ("encoder_no_repeat_ngram_size", 0.0),
+    ("encoder_repetition_penalty", 1.0),
+    ("exponential_decay_length_penalty", 0.0),
+    ("force_words_ids", 0.0),
+    ("forced_bos_token_id", 0.0),
+    ("forced_decoder_ids", 0.0),
+    ("forced_eos_token_id", 0.0),
+    ("guidance_scale", 1.0),
+    ("min_length", 0.0),
+    ("min_new_tokens", 0.0),
+    ("no_repeat_ngram_size", 0.0),
+    ("num_beam_groups", 1.0),
+    ("num_beams", 1.0),
+    ("penalty_alpha", 0.0),
+    ("prompt_lookup_num_tokens", 0.0),
+    ("remove_invalid_values", 0.0),
+    ("sequence_bias", 0.0),
+    ("stop_strings", 0.0),
+    ("suppress_tokens", 0.0),
+    ("watermarking_config", 0.0),
+];
+
+/// Those that have a meaning only where tokens are drawn.
+const UNSUPPORTED_DRAWING: &[(&str, f64)] = &[
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+    ("min_p", 0.0),
+    ("top_h", 0.0),
+    ("typical_p", 1.0),
+];
+
+/// The `max_length` that transformers takes for none.
+const NO_LENGTH: usize = 20;
 
 /// What `generation_config.json` says. What it does not say is `None`, and no value of its own is
 /// put in its place.
@@ -31,20 +74,31 @@ pub struct GenerationConfig {
     pub top_p: Option<f64>,
     /// Logits of tokens that the text has are divided by it where positive, multiplied otherwise.
     pub repetition_penalty: Option<f64>,
+    /// Tokens that are added to a prompt at most.
+    pub max_new_tokens: Option<usize>,
+    /// Tokens that a text has at most, its prompt included.
+    pub max_length: Option<usize>,
+    /// Fields that ask for something else, with their values; of those of the second list, only where
+    /// tokens are drawn.
+    unsupported: [Vec<String>; 2],
 }
 
 impl GenerationConfig {
-    /// Reads the file of `folder`; where there is none, or it names no token, those of `config`
-    /// stand in.
+    /// Reads the file of `folder`, or where there is none, as transformers does, the same fields of
+    /// its `config.json`; where no token is named, those of `config` stand in.
     ///
     /// # Errors
     /// When the file is no JSON object, or a field of another type or range, and when a token is not
     /// in the vocabulary of `config`.
     pub fn read(folder: &Path, config: &DecoderConfig) -> Result<Self> {
-        let path = folder.join(GENERATION_FILE);
-        let mut found = match path.exists() {
-            true => Self::from_file(&path).with_context(|| path.display().to_string())?,
-            false => Self::default(),
+        let paths = [GENERATION_FILE, CONFIG_FILE].map(|file| folder.join(file));
+        let path = paths.into_iter().find(|path| path.exists());
+        let mut found = match path {
+            Some(path) => {
+                let json = read_json(&path)?;
+                Self::from_json(&json).with_context(|| path.display().to_string())?
+            }
+            None => Self::default(),
         };
         if found.eos.is_empty() {
             found.eos.clone_from(&config.eos);
@@ -59,9 +113,38 @@ impl GenerationConfig {
         Ok(found)
     }
 
-    fn from_file(path: &Path) -> Result<Self> {
-        let json = read_json(path)?;
-        let fields = Fields::new(&json);
+    /// Fails if the file asks for something that generation does not do; `drawn` says that tokens
+    /// are drawn, not the most probable ones taken.
+    ///
+    /// # Errors
+    /// Names the fields with their values.
+    pub fn check_supported(&self, drawn: bool) -> Result<()> {
+        let [always, drawing] = &self.unsupported;
+        let drawing = drawing.iter().filter(|_| drawn);
+        let all: Vec<&str> = always.iter().chain(drawing).map(String::as_str).collect();
+        ensure!(
+            all.is_empty(),
+            "{GENERATION_FILE} asks for what generation does not do: {}; delete these fields to go \
+             on without",
+            all.join(", ")
+        );
+        Ok(())
+    }
+
+    fn from_json(json: &Map<String, Value>) -> Result<Self> {
+        let fields = Fields::new(json);
+        let unsupported = |list: &[(&str, f64)]| -> Vec<String> {
+            let given = list.iter().filter_map(|&(field, neutral)| {
+                let value = json.get(field)?;
+                let says_nothing = match value.as_f64() {
+                    // A token of id 0 is one.
+                    Some(number) => number == neutral && !field.starts_with("forced"),
+                    None => is_neutral("", value),
+                };
+                (!says_nothing).then(|| format!("`{field}` ({value})"))
+            });
+            given.collect()
+        };
         let positive = |field: &'static str| -> Result<Option<f64>> {
             let value = fields.optional_number(field)?;
             if let Some(value) = value {
@@ -93,6 +176,11 @@ impl GenerationConfig {
             top_k,
             top_p,
             repetition_penalty: positive("repetition_penalty")?,
+            max_new_tokens: fields.optional_positive("max_new_tokens")?,
+            max_length: fields
+                .optional_positive("max_length")?
+                .filter(|length| *length != NO_LENGTH),
+            unsupported: [UNSUPPORTED, UNSUPPORTED_DRAWING].map(unsupported),
         })
     }
 }
@@ -114,7 +202,7 @@ mod tests {
     use super::*;
     use nvfp4_test_support::Scratch;
 
-    fn read(json: serde_json::Value) -> Result<GenerationConfig> {
+    fn read(json: Value) -> Result<GenerationConfig> {
         let config = json!({
             "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
             "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 288,
@@ -124,6 +212,65 @@ mod tests {
         let folder = Scratch::new("generation");
         std::fs::write(folder.join(GENERATION_FILE), json.to_string()).unwrap();
         GenerationConfig::read(&folder, &config)
+    }
+
+    /// Every default written out, as transformers 4 does, and what generation does not do.
+    #[test]
+    fn other_choices_of_tokens_are_refused_by_name() {
+        let defaults = json!({
+            "max_length": 20, "max_new_tokens": null, "min_length": 0, "num_beams": 1,
+            "num_beam_groups": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "min_p": null,
+            "encoder_repetition_penalty": 1.0, "guidance_scale": null, "suppress_tokens": [],
+            "bad_words_ids": null, "length_penalty": 1.0, "early_stopping": false,
+            "forced_eos_token_id": null, "remove_invalid_values": false, "penalty_alpha": null,
+            "cache_implementation": "static", "_from_model_config": true,
+        });
+        let found = read(defaults).unwrap();
+        found.check_supported(true).unwrap();
+        assert_eq!((found.max_length, found.max_new_tokens), (None, None));
+        for (json, field, always) in [
+            (json!({"num_beams": 4}), "`num_beams` (4)", true),
+            (json!({"suppress_tokens": [3]}), "`suppress_tokens`", true),
+            (json!({"min_new_tokens": 5}), "`min_new_tokens`", true),
+            (
+                json!({"forced_bos_token_id": 0}),
+                "`forced_bos_token_id`",
+                true,
+            ),
+            (json!({"min_p": 0.1}), "`min_p` (0.1)", false),
+            (json!({"typical_p": 0.9}), "`typical_p`", false),
+        ] {
+            let found = read(json).unwrap();
+            let error = found.check_supported(true).unwrap_err().to_string();
+            assert!(error.contains(field), "{error}");
+            assert_eq!(found.check_supported(false).is_err(), always, "{field}");
+        }
+        let found = read(json!({"max_length": 64, "max_new_tokens": 8})).unwrap();
+        assert_eq!(
+            (found.max_length, found.max_new_tokens),
+            (Some(64), Some(8))
+        );
+    }
+
+    /// Without the file transformers takes the fields of config.json.
+    #[test]
+    fn older_folders_have_the_fields_in_their_configuration() {
+        let json = json!({
+            "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+            "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 288,
+            "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "eos_token_id": 2,
+            "do_sample": true, "temperature": 0.5, "num_beams": 2,
+        });
+        let config = DecoderConfig::from_json(json.as_object().unwrap()).unwrap();
+        let folder = Scratch::new("generation-older");
+        std::fs::write(folder.join(CONFIG_FILE), json.to_string()).unwrap();
+        let found = GenerationConfig::read(&folder, &config).unwrap();
+        assert_eq!((found.sample, found.temperature), (Some(true), Some(0.5)));
+        assert!(found.check_supported(false).is_err());
+        std::fs::write(folder.join(GENERATION_FILE), "{}").unwrap();
+        let found = GenerationConfig::read(&folder, &config).unwrap();
+        assert_eq!((found.sample, &found.eos[..]), (None, &[2][..]));
+        found.check_supported(true).unwrap();
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod blocks;
 mod read;
+mod rope;
 #[cfg(test)]
 mod tests;
 mod tokenizer;
@@ -19,6 +20,7 @@ use half::{bf16, f16};
 use super::config::CONFIG_FILE;
 use super::generation::check_token;
 use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
+use super::tokenizer_config::TOKENIZER_CONFIG;
 use super::{
     DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
     TensorWriter,
@@ -33,9 +35,10 @@ pub use read::{GgufFile, GgufTensor};
 /// words are cut as those of GPT-2 or SmolLM becomes `tokenizer.json`.
 ///
 /// # Errors
-/// When the file is malformed, is not of the Llama architecture, has tensors of types other than
-/// F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, has a tokenizer that contradicts
-/// itself or the model, or the folder cannot be written.
+/// When the file is malformed or a part of one, is not of the Llama architecture, has tensors of
+/// types other than F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, has keys that
+/// change the arithmetic and are not known, has a tokenizer that contradicts itself or the model, or
+/// the folder cannot be written.
 pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<Imported> {
     let file = GgufFile::open(path)?;
     import_file(&file, target, dtype).with_context(|| path.display().to_string())
@@ -57,9 +60,12 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         Dtype::F16 => "float16",
         other => bail!("`dtype` is {other:?}, but must be F32, BF16 or F16"),
     };
+    refuse_part(file)?;
     let config = config(file)?;
+    refuse_unknown(file)?;
     let expected = crate::decoder::names::expected(&config);
-    let mut known = BTreeSet::new();
+    // What the rope scaling of the configuration was found from.
+    let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
     write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
     let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
@@ -99,6 +105,8 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         Err(reason) => Some(reason),
         Ok(json) => {
             write_json(&new.path().join(TOKENIZER_FILE), &json)?;
+            let settings = tokenizer::tokenizer_config(file)?;
+            write_json(&new.path().join(TOKENIZER_CONFIG), &settings)?;
             Tokenizer::read(new.path(), config.vocab, &config.eos)?;
             None
         }
@@ -123,6 +131,65 @@ fn check_range(values: &[f32], dtype: Dtype) -> Result<()> {
         "value {} is {:e}, which {dtype:?} cannot hold: choose F32",
         found.unwrap_or_default(),
         found.map_or(0.0, |at| values[at])
+    );
+    Ok(())
+}
+
+/// Keys of the architecture that are read, or that change nothing in a model of its tensors.
+const KEYS: &[&str] = &[
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "vocab_size",
+];
+
+/// Fails for a part of a file that was split.
+fn refuse_part(file: &GgufFile) -> Result<()> {
+    let parts = file.optional_count("split.count")?.unwrap_or(0);
+    let part = file.optional_count("split.no")?.unwrap_or(0) + 1;
+    ensure!(
+        parts <= 1,
+        "this is part {part} of {parts} (split.no, split.count): join the parts first, with \
+         `llama-gguf-split --merge`"
+    );
+    Ok(())
+}
+
+/// Fails for keys of the architecture that may change what the model computes.
+fn refuse_unknown(file: &GgufFile) -> Result<()> {
+    let unknown: Vec<String> = file
+        .metadata()
+        .filter(|(key, value)| {
+            let name = key.strip_prefix("llama.");
+            let says_nothing = match value {
+                Value::Integer(number) => *number == 0,
+                Value::Float(number) => *number == 0.0 || *number == 1.0,
+                Value::Bool(flag) => *flag == key.ends_with("causal"),
+                Value::String(text) => text.is_empty(),
+                _ => false,
+            };
+            name.is_some_and(|name| !KEYS.contains(&name)) && !says_nothing
+        })
+        .map(|(key, value)| format!("`{key}` ({value:?})"))
+        .collect();
+    ensure!(
+        unknown.is_empty(),
+        "keys that may change what the model computes, and that are not supported: {}",
+        unknown.join(", ")
     );
     Ok(())
 }
@@ -203,7 +270,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         head,
         layers: vec![layer; layers],
         epsilon: epsilon.context("`llama.attention.layer_norm_rms_epsilon` is absent")?,
-        rope: rope(file)?,
+        rope: rope(file, head)?,
         max_positions: count("llama.context_length")?,
         tied: !file.names().any(|name| name == "output.weight"),
         attention_bias: false,
@@ -214,7 +281,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
     })
 }
 
-fn rope(file: &GgufFile) -> Result<Rope> {
+fn rope(file: &GgufFile, head: usize) -> Result<Rope> {
     let theta = file.number("llama.rope.freq_base")?.unwrap_or(1e4);
     ensure!(
         theta.is_finite() && theta > 1.0,
@@ -232,7 +299,18 @@ fn rope(file: &GgufFile) -> Result<Rope> {
              with a factor of at least 1, or absent"
         ),
     };
-    Ok(Rope { theta, scaling })
+    let plain = Rope { theta, scaling };
+    if !file.names().any(|name| name == rope::FACTORS) {
+        return Ok(plain);
+    }
+    ensure!(
+        plain.scaling == RopeScaling::Default,
+        "there are both `llama.rope.scaling` and `{}`",
+        rope::FACTORS
+    );
+    let factors = file.tensor(rope::FACTORS)?.to_f32();
+    let found = factors.and_then(|factors| rope::of_factors(&factors, theta, head));
+    found.with_context(|| format!("tensor `{}`", rope::FACTORS))
 }
 
 /// The name in the file of the tensor `name` of transformers.

@@ -55,6 +55,19 @@ impl NewFolder {
     }
 }
 
+/// Copies the content of a file to a new one, which gets the permissions of new files: those of a
+/// source that only its owner can read are not for a model.
+///
+/// # Errors
+/// When the disk refuses: names the source.
+pub(crate) fn copy_file(from: &Path, to: &Path) -> Result<()> {
+    let copy = || -> std::io::Result<u64> {
+        std::io::copy(&mut fs::File::open(from)?, &mut fs::File::create(to)?)
+    };
+    copy().with_context(|| from.display().to_string())?;
+    Ok(())
+}
+
 impl Drop for NewFolder {
     fn drop(&mut self) {
         // It is gone if it was finished.

@@ -66,33 +66,44 @@ pub enum RopeScaling {
 const KINDS: &str = "default, linear, llama3, yarn or dynamic";
 
 impl Rope {
-    /// From `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
-    /// transformers 4.
+    /// Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
+    /// transformers 4. Files for both versions have all of them, which must say the same.
     pub(crate) fn from_fields(fields: &Fields, theta: f64, max_positions: usize) -> Result<Self> {
-        let theta = fields.number_or("rope_theta", theta)?;
-        let old = fields.take("rope_scaling").filter(|value| !value.is_null());
-        let new = fields
-            .take("rope_parameters")
-            .filter(|value| !value.is_null());
-        let (name, value) = match (old, new) {
-            (None, None) => {
-                return Self {
-                    theta,
-                    scaling: RopeScaling::Default,
-                }
-                .checked();
+        let written = fields.optional_number("rope_theta")?;
+        let max = max_positions as f64;
+        let read = |name: &'static str| -> Result<Option<Self>> {
+            let value = match fields.take(name) {
+                None | Some(Value::Null) => return Ok(None),
+                Some(value) => value,
+            };
+            let Value::Object(object) = value else {
+                bail!("`{name}` is {value}, but must be an object");
+            };
+            let inner = Fields::new(object);
+            let own = inner.optional_number("rope_theta")?;
+            if let (Some(written), Some(own)) = (written, own) {
+                ensure!(
+                    written == own,
+                    "`rope_theta` is {written}, but `{name}.rope_theta` is {own}: delete the one \
+                     that is wrong"
+                );
             }
-            (Some(value), None) => ("rope_scaling", value),
-            (None, Some(value)) => ("rope_parameters", value),
-            (Some(_), Some(_)) => bail!("there are both `rope_scaling` and `rope_parameters`"),
+            let found = Self::from_object(name, &inner, written.unwrap_or(theta), max)?;
+            inner.refuse_all_unknown(name)?;
+            found.checked().map(Some)
         };
-        let Value::Object(object) = value else {
-            bail!("`{name}` is {value}, but must be an object");
-        };
-        let inner = Fields::new(object);
-        let found = Self::from_object(name, &inner, theta, max_positions as f64)?;
-        inner.refuse_all_unknown(name)?;
-        found.checked()
+        match (read("rope_scaling")?, read("rope_parameters")?) {
+            (None, None) => Self {
+                theta: written.unwrap_or(theta),
+                scaling: RopeScaling::Default,
+            }
+            .checked(),
+            (Some(old), Some(new)) if old != new => bail!(
+                "`rope_scaling` says {old:?}, but `rope_parameters` says {new:?}: transformers 4 \
+                 reads the first and transformers 5 the second; delete the one that is wrong"
+            ),
+            (Some(found), _) | (None, Some(found)) => Ok(found),
+        }
     }
 
     fn from_object(name: &str, fields: &Fields, theta: f64, max: f64) -> Result<Self> {

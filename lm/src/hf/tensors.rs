@@ -10,11 +10,13 @@ use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use nvfp4_kernels::format::e4m3;
+use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
 use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::random::{hash, hash_all};
 
 /// The tensors of a model, by name.
 ///
@@ -48,6 +50,9 @@ pub struct StoredTensor<'a> {
     pub bytes: &'a [u8],
 }
 
+/// The file that PEFT writes, and by which transformers adds adapters to a model that it loads.
+const ADAPTER_FILE: &str = "adapter_config.json";
+
 /// `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct Index {
@@ -55,26 +60,101 @@ struct Index {
 }
 
 impl TensorFolder {
-    /// Opens the model in `folder`: `model.safetensors` where it exists, as transformers does, and
-    /// otherwise the shards of `model.safetensors.index.json`.
+    /// Opens the model in `folder`: `model.safetensors`, or the shards of
+    /// `model.safetensors.index.json`. Where both exist they must be the same tensors: transformers
+    /// reads the file, vLLM and MLX the index.
     ///
     /// # Errors
-    /// When there is neither, a file is absent, truncated or malformed, or the index and its shards
-    /// disagree: it names a file that is not in the folder, a tensor that is not in its shard, or
-    /// leaves one out. A tensor that is in several shards is taken from the one that the index
-    /// names.
+    /// When there is neither, both differ, a file is absent, truncated or malformed, or the index
+    /// and its shards disagree: it names a file that is not in the folder, a tensor that is not in
+    /// its shard, or leaves one out. A tensor that is in several shards is taken from the one that
+    /// the index names. When the folder has other files of weights that loading would leave out:
+    /// shards that no index names, or adapters.
     pub fn open(folder: &Path) -> Result<Self> {
         let whole = folder.join(WHOLE_FILE);
-        if whole.exists() {
-            return Self::open_file(&whole);
-        }
         let index = folder.join(INDEX_FILE);
+        let shards = || {
+            let shards = Self::open_shards(folder, &index);
+            shards.with_context(|| index.display().to_string())
+        };
+        let opened = match (whole.exists(), index.exists()) {
+            (false, false) => bail!(
+                "{} has neither {WHOLE_FILE} nor {INDEX_FILE}",
+                folder.display()
+            ),
+            (true, false) => Self::open_file(&whole)?,
+            (false, true) => shards()?,
+            (true, true) => {
+                let both = || {
+                    format!(
+                        "{} has both {WHOLE_FILE} and {INDEX_FILE}, of which transformers reads the \
+                         first and vLLM the second: delete the one that is not the model",
+                        folder.display()
+                    )
+                };
+                let shards = shards().with_context(both)?;
+                let opened = Self::open_file(&whole)?;
+                if let Some(difference) = opened.difference(&shards) {
+                    bail!("{}; {difference}", both());
+                }
+                shards
+            }
+        };
+        opened.refuse_other_weights(folder)?;
+        Ok(opened)
+    }
+
+    /// Describes the first tensor that differs from `other`, if one does.
+    fn difference(&self, other: &Self) -> Option<String> {
+        let names: BTreeSet<&str> = self.names().chain(other.names()).collect();
+        names.into_iter().find_map(|name| {
+            let (ours, theirs) = (self.find(name), other.find(name));
+            let (Some(ours), Some(theirs)) = (ours, theirs) else {
+                return Some(format!("only one of them has `{name}`"));
+            };
+            let is_same = (ours.dtype, ours.shape, ours.bytes)
+                == (theirs.dtype, theirs.shape, theirs.bytes);
+            (!is_same).then(|| {
+                format!(
+                    "`{name}` is {:?}{:?} in the first and {:?}{:?} in the second, with other values",
+                    ours.dtype, ours.shape, theirs.dtype, theirs.shape
+                )
+            })
+        })
+    }
+
+    /// Fails if `folder` has files of weights that are not among the open ones, although readers
+    /// take them for part of the model.
+    fn refuse_other_weights(&self, folder: &Path) -> Result<()> {
+        let adapter = folder.join(ADAPTER_FILE);
         ensure!(
-            index.exists(),
-            "{} has neither {WHOLE_FILE} nor {INDEX_FILE}",
-            folder.display()
+            !adapter.exists(),
+            "{} is there, but adapters beside a model are not read: merge them first, or delete the \
+             file",
+            adapter.display()
         );
-        Self::open_shards(folder, &index).with_context(|| index.display().to_string())
+        let context = || folder.display().to_string();
+        let mut stray = Vec::new();
+        for entry in std::fs::read_dir(folder).with_context(context)? {
+            let path = entry.with_context(context)?.path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            let shard = name.and_then(|name| {
+                let parts = name.strip_prefix("model-")?.strip_suffix(".safetensors")?;
+                parts.split_once("-of-")
+            });
+            if shard.is_some() && !self.files().any(|file| file == path) {
+                stray.push(name.unwrap_or_default().to_owned());
+            }
+        }
+        stray.sort();
+        ensure!(
+            stray.is_empty(),
+            "{} has shards that belong to no model: {}; {INDEX_FILE} must name them, or they must be \
+             deleted",
+            folder.display(),
+            list(&stray)
+        );
+        Ok(())
     }
 
     /// Opens one file, of any name.
@@ -179,6 +259,17 @@ impl TensorFolder {
         Ok(tensor)
     }
 
+    /// A hash of all names, types, shapes and elements.
+    pub fn hash(&self) -> u64 {
+        let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
+        let of_one = |tensor: &StoredTensor<'_>| {
+            let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
+            hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
+        };
+        let hashes: Vec<[u8; 8]> = tensors.par_iter().map(of_one).collect();
+        hash(hashes.as_flattened())
+    }
+
     /// The paths of the files.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &Path> {
         self.files.iter().map(|file| file.path.as_path())
@@ -232,6 +323,58 @@ impl StoredTensor<'_> {
                  F16, BF16 and F8_E4M3"
             ),
         })
+    }
+
+    /// Fails unless all values are finite; types that are no floats pass.
+    ///
+    /// # Errors
+    /// Names the tensor and the place of the first value that is NaN or infinite.
+    pub fn check_finite(&self) -> Result<()> {
+        fn first<const N: usize>(
+            bytes: &[u8],
+            is_finite: impl Fn([u8; N]) -> bool,
+        ) -> Option<usize> {
+            let (elements, _) = bytes.as_chunks::<N>();
+            elements.iter().position(|element| !is_finite(*element))
+        }
+        let bytes = self.bytes;
+        let at = match self.dtype {
+            Dtype::F64 => first(bytes, |b| f64::from_le_bytes(b).is_finite()),
+            Dtype::F32 => first(bytes, |b| f32::from_le_bytes(b).is_finite()),
+            Dtype::F16 => first(bytes, |b| f16::from_le_bytes(b).is_finite()),
+            Dtype::BF16 => first(bytes, |b| bf16::from_le_bytes(b).is_finite()),
+            Dtype::F8_E4M3 => first(bytes, |[b]| b & e4m3::NAN_BYTE != e4m3::NAN_BYTE),
+            _ => None,
+        };
+        let Some(at) = at else { return Ok(()) };
+        let size = bytes.len() / self.shape.iter().product::<usize>();
+        let one = StoredTensor {
+            bytes: &bytes[at * size..][..size],
+            ..*self
+        };
+        let value = one.to_f32()?[0];
+        bail!(
+            "{self}: {} is {value}, but weights must be finite",
+            self.place(at)
+        )
+    }
+
+    /// Names the place of element `at`: its index on each axis.
+    pub(crate) fn place(&self, at: usize) -> String {
+        match *self.shape {
+            [] => "its value".into(),
+            [_] => format!("the value at {at}"),
+            [_, columns] => format!("the value of row {}, column {}", at / columns, at % columns),
+            _ => {
+                let mut rest = at;
+                let mut index: Vec<usize> = Vec::new();
+                for axis in self.shape.iter().rev() {
+                    index.insert(0, rest % axis);
+                    rest /= axis;
+                }
+                format!("the value at {index:?}")
+            }
+        }
     }
 
     /// Fail unless it has `shape`.

@@ -5,9 +5,13 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::{Map, Value};
+use tokenizers::AddedToken;
 
-use crate::random::hash;
+use super::TokenizerConfig;
+use super::fields::is_neutral;
+use crate::random::{hash, hash_all};
 
 /// The file's name.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -15,8 +19,45 @@ pub const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Text to tokens and back.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    around: Around,
     hash: u64,
 }
+
+/// What is put around a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Around {
+    /// What the library does, which is not of the simple form.
+    Library,
+    /// These tokens before it and after it.
+    Tokens { before: Vec<u32>, after: Vec<u32> },
+}
+
+/// Fields of `tokenizer.json` that the library reads, and those of its byte-pair model.
+const KNOWN: [&[&str]; 2] = [
+    &[
+        "version",
+        "truncation",
+        "padding",
+        "added_tokens",
+        "normalizer",
+        "pre_tokenizer",
+        "post_processor",
+        "decoder",
+        "model",
+    ],
+    &[
+        "type",
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+        "ignore_merges",
+        "vocab",
+        "merges",
+    ],
+];
 
 /// What the library's `work` gives. On some malformed files it panics where it should fail (a decoder
 /// of no known type, in 0.23.2): here this is an error.
@@ -36,23 +77,180 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of `folder`, for a model of `vocab` tokens, of which `needed` (the
-    /// tokens that start, end and fill texts) must exist.
+    /// tokens that start, end and fill texts) must exist. Of `tokenizer_config.json` it takes what
+    /// changes tokens: added and special tokens, and whether texts get a beginning and an end.
+    ///
+    /// Truncation and padding of the file are for batches of a training script. They are off, as in
+    /// transformers unless someone asks for them.
     ///
     /// # Errors
     /// When the file is absent or malformed, gives two tokens one id, has a token whose id is
-    /// `vocab` or more, or lacks one of `needed`.
+    /// `vocab` or more, or lacks one of `needed`; when a field that changes tokens is not known, or
+    /// contradicts `tokenizer_config.json`: by its name.
     pub fn read(folder: &Path, vocab: usize, needed: &[u32]) -> Result<Self> {
         let path = folder.join(TOKENIZER_FILE);
         let error = |error| anyhow!("{}: {error}", path.display());
         // A separate step: the library's own error for an absent file does not name it.
         let text = std::fs::read(&path).map_err(|e| error(e.to_string()))?;
-        let inner = guarded(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(error)?;
-        let hash = hash(&text);
-        let found = Self { inner, hash };
+        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(error)?;
+        inner.with_padding(None);
+        let off = guarded(|| inner.with_truncation(None).map(drop));
+        off.map_err(error)?;
+        let found = Self {
+            inner,
+            around: Around::Library,
+            hash: hash(&text),
+        };
+        let json = serde_json::from_slice(&text).context("it holds no JSON object");
+        let found = json
+            .and_then(|json| found.obeying(&json, &TokenizerConfig::read(folder)?))
+            .map_err(|e| error(format!("{e:#}")))?;
         found
             .check(vocab, needed)
             .map_err(|e| error(e.to_string()))?;
         Ok(found)
+    }
+
+    /// The same with what its file `json` and `config` say beside what the library reads.
+    fn obeying(mut self, json: &Map<String, Value>, config: &TokenizerConfig) -> Result<Self> {
+        refuse_unknown(json)?;
+        let mut changes = Vec::new();
+        for entry in json
+            .get("added_tokens")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+        {
+            let (content, id) = (entry["content"].as_str(), entry["id"].as_u64());
+            let found = content.and_then(|content| self.id(content));
+            ensure!(
+                found.map(u64::from) == id,
+                "`added_tokens` says that {} is {}, but it is {found:?}",
+                entry["content"],
+                entry["id"]
+            );
+        }
+        let known = self.inner.get_added_tokens_decoder();
+        for (&id, token) in &config.added {
+            let content = token.content.clone();
+            if known.get(&id) != Some(token) {
+                changes.push(format!("{id} {token:?}"));
+                self.add(token.clone())?;
+            }
+            let found = self.id(&content);
+            ensure!(
+                found == Some(id),
+                "`added_tokens_decoder` of tokenizer_config.json says that `{content}` is {id}, but \
+                 it is {found:?}"
+            );
+        }
+        let added = self.inner.get_added_tokens_decoder();
+        let added: BTreeSet<String> = added.into_values().map(|token| token.content).collect();
+        for content in config.special().filter(|token| !added.contains(*token)) {
+            // A token of no id is in no text that the model knows: a tool named it for batches.
+            if self.id(content).is_some() {
+                changes.push(format!("special {content}"));
+                self.add(AddedToken::from(content, true))?;
+            } else {
+                ensure!(
+                    !config.extra.iter().any(|token| token == content),
+                    "tokenizer_config.json has the special token `{content}`, which has no id"
+                );
+            }
+        }
+        if config.split_special {
+            changes.push("split_special_tokens".into());
+            self.inner.set_encode_special_tokens(true);
+        }
+        check_text_rules(json, config)?;
+        self.around = self.probe()?;
+        let obeyed = self.around_of(config)?;
+        if obeyed != self.around {
+            changes.push(format!("{obeyed:?}"));
+            self.around = obeyed;
+        }
+        if !changes.is_empty() {
+            let own = self.hash.to_le_bytes();
+            self.hash = hash_all(&[&own, changes.join("\n").as_bytes()]);
+        }
+        Ok(self)
+    }
+
+    fn add(&mut self, token: AddedToken) -> Result<()> {
+        let content = token.content.clone();
+        let added = guarded(|| self.inner.add_tokens([token]).map(drop));
+        added.map_err(|e| anyhow!("`{content}` cannot be added: {e}"))
+    }
+
+    /// Finds what the library puts around a text.
+    fn probe(&self) -> Result<Around> {
+        for text in ["a", "1", ""] {
+            let encode = |special| -> Option<Vec<u32>> {
+                let found = guarded(|| self.inner.encode_fast(text, special));
+                Some(found.ok()?.get_ids().to_vec())
+            };
+            let (Some(bare), Some(whole)) = (encode(false), encode(true)) else {
+                continue;
+            };
+            if bare.is_empty() && !text.is_empty() {
+                continue;
+            }
+            let at = (0..=whole.len().saturating_sub(bare.len()))
+                .find(|&at| whole[at..].starts_with(&bare));
+            if let Some(at) = at {
+                return Ok(Around::Tokens {
+                    before: whole[..at].to_vec(),
+                    after: whole[at + bare.len()..].to_vec(),
+                });
+            }
+        }
+        Ok(Around::Library)
+    }
+
+    /// What `config` wants around a text: as transformers' own classes read `add_bos_token` and
+    /// `add_eos_token`.
+    fn around_of(&self, config: &TokenizerConfig) -> Result<Around> {
+        let Around::Tokens { before, after } = &self.around else {
+            for (field, value) in [
+                ("add_bos_token", config.add_bos),
+                ("add_eos_token", config.add_eos),
+            ] {
+                ensure!(
+                    value != Some(true),
+                    "`{field}` of tokenizer_config.json is true, which cannot be brought together \
+                     with the post_processor of tokenizer.json"
+                );
+            }
+            return Ok(self.around.clone());
+        };
+        let obey = |add: Option<bool>,
+                    own: &[u32],
+                    (field, name): (&str, &str),
+                    token: Option<&str>| {
+            let id = token.and_then(|token| self.id(token));
+            match (add, id) {
+                (Some(true), None) if own.is_empty() => bail!(
+                    "`{field}` of tokenizer_config.json is true, but `{name}` is {token:?}, no token"
+                ),
+                (Some(true), Some(id)) if own.is_empty() => Ok(vec![id]),
+                (Some(false), Some(id)) if own == [id] => Ok(Vec::new()),
+                _ => Ok(own.to_vec()),
+            }
+        };
+        Ok(Around::Tokens {
+            before: obey(
+                config.add_bos,
+                before,
+                ("add_bos_token", "bos_token"),
+                config.bos(),
+            )?,
+            after: obey(
+                config.add_eos,
+                after,
+                ("add_eos_token", "eos_token"),
+                config.eos(),
+            )?,
+        })
     }
 
     fn check(&self, vocab: usize, needed: &[u32]) -> Result<()> {
@@ -82,23 +280,55 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer cannot represent the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = guarded(|| self.inner.encode_fast(text, special));
-        Ok(encoding
-            .map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?
-            .get_ids()
-            .to_vec())
+        let by_library = special && self.around == Around::Library;
+        let encoding = guarded(|| self.inner.encode_fast(text, by_library));
+        let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
+        let bare = encoding.get_ids();
+        Ok(match &self.around {
+            Around::Tokens { before, after } if special => [&before[..], bare, &after[..]].concat(),
+            _ => bare.to_vec(),
+        })
     }
 
-    /// The tokens of `text` with the bytes of it that each stands for; those that the tokenizer puts
-    /// around a text stand for none.
+    /// The tokens of a whole text: with those that the tokenizer puts around it, unless the text
+    /// has them already, as one that a chat template wrote.
     ///
     /// # Errors
     /// When the tokenizer cannot represent the text.
-    pub fn encode_with_bytes(
-        &self,
-        text: &str,
-        special: bool,
-    ) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+        Ok(self.encode_text_with_bytes(text)?.0)
+    }
+
+    /// The tokens of a whole text, as [`encode_text`](Self::encode_text), with the bytes of it that
+    /// each stands for; those that the tokenizer puts around a text stand for none.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot represent the text.
+    pub fn encode_text_with_bytes(&self, text: &str) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
+        let Around::Tokens { before, after } = &self.around else {
+            return self.by_library(text, true);
+        };
+        let (mut tokens, mut bytes) = self.by_library(text, false)?;
+        if !tokens.starts_with(before) {
+            tokens.splice(0..0, before.iter().copied());
+            bytes.splice(0..0, before.iter().map(|_| 0..0));
+        }
+        if !tokens.ends_with(after) {
+            tokens.extend(after);
+            bytes.extend(after.iter().map(|_| 0..0));
+        }
+        Ok((tokens, bytes))
+    }
+
+    /// The tokens of `text` without any around it, with the bytes of it that each stands for.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot represent the text.
+    pub fn encode_with_bytes(&self, text: &str) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
+        self.by_library(text, false)
+    }
+
+    fn by_library(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
         let encoding = guarded(|| self.inner.encode(text, special));
         let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
         let bytes = encoding
@@ -108,7 +338,8 @@ impl Tokenizer {
         Ok((encoding.get_ids().to_vec(), bytes.collect()))
     }
 
-    /// FNV-1a of the file: what says that tokens are of this tokenizer.
+    /// FNV-1a of the file, and of what `tokenizer_config.json` changes: says that tokens are of this
+    /// tokenizer.
     pub fn hash(&self) -> u64 {
         self.hash
     }
@@ -137,6 +368,71 @@ impl Tokenizer {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+/// Fails for fields that the library passes over although they may change tokens, and for a model
+/// that drops merges by chance.
+fn refuse_unknown(json: &Map<String, Value>) -> Result<()> {
+    let empty = Map::new();
+    let model = json
+        .get("model")
+        .and_then(Value::as_object)
+        .unwrap_or(&empty);
+    let is_bpe = model.get("type").is_none_or(|kind| kind == "BPE");
+    for (fields, known, path) in [(json, KNOWN[0], ""), (model, KNOWN[1], "model.")] {
+        let mut unknown = fields
+            .iter()
+            .filter(|(name, value)| !known.contains(&name.as_str()) && !is_neutral(name, value));
+        if let Some((name, _)) = unknown.next().filter(|_| path.is_empty() || is_bpe) {
+            bail!("it has a field `{path}{name}`, which is not known");
+        }
+    }
+    let dropout = model.get("dropout").unwrap_or(&Value::Null);
+    ensure!(
+        is_neutral("dropout", dropout),
+        "`model.dropout` is {dropout}: tokens would depend on chance; set it to null"
+    );
+    Ok(())
+}
+
+/// Fails if `config` wants a space before texts, or lower case, and the file `json` does the other.
+fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Result<()> {
+    let rules = [json.get("normalizer"), json.get("pre_tokenizer")];
+    let mut parts: Vec<&Value> = rules.into_iter().flatten().collect();
+    let (mut spaced, mut lowered) = (None, false);
+    while let Some(part) = parts.pop() {
+        for list in ["normalizers", "pretokenizers"] {
+            parts.extend(
+                part.get(list)
+                    .and_then(Value::as_array)
+                    .into_iter()
+                    .flatten(),
+            );
+        }
+        lowered |= part["type"] == "Lowercase" || part["lowercase"] == true;
+        match part["type"].as_str() {
+            Some("ByteLevel") => spaced = part["add_prefix_space"].as_bool().or(spaced),
+            Some("Metaspace") => {
+                spaced = match part["prepend_scheme"].as_str() {
+                    Some(scheme) => Some(scheme != "never"),
+                    None => part["add_prefix_space"].as_bool().or(spaced),
+                }
+            }
+            Some("Prepend") => spaced = Some(true),
+            _ => {}
+        }
+    }
+    if let (Some(wanted), Some(found)) = (config.prefix_space, spaced) {
+        ensure!(
+            wanted == found,
+            "`add_prefix_space` of tokenizer_config.json is {wanted}, but tokenizer.json has {found}"
+        );
+    }
+    ensure!(
+        !config.lower_case || lowered,
+        "`do_lower_case` of tokenizer_config.json is true, but tokenizer.json does not lower texts"
+    );
+    Ok(())
 }
 
 #[cfg(test)]
@@ -193,6 +489,157 @@ mod tests {
     #[test]
     fn qwen_tokens_are_those_of_the_python_library() {
         matches_golden(&golden("qwen3-tiny"));
+    }
+
+    /// Words `a` to `d` and the special tokens `<s>` and `</s>`, of which the first begins a text.
+    fn small() -> Value {
+        json!({
+            "version": "1.0",
+            "added_tokens": [{"id": 4, "content": "<s>", "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true}],
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+                    {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [4], "tokens": ["<s>"]}},
+            },
+            "model": {"type": "WordLevel", "unk_token": "a",
+                "vocab": {"a": 0, "b": 1, "c": 2, "d": 3, "<s>": 4, "</s>": 5}},
+        })
+    }
+
+    fn read_with(json: &Value, config: &Value) -> Result<Tokenizer> {
+        let folder = Scratch::new("tokenizer-obeys");
+        fs::write(folder.join(TOKENIZER_FILE), json.to_string()).unwrap();
+        let config_file = folder.join("tokenizer_config.json");
+        fs::write(config_file, config.to_string()).unwrap();
+        Tokenizer::read(&folder, 6, &[])
+    }
+
+    /// What a training script left in the file for its batches.
+    #[test]
+    fn truncation_and_padding_are_off() {
+        let mut json = small();
+        json["truncation"] = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
+            "stride": 0});
+        json["padding"] = json!({"strategy": {"Fixed": 8}, "direction": "Left",
+            "pad_to_multiple_of": 8, "pad_id": 3, "pad_type_id": 0, "pad_token": "d"});
+        let tokenizer = read_with(&json, &json!({"model_max_length": 2})).unwrap();
+        let expected = [4, 0, 1, 2, 3];
+        assert_eq!(tokenizer.encode("a b c d", true).unwrap(), expected);
+        assert_eq!(tokenizer.encode_text("a b c d").unwrap(), expected);
+        let (tokens, bytes) = tokenizer.encode_text_with_bytes("a b c d").unwrap();
+        assert_eq!((tokens.len(), bytes.len()), (5, 5));
+        assert_eq!(bytes[..3], [0..0, 0..1, 2..3]);
+    }
+
+    /// Chat templates write the token that begins a text.
+    #[test]
+    fn texts_have_one_beginning_and_one_end() {
+        let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"},
+            "add_eos_token": true});
+        let tokenizer = read_with(&small(), &config).unwrap();
+        for (text, expected) in [
+            ("a b", &[4, 0, 1, 5][..]),
+            ("<s>a b", &[4, 0, 1, 5]),
+            ("<s> a b </s>", &[4, 0, 1, 5]),
+            ("", &[4, 5]),
+            ("<s>", &[4, 5]),
+        ] {
+            assert_eq!(tokenizer.encode_text(text).unwrap(), expected, "{text}");
+        }
+        assert_eq!(tokenizer.encode("<s>a", true).unwrap(), [4, 4, 0, 5]);
+        assert_eq!(tokenizer.encode("<s>a", false).unwrap(), [4, 0]);
+    }
+
+    #[test]
+    fn tokenizer_config_is_obeyed() {
+        let plain = read_with(&small(), &json!({})).unwrap();
+        let with = |config: Value| read_with(&small(), &config).unwrap();
+        // Neutral values, and settings of batches.
+        for config in [
+            json!({"add_bos_token": null, "bos_token": null, "added_tokens_decoder": {},
+                "extra_special_tokens": {}, "split_special_tokens": false}),
+            json!({"bos_token": "<s>", "add_bos_token": true, "add_eos_token": false,
+                "padding_side": "left", "truncation_side": "left", "pad_token": "[PAD]"}),
+        ] {
+            let same = with(config);
+            assert_eq!(same.hash(), plain.hash());
+            assert_eq!(same.encode_text("a").unwrap(), [4, 0]);
+        }
+        for (config, text, expected) in [
+            (
+                json!({"bos_token": "<s>", "add_bos_token": false}),
+                "a",
+                &[0][..],
+            ),
+            // As special tokens, words are found anywhere.
+            (
+                json!({"additional_special_tokens": ["b"]}),
+                "abc",
+                &[4, 0, 1, 2],
+            ),
+            (json!({"split_special_tokens": true}), "<s>a", &[4, 0]),
+            (
+                json!({"added_tokens_decoder": {"1": {"content": "b", "special": false}}}),
+                "cbd",
+                &[4, 2, 1, 3],
+            ),
+        ] {
+            let tokenizer = with(config.clone());
+            assert_eq!(tokenizer.encode(text, true).unwrap(), expected, "{config}");
+            assert_ne!(tokenizer.hash(), plain.hash(), "{config}");
+        }
+    }
+
+    #[test]
+    fn what_changes_tokens_and_is_not_obeyed_is_refused_by_name() {
+        let refused = |json: &Value, config: Value, says: &str| {
+            let error = read_with(json, &config).err();
+            let error = error.unwrap_or_else(|| panic!("{config} was accepted: {says}"));
+            assert!(error.to_string().contains(says), "{error}");
+        };
+        let mut json = small();
+        json["added_tokens"][0]["id"] = json!(5);
+        refused(&json, json!({}), "`added_tokens` says");
+        let mut json = small();
+        json["sampling"] = json!(0.1);
+        refused(&json, json!({}), "`sampling`");
+        let bpe = |dropout: Value| {
+            json!({"model": {"type": "BPE", "dropout": dropout, "vocab": {"a": 0, "b": 1},
+                "merges": []}})
+        };
+        read_with(&bpe(json!(null)), &json!({})).unwrap();
+        refused(&bpe(json!(0.1)), json!({}), "`model.dropout` is 0.1");
+        let mut json = small();
+        json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel",
+            "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]});
+        read_with(&json, &json!({"add_prefix_space": false})).unwrap();
+        refused(
+            &json,
+            json!({"add_prefix_space": true}),
+            "`add_prefix_space`",
+        );
+        let plain = small();
+        for (config, says) in [
+            (json!({"do_lower_case": true}), "`do_lower_case`"),
+            (json!({"add_eos_token": true}), "`add_eos_token`"),
+            (json!({"add_bos_token": 1}), "`add_bos_token` is 1"),
+            (json!({"additional_special_tokens": ["<new>"]}), "`<new>`"),
+            (
+                json!({"added_tokens_decoder": {"9": {"content": "b"}}}),
+                "`added_tokens_decoder`",
+            ),
+            (
+                json!({"added_tokens_decoder": {"6": {"content": "<more>"}}}),
+                "token `<more>` has id 6",
+            ),
+        ] {
+            refused(&plain, config, says);
+        }
     }
 
     #[test]

@@ -203,6 +203,8 @@ impl Spool {
         });
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         safetensors::serialize_to_file(views, Some(metadata), path)?;
+        // The library's file is its owner's alone; the spool has what the umask leaves.
+        fs::set_permissions(path, file.metadata()?.permissions())?;
         File::open(path)?.sync_all()?;
         Ok(())
     }

@@ -4,17 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use rayon::prelude::*;
 use safetensors::Dtype;
 use serde_json::Value;
 
-use super::names::{FusedGroup, fused_group, is_linear, is_router};
+use super::names::{
+    FusedGroup, canonical, expert_layer, fused_group, is_linear, is_router, may_be_linear,
+};
 use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
 use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
 use crate::checkpoint::read_json;
-use crate::hf::TensorFolder;
+use crate::decoder::names::differences;
 use crate::hf::config::CONFIG_FILE;
+use crate::hf::{DecoderConfig, Family, TensorFolder};
 
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
 pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
@@ -64,6 +68,10 @@ pub struct Checkpoint {
     layers: BTreeMap<String, LayerInfo>,
     kv_scales: BTreeMap<String, KvScales>,
     plain: Vec<String>,
+    /// All modules with block scales, those with problems too.
+    modules: BTreeSet<String>,
+    /// Tensors without a meaning, and why they have none.
+    unused: Vec<(String, &'static str)>,
     problems: Vec<Problem>,
 }
 
@@ -83,11 +91,15 @@ impl Checkpoint {
             layers: BTreeMap::new(),
             kv_scales: BTreeMap::new(),
             plain: Vec::new(),
+            modules: BTreeSet::new(),
+            unused: Vec::new(),
             problems: Vec::new(),
         };
         checkpoint.sort_tensors();
         checkpoint.check_groups();
         checkpoint.check_exclusions();
+        checkpoint.check_model();
+        checkpoint.check_values();
         Ok(checkpoint)
     }
 
@@ -147,13 +159,34 @@ impl Checkpoint {
         &self.plain
     }
 
-    /// The linear layers by name that are not quantized.
+    /// The names of tensors that are known to have no meaning, and why they have none.
+    pub fn unused(&self) -> &[(String, &'static str)] {
+        &self.unused
+    }
+
+    /// True if config.json is of an architecture whose tensors are known, so that they were held
+    /// against it.
+    pub fn is_known(&self) -> bool {
+        let found = self.json.get("model_type").and_then(Value::as_str);
+        found.is_some_and(|found| Family::of(found).is_some())
+    }
+
+    /// The linear layers that are not quantized: of an architecture that is not known, all modules
+    /// that may be linear layers.
     pub fn unquantized(&self) -> impl Iterator<Item = &str> {
-        let modules = self
-            .plain
-            .iter()
-            .filter_map(|name| name.strip_suffix(".weight"));
-        modules.filter(|module| is_linear(module))
+        let is_known = self.is_known();
+        self.plain.iter().filter_map(move |name| {
+            let module = name.strip_suffix(".weight")?;
+            let is_matrix = || {
+                let tensor = self.tensors.find(name);
+                tensor.is_some_and(|tensor| tensor.shape.len() == 2)
+            };
+            let is_linear = match is_known {
+                true => is_linear(module),
+                false => is_linear(module) || may_be_linear(module) && is_matrix(),
+            };
+            is_linear.then_some(module)
+        })
     }
 
     /// What is wrong.
@@ -228,9 +261,10 @@ impl Checkpoint {
                 self.problem(name, what);
             }
         }
-        for module in modules {
+        for module in &modules {
             self.read_layer(&config, module);
         }
+        self.modules = modules.into_iter().map(String::from).collect();
         self.check_kv_scales(&names, config.kv_cache_fp8);
     }
 
@@ -363,6 +397,21 @@ impl Checkpoint {
                 found.push((module.to_owned(), what));
             }
         }
+        let mut layers: BTreeMap<&str, [Option<&str>; 2]> = BTreeMap::new();
+        let quantized = self.layers.keys().map(|module| (&**module, 0));
+        for (module, at) in quantized.chain(self.unquantized().map(|module| (module, 1))) {
+            if let Some(layer) = expert_layer(module) {
+                layers.entry(layer).or_default()[at].get_or_insert(module);
+            }
+        }
+        for members in layers.into_values() {
+            if let [Some(quantized), Some(other)] = members {
+                let what = format!(
+                    "is not quantized, but {quantized} is: readers fuse the experts of a layer"
+                );
+                found.push((other.to_owned(), what));
+            }
+        }
         for (name, what) in found {
             self.problem(&name, what);
         }
@@ -375,6 +424,11 @@ impl Checkpoint {
             Ok(exclusions) => exclusions,
             Err(error) => return self.problem("ignore", format!("{error:#}")),
         };
+        let targets = match config.targets() {
+            Ok(targets) => targets,
+            Err(error) => return self.problem("targets", format!("{error:#}")),
+        };
+        let is_target = |module: &str| targets.iter().any(|target| target.matches(module));
         let excluded = |module: &str| exclusions.iter().find(|entry| entry.matches(module));
         let mut found = Vec::new();
         for module in self.layers.keys() {
@@ -383,6 +437,13 @@ impl Checkpoint {
                     module.clone(),
                     "is a router, but it is quantized".to_owned(),
                 ));
+            }
+            if !is_target(module) {
+                let what = format!(
+                    "is quantized, but none of targets {:?} is it",
+                    config.targets
+                );
+                found.push((module.clone(), what));
             }
             if let Some(entry) = excluded(module) {
                 let what = format!(
@@ -394,7 +455,7 @@ impl Checkpoint {
         }
         for module in self
             .unquantized()
-            .filter(|module| excluded(module).is_none())
+            .filter(|module| is_target(module) && excluded(module).is_none())
         {
             let what = match is_router(module) {
                 true => "is a router and not quantized, but no exclusion names it",
@@ -402,6 +463,44 @@ impl Checkpoint {
             };
             found.push((module.to_owned(), what.to_owned()));
         }
+        for (name, what) in found {
+            self.problem(&name, what);
+        }
+    }
+}
+
+/// The part of a checkpoint that depends on the architecture.
+impl Checkpoint {
+    /// Holds config.json and the tensors against each other, if the architecture is known.
+    fn check_model(&mut self) {
+        if !self.is_known() {
+            return;
+        }
+        let mut json = self.json.as_object().cloned().unwrap_or_default();
+        json.remove("quantization_config");
+        let config = match DecoderConfig::from_json(&json) {
+            Ok(config) => config,
+            Err(error) => return self.problem(CONFIG_FILE, format!("{error:#}")),
+        };
+        let shape = |module: &String| self.layers.get(module).map(|layer| [layer.n, layer.k]);
+        let modules = self.modules.iter();
+        let packed = modules.map(|module| (canonical(module), shape(module)));
+        let packed: BTreeMap<String, Option<[usize; 2]>> = packed.collect();
+        let plain = self.plain.iter().map(String::as_str);
+        let found = differences(&config, &self.tensors, plain, &packed);
+        for what in found.problems() {
+            self.problem(CONFIG_FILE, what);
+        }
+        self.unused = found.unused;
+    }
+
+    /// Every value that readers take as it is must be finite.
+    fn check_values(&mut self) {
+        let check = |name: &String| {
+            let error = self.tensors.get(name).ok()?.check_finite().err()?;
+            Some((name.clone(), error.to_string()))
+        };
+        let found: Vec<(String, String)> = self.plain.par_iter().filter_map(check).collect();
         for (name, what) in found {
             self.problem(&name, what);
         }

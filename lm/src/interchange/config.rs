@@ -1,12 +1,16 @@
 //! What `config.json` and `hf_quant_config.json` say about quantization.
+//!
+//! A field is understood, known not to change what a layer computes, or refused by its name. A value
+//! that says nothing (null, false, empty) is accepted for every field.
 
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
-use super::exclude::Exclusion;
+use super::exclude::{Exclusion, Target};
 use super::{Dialect, Scheme};
+use crate::hf::is_neutral;
 
 /// Version of modelopt whose files are written. Consumers look for the producer's name.
 const MODELOPT_VERSION: &str = "0.47.0";
@@ -23,9 +27,28 @@ pub struct QuantConfig {
     /// Whether layers may multiply their input by a scale for each feature: ModelOpt's `NVFP4_AWQ`,
     /// which is a W4A4 scheme.
     pub pre_quant: bool,
+    /// The modules that are quantized unless they are excluded, as written: the class `Linear`,
+    /// names, and patterns of the dialect.
+    pub targets: Vec<String>,
     /// The modules that are not quantized, as written: names, and patterns of the dialect.
     pub exclude: Vec<String>,
 }
+
+/// The target that all linear layers are.
+pub const LINEAR: &str = "Linear";
+
+/// Fields that say how scales were found, which version wrote the file, and what is counted.
+const HARMLESS: &[&str] = &[
+    "format",
+    "global_compression_ratio",
+    "observer",
+    "observer_kwargs",
+    "producer",
+    "quant_method",
+    "quantization_status",
+    "run_compressed",
+    "version",
+];
 
 impl QuantConfig {
     /// What `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if there) say;
@@ -39,8 +62,8 @@ impl QuantConfig {
             None | Some(Value::Null) => None,
             Some(inline) => Some(read_inline(inline).context("quantization_config")?),
         };
-        let file = hf_quant_config.map(read_hf_quant_config).transpose()?;
-        if let (Some(inline), Some(file)) = (&inline, &file) {
+        let mut file = hf_quant_config.map(read_hf_quant_config).transpose()?;
+        if let (Some(inline), Some(file)) = (&inline, &mut file) {
             let set = |config: &Self| config.exclude.iter().cloned().collect::<BTreeSet<_>>();
             let scheme = |config: &Self| (config.dialect, config.scheme, config.pre_quant);
             let same = scheme(inline) == scheme(file)
@@ -51,6 +74,8 @@ impl QuantConfig {
                 "config.json says {inline:?}, but hf_quant_config.json {file:?}: vLLM reads the \
                  one, TensorRT-LLM the other"
             );
+            // The file has none.
+            file.targets.clone_from(&inline.targets);
         }
         Ok(file.or(inline))
     }
@@ -62,6 +87,15 @@ impl QuantConfig {
     pub fn exclusions(&self) -> Result<Vec<Exclusion>> {
         let read = |text: &String| Exclusion::new(self.dialect, text);
         self.exclude.iter().map(read).collect()
+    }
+
+    /// The targets with the matching rules of the dialect.
+    ///
+    /// # Errors
+    /// For a regular expression that cannot be read.
+    pub fn targets(&self) -> Result<Vec<Target>> {
+        let read = |text: &String| Target::new(self.dialect, text);
+        self.targets.iter().map(read).collect()
     }
 
     /// The value of `quantization_config` in config.json.
@@ -102,7 +136,7 @@ impl QuantConfig {
 
     fn modelopt_inline(&self) -> Value {
         let args = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": 16});
-        let mut group = json!({"targets": ["Linear"], "weights": args});
+        let mut group = json!({"targets": self.targets, "weights": args});
         if self.scheme == Scheme::W4a4 {
             group["input_activations"] = args;
         }
@@ -127,7 +161,7 @@ impl QuantConfig {
                 "symmetric": true, "dynamic": dynamic, "scale_dtype": "torch.float8_e4m3fn",
             })
         };
-        let mut group = json!({"targets": ["Linear"], "weights": args(json!(false))});
+        let mut group = json!({"targets": self.targets, "weights": args(json!(false))});
         if self.scheme == Scheme::W4a4 {
             group["input_activations"] = args(json!("local"));
         }
@@ -182,31 +216,80 @@ fn expect(args: &Value, key: &str, expected: &Value) -> Result<()> {
     Ok(())
 }
 
+/// Fails unless field `key` of `args` is absent, null, or one of `allowed`.
+fn expect_if_given(args: &Value, key: &str, allowed: &[Value]) -> Result<()> {
+    let found = args.get(key).unwrap_or(&Value::Null);
+    let list = || -> Vec<String> { allowed.iter().map(Value::to_string).collect() };
+    ensure!(
+        found.is_null() || allowed.contains(found),
+        "{key} is {found}, which is not supported: it may be {} or null",
+        list().join(", ")
+    );
+    Ok(())
+}
+
+/// Fails if `object` has a field that is neither among `known` nor harmless, and says something.
+fn refuse_unknown(object: &Value, known: &[&str]) -> Result<()> {
+    let fields = object
+        .as_object()
+        .with_context(|| format!("it is {object}, but must be an object"))?;
+    for (name, value) in fields {
+        let is_known = known.contains(&name.as_str()) || HARMLESS.contains(&name.as_str());
+        ensure!(
+            is_known || is_neutral(name, value),
+            "{name} is {value}, which may change what layers compute and is not supported"
+        );
+    }
+    Ok(())
+}
+
 fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
     let read = || -> Result<QuantConfig> {
+        refuse_unknown(file, &["quantization"])?;
         let quantization = file
             .get("quantization")
             .context("quantization is missing")?;
+        let known = [
+            "quant_algo",
+            "kv_cache_quant_algo",
+            "group_size",
+            "exclude_modules",
+            "pre_quant_scale",
+        ];
+        refuse_unknown(quantization, &known).context("quantization")?;
         let (scheme, pre_quant) = read_quant_algo(text(quantization, "quant_algo")?)?;
+        check_pre_quant(quantization, pre_quant)?;
         expect(quantization, "group_size", &json!(16))?;
         // vLLM refuses files without it, even where nothing is cached in FP8.
-        let kv_cache = quantization
-            .get("kv_cache_quant_algo")
-            .context("kv_cache_quant_algo is missing: it must be there, null if unused")?;
-        let kv_cache_fp8 = match kv_cache {
-            Value::Null => false,
-            Value::String(name) if name == "FP8" => true,
-            other => bail!("kv_cache_quant_algo is {other}, but it may be null or \"FP8\""),
-        };
+        ensure!(
+            quantization.get("kv_cache_quant_algo").is_some(),
+            "kv_cache_quant_algo is missing: it must be there, null if unused"
+        );
         Ok(QuantConfig {
             dialect: Dialect::ModelOpt,
             scheme,
-            kv_cache_fp8,
+            kv_cache_fp8: read_kv_cache_algo(quantization)?.unwrap_or(false),
             pre_quant,
+            targets: vec![LINEAR.into()],
             exclude: strings(quantization, "exclude_modules")?,
         })
     };
     read().context("hf_quant_config.json")
+}
+
+/// Returns true if `kv_cache_quant_algo` is FP8, and false if it is null; `None` where it is absent.
+fn read_kv_cache_algo(object: &Value) -> Result<Option<bool>> {
+    match object.get("kv_cache_quant_algo") {
+        None => Ok(None),
+        Some(Value::Null) => Ok(Some(false)),
+        Some(Value::String(name)) if name == "FP8" => Ok(Some(true)),
+        Some(other) => bail!("kv_cache_quant_algo is {other}, but it may be null or \"FP8\""),
+    }
+}
+
+/// Fails if `pre_quant_scale` is given and not what the algorithm says.
+fn check_pre_quant(object: &Value, pre_quant: bool) -> Result<()> {
+    expect_if_given(object, "pre_quant_scale", &[json!(pre_quant)])
 }
 
 /// The scheme, and whether layers may have a `pre_quant_scale`.
@@ -225,7 +308,31 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         "compressed-tensors" => Dialect::CompressedTensors,
         other => bail!("quant_method is {other:?}, but it may be modelopt or compressed-tensors"),
     };
-    let (weights_only, format) = read_groups(inline)?;
+    let known: &[&str] = match dialect {
+        Dialect::ModelOpt => &[
+            "quant_algo",
+            "config_groups",
+            "ignore",
+            "kv_cache_scheme",
+            "kv_cache_quant_algo",
+            "group_size",
+            "pre_quant_scale",
+        ],
+        Dialect::CompressedTensors => &[
+            "config_groups",
+            "ignore",
+            "kv_cache_scheme",
+            "sparsity_config",
+            "transform_config",
+        ],
+    };
+    refuse_transforms(inline)?;
+    refuse_unknown(inline, known)?;
+    let Groups {
+        weights_only,
+        format,
+        targets,
+    } = read_groups(inline, dialect)?;
     let (scheme, pre_quant) = match dialect {
         Dialect::ModelOpt => match read_quant_algo(text(inline, "quant_algo")?)? {
             (_, true) if weights_only == Some(true) => {
@@ -240,62 +347,125 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         },
         Dialect::CompressedTensors => {
             let format = match format {
-                Some(format) => format,
+                Some(format) => {
+                    // A file of several formats has the name of none.
+                    let allowed = [json!(format), json!("mixed-precision")];
+                    expect_if_given(inline, "format", &allowed)?;
+                    format
+                }
                 None => text(inline, "format")?.to_owned(),
             };
             ensure!(
                 format == "nvfp4-pack-quantized",
                 "format is {format:?}, but it must be nvfp4-pack-quantized"
             );
-            let status = inline.get("quantization_status").and_then(Value::as_str);
-            ensure!(
-                status.is_none_or(|status| status == "compressed"),
-                "quantization_status is {}, but it must be compressed",
-                status.unwrap_or_default()
-            );
+            expect_if_given(inline, "quantization_status", &[json!("compressed")])?;
             match weights_only.context("config_groups is missing")? {
                 true => (Scheme::W4a16, false),
                 false => (Scheme::W4a4, false),
             }
         }
     };
+    check_pre_quant(inline, pre_quant)?;
+    expect_if_given(inline, "group_size", &[json!(16)])?;
+    let kv_cache_fp8 = read_kv_cache(inline)?;
+    ensure!(
+        read_kv_cache_algo(inline)?.is_none_or(|algo| algo == kv_cache_fp8),
+        "kv_cache_quant_algo and kv_cache_scheme do not say the same"
+    );
     Ok(QuantConfig {
         dialect,
         scheme,
-        kv_cache_fp8: read_kv_cache(inline)?,
+        kv_cache_fp8,
         pre_quant,
+        targets,
         exclude: strings(inline, "ignore")?,
     })
 }
 
-/// Whether no group quantizes activations, if there are groups, and the format that they name.
-fn read_groups(inline: &Value) -> Result<(Option<bool>, Option<String>)> {
+/// Fails for rotations that are applied as the model runs, and for sparse weights.
+fn refuse_transforms(inline: &Value) -> Result<()> {
+    let is_set = |value: &&Value| !is_neutral("", value);
+    let groups = |config: &Value| config.get("config_groups").filter(is_set).cloned();
+    if let Some(config) = inline.get("transform_config").filter(is_set) {
+        let others = config.as_object().into_iter().flatten();
+        let others = others.filter(|(name, value)| *name != "config_groups" && is_set(value));
+        let mut names: Vec<String> = others
+            .map(|(name, value)| format!("{name} is {value}"))
+            .collect();
+        let groups = groups(config);
+        for (name, group) in groups.iter().filter_map(Value::as_object).flatten() {
+            let kind = group["type"].as_str().unwrap_or("unknown");
+            let apply = group["apply"].as_array().into_iter().flatten();
+            let places: Vec<String> = apply
+                .map(|place| format!("{} of {}", place["location"], place["targets"]))
+                .collect();
+            names.push(format!("{name} ({kind}): {}", places.join(", ")));
+        }
+        ensure!(
+            names.is_empty() && config.is_object(),
+            "transform_config has transforms that are applied as the model runs, which is not \
+             supported: {}",
+            match names.is_empty() {
+                true => config.to_string(),
+                false => names.join("; "),
+            }
+        );
+    }
+    if let Some(config) = inline.get("sparsity_config").filter(is_set) {
+        let is_dense = config["format"] == "dense";
+        ensure!(
+            is_dense,
+            "sparsity_config is {config}, but sparse weights are not supported"
+        );
+    }
+    Ok(())
+}
+
+/// What the groups say together.
+#[derive(Default)]
+struct Groups {
+    /// True if no group quantizes activations; `None` where there are no groups.
+    weights_only: Option<bool>,
+    /// The format that they name.
+    format: Option<String>,
+    /// What they are about.
+    targets: Vec<String>,
+}
+
+fn read_groups(inline: &Value, dialect: Dialect) -> Result<Groups> {
     let groups: &Map<String, Value> = match inline.get("config_groups") {
-        None | Some(Value::Null) => return Ok((None, None)),
+        None | Some(Value::Null) => {
+            return Ok(Groups {
+                targets: vec![LINEAR.into()],
+                ..Groups::default()
+            });
+        }
         Some(groups) => groups
             .as_object()
             .with_context(|| format!("config_groups is {groups}, but it must be an object"))?,
     };
+    let mut found = Groups::default();
     let mut schemes = BTreeSet::new();
     let mut formats = BTreeSet::new();
     for (name, group) in groups {
-        let read = || -> Result<bool> {
+        let read = || -> Result<(bool, Vec<String>)> {
+            refuse_unknown(group, &["weights", "input_activations", "targets"])?;
             let weights = group.get("weights").context("weights is missing")?;
+            read_args(weights, dialect, false).context("weights")?;
             let inputs = group.get("input_activations").unwrap_or(&Value::Null);
-            for (args, which) in [(weights, "weights"), (inputs, "input_activations")] {
-                if which == "input_activations" && args.is_null() {
-                    continue;
-                }
-                let check = |key: &str, value: Value| {
-                    expect(args, key, &value).with_context(|| which.to_owned())
-                };
-                check("num_bits", json!(4))?;
-                check("type", json!("float"))?;
-                check("group_size", json!(16))?;
+            if !inputs.is_null() {
+                read_args(inputs, dialect, true).context("input_activations")?;
             }
-            Ok(inputs.is_null())
+            let targets = match group.get("targets") {
+                None => vec![LINEAR.into()],
+                Some(_) => strings(group, "targets")?,
+            };
+            Ok((inputs.is_null(), targets))
         };
-        schemes.insert(read().with_context(|| format!("config_groups.{name}"))?);
+        let (weights_only, targets) = read().with_context(|| format!("config_groups.{name}"))?;
+        schemes.insert(weights_only);
+        found.targets.extend(targets);
         if let Some(format) = group.get("format").and_then(Value::as_str) {
             formats.insert(format.to_owned());
         }
@@ -305,7 +475,44 @@ fn read_groups(inline: &Value) -> Result<(Option<bool>, Option<String>)> {
         "config_groups has {} groups of different schemes, but one scheme is supported",
         groups.len()
     );
-    Ok((schemes.pop_first(), formats.pop_first()))
+    found.targets.dedup();
+    found.weights_only = schemes.pop_first();
+    found.format = formats.pop_first();
+    Ok(found)
+}
+
+/// Fails unless the quantization arguments `args`, of weights or of inputs, are those of NVFP4 under
+/// a static global scale.
+fn read_args(args: &Value, dialect: Dialect, is_input: bool) -> Result<()> {
+    let known = [
+        "num_bits",
+        "type",
+        "group_size",
+        "symmetric",
+        "strategy",
+        "dynamic",
+        "actorder",
+        "scale_dtype",
+        "zp_dtype",
+    ];
+    refuse_unknown(args, &known)?;
+    expect(args, "num_bits", &json!(4))?;
+    expect(args, "type", &json!("float"))?;
+    expect(args, "group_size", &json!(16))?;
+    expect_if_given(args, "symmetric", &[json!(true)])?;
+    expect_if_given(args, "strategy", &[json!("tensor_group")])?;
+    // Block scales of inputs are those of the moment; the global scale is that of the file.
+    let dynamic = match (is_input, dialect) {
+        (false, _) => vec![json!(false)],
+        (true, Dialect::ModelOpt) => vec![json!(false), json!("local")],
+        (true, Dialect::CompressedTensors) => vec![json!("local")],
+    };
+    expect_if_given(args, "dynamic", &dynamic)?;
+    // Others permute the input features.
+    let order = [json!(false), json!("weight"), json!("static")];
+    expect_if_given(args, "actorder", &order)?;
+    let scale = ["torch.float8_e4m3fn", "float8_e4m3fn"].map(Value::from);
+    expect_if_given(args, "scale_dtype", &scale)
 }
 
 fn read_kv_cache(inline: &Value) -> Result<bool> {
@@ -314,9 +521,21 @@ fn read_kv_cache(inline: &Value) -> Result<bool> {
         Some(scheme) => scheme,
     };
     let check = || -> Result<()> {
+        let known = [
+            "num_bits",
+            "type",
+            "dynamic",
+            "strategy",
+            "symmetric",
+            "scale_dtype",
+            "zp_dtype",
+        ];
+        refuse_unknown(scheme, &known)?;
         expect(scheme, "num_bits", &json!(8))?;
         expect(scheme, "type", &json!("float"))?;
-        expect(scheme, "dynamic", &json!(false))
+        expect(scheme, "dynamic", &json!(false))?;
+        expect_if_given(scheme, "strategy", &[json!("tensor")])?;
+        expect_if_given(scheme, "symmetric", &[json!(true)])
     };
     check().context("kv_cache_scheme, of which FP8 with static scales is supported")?;
     Ok(true)
@@ -337,6 +556,7 @@ mod tests {
                         scheme,
                         kv_cache_fp8,
                         pre_quant: false,
+                        targets: vec![LINEAR.into()],
                         exclude,
                     });
                 }
@@ -420,11 +640,199 @@ mod tests {
                 json!(8),
                 "config_groups.group_0: weights: num_bits is 8",
             ),
+            (
+                Ct,
+                "/config_groups/group_0/weights/symmetric",
+                json!(false),
+                "config_groups.group_0: weights: symmetric is false",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights/strategy",
+                json!("group"),
+                "strategy is \"group\"",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/input_activations/dynamic",
+                json!(true),
+                "input_activations: dynamic is true",
+            ),
+            (
+                Mo,
+                "/config_groups/group_0/input_activations/dynamic",
+                json!(true),
+                "dynamic is true",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights/scale_dtype",
+                json!("torch.bfloat16"),
+                "scale_dtype",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/targets",
+                json!("Linear"),
+                "targets",
+            ),
+            (Ct, "/format", json!("mixed-precision"), "format"),
             (Ct, "/config_groups", json!([]), "config_groups"),
             (Ct, "/config_groups", json!({}), "config_groups"),
         ] {
             let error = refusal(dialect, pointer, value);
             assert!(error.contains(says), "{pointer}: {error}");
+        }
+    }
+
+    /// Reads a written configuration with one more field in the object at `pointer`.
+    fn with_field(dialect: Dialect, pointer: &str, field: &str, value: &Value) -> Result<()> {
+        let of = |config: &QuantConfig| config.dialect == dialect && config.kv_cache_fp8;
+        let config = every()
+            .into_iter()
+            .filter(|config| config.scheme == Scheme::W4a4);
+        let config = config.into_iter().find(of).unwrap();
+        let mut inline = json!({"quantization_config": config.inline()});
+        let mut file = config.hf_quant_config();
+        let target = match pointer.strip_prefix("file:") {
+            Some(pointer) => file.as_mut().unwrap().pointer_mut(pointer),
+            None => inline.pointer_mut(&format!("/quantization_config{pointer}")),
+        };
+        target.unwrap()[field] = value.clone();
+        QuantConfig::read(&inline, file.as_ref()).map(drop)
+    }
+
+    /// Every object of both files, whatever the field is called.
+    #[test]
+    fn fields_that_are_not_known_are_refused_unless_they_say_nothing() {
+        use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};
+        let groups = "/config_groups/group_0";
+        for (dialect, pointer) in [
+            (Ct, ""),
+            (Mo, ""),
+            (Ct, groups),
+            (Mo, groups),
+            (Ct, "/config_groups/group_0/weights"),
+            (Mo, "/config_groups/group_0/weights"),
+            (Ct, "/config_groups/group_0/input_activations"),
+            (Ct, "/kv_cache_scheme"),
+            (Mo, "/kv_cache_scheme"),
+            (Mo, "file:"),
+            (Mo, "file:/quantization"),
+        ] {
+            for value in [
+                json!("x"),
+                json!(3),
+                json!(true),
+                json!([1]),
+                json!({"a": 1}),
+            ] {
+                let error = with_field(dialect, pointer, "rotated", &value);
+                let error = format!("{:#}", error.unwrap_err());
+                assert!(error.contains("rotated"), "{pointer}: {error}");
+            }
+            for value in [json!(null), json!(false), json!([]), json!({}), json!("")] {
+                with_field(dialect, pointer, "rotated", &value).unwrap();
+            }
+        }
+        for (dialect, pointer, field, value, says) in [
+            (
+                Ct,
+                groups,
+                "output_activations",
+                json!({"num_bits": 4}),
+                "output_activations",
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "actorder",
+                json!("group"),
+                "actorder",
+            ),
+            (
+                Ct,
+                "",
+                "sparsity_config",
+                json!({"format": "sparse-24"}),
+                "sparse-24",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "has_zero_point",
+                json!(true),
+                "has_zero_point",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "pre_quant_scale",
+                json!(true),
+                "pre_quant_scale",
+            ),
+            (
+                Mo,
+                "file:/quantization",
+                "quantized_layers",
+                json!({"a": 1}),
+                "quantized_layers",
+            ),
+            (
+                Mo,
+                "",
+                "kv_cache_quant_algo",
+                json!(null),
+                "do not say the same",
+            ),
+        ] {
+            let error = format!(
+                "{:#}",
+                with_field(dialect, pointer, field, &value).unwrap_err()
+            );
+            assert!(error.contains(says), "{error}");
+        }
+        for (dialect, pointer, field, value) in [
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "actorder",
+                json!("static"),
+            ),
+            (
+                Ct,
+                "/config_groups/group_0/weights",
+                "observer_kwargs",
+                json!({"averaging": 0.5}),
+            ),
+            (Ct, "", "sparsity_config", json!({"format": "dense"})),
+            (Ct, "", "version", json!("0.19.0")),
+            (Mo, "file:/quantization", "has_zero_point", json!(false)),
+            (Mo, "", "kv_cache_quant_algo", json!("FP8")),
+        ] {
+            with_field(dialect, pointer, field, &value).unwrap();
+        }
+    }
+
+    #[test]
+    fn transforms_are_refused_with_their_places() {
+        let ct = Dialect::CompressedTensors;
+        let read = |value: Value| with_field(ct, "", "transform_config", &value);
+        let apply = json!([{"targets": ["re:.*o_proj$"], "location": "input", "inverse": false}]);
+        let group = json!({"config_groups": {"R4": {"type": "hadamard", "apply": apply}}});
+        let error = format!("{:#}", read(group).unwrap_err());
+        for part in [
+            "quantization_config",
+            "transform_config",
+            "R4 (hadamard)",
+            "input",
+            "o_proj",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert!(read(json!({"rotation": "R1"})).is_err() && read(json!("R1")).is_err());
+        for neutral in [json!(null), json!({}), json!({"config_groups": {}})] {
+            read(neutral).unwrap();
         }
     }
 }

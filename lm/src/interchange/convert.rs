@@ -13,7 +13,7 @@ use super::names::canonical;
 use super::{Checkpoint, Dialect, QuantConfig};
 use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{INDEX_FILE, TensorWriter};
+use crate::hf::{INDEX_FILE, TensorWriter, copy_file};
 
 /// What a conversion did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -173,8 +173,7 @@ pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
             .any(|extension| name.ends_with(extension));
         let is_ours = [CONFIG_FILE, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
         if path.is_file() && !is_tensors && !is_ours && !name.starts_with('.') {
-            let copy = fs::copy(&path, out.join(name));
-            copy.with_context(|| path.display().to_string())?;
+            copy_file(&path, &out.join(name))?;
         }
     }
     Ok(())

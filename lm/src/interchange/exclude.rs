@@ -4,6 +4,7 @@ use anyhow::{Context, Result};
 use regex::Regex;
 
 use super::Dialect;
+use super::config::LINEAR;
 
 /// One entry of `exclude_modules` or `ignore`.
 #[derive(Debug, Clone)]
@@ -57,6 +58,36 @@ impl Exclusion {
             Rule::ExactSubstringOrGlob(glob) => {
                 !self.text.is_empty() && (module.contains(&self.text) || glob.is_match(module))
             }
+        }
+    }
+}
+
+/// One entry of `targets`: what is quantized unless it is excluded.
+#[derive(Debug, Clone)]
+pub enum Target {
+    /// All linear layers.
+    Linear,
+    /// Those of a name, by the rules of exclusions.
+    Named(Exclusion),
+}
+
+impl Target {
+    /// Reads `text`, as [`Exclusion::new`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(dialect: Dialect, text: &str) -> Result<Self> {
+        match text {
+            LINEAR => Ok(Self::Linear),
+            _ => Exclusion::new(dialect, text).map(Self::Named),
+        }
+    }
+
+    /// Returns true if the linear layer `module` is meant.
+    pub fn matches(&self, module: &str) -> bool {
+        match self {
+            Self::Linear => true,
+            Self::Named(entry) => entry.matches(module),
         }
     }
 }

@@ -36,6 +36,12 @@ pub fn expert_projection(module: &str) -> Option<String> {
     is_number.then(|| format!("{layer}.experts.*.{projection}"))
 }
 
+/// The layer of an expert's module: what is before its number.
+pub fn expert_layer(module: &str) -> Option<&str> {
+    expert_projection(module)?;
+    module.split_once(".experts.").map(|(layer, _)| layer)
+}
+
 /// Whether `module` chooses experts: never quantized, and always excluded by name.
 pub fn is_router(module: &str) -> bool {
     [
@@ -64,6 +70,15 @@ pub fn is_linear(module: &str) -> bool {
         || is_router(module)
         || leaf.ends_with("_proj")
         || matches!(leaf, "w1" | "w2" | "w3")
+}
+
+/// Returns true if a weight `[d_out, d_in]` of the module may be that of a linear layer, in an
+/// architecture whose names are not known: readers build every linear layer that is not excluded as
+/// a quantized one.
+pub fn may_be_linear(module: &str) -> bool {
+    let leaf = split(module).1;
+    let is_table = leaf.contains("embed") || matches!(leaf, "wte" | "wpe" | "shared");
+    is_linear(module) || !is_table && !leaf.contains("norm")
 }
 
 /// The name that transformers gives the module: Mixtral's experts are `w1`, `w2` and `w3` there,
@@ -117,6 +132,21 @@ mod tests {
         assert!(is_linear("lm_head") && is_linear("a.self_attn.o_proj"));
         assert!(!is_linear("model.norm") && !is_linear("model.embed_tokens"));
         assert!(is_embedding("model.embed_tokens"));
+        for module in [
+            "model.decoder.layers.0.fc1",
+            "projector.linear_1",
+            "h.0.attn.c_attn",
+        ] {
+            assert!(may_be_linear(module) && !is_linear(module), "{module}");
+        }
+        for module in [
+            "wte",
+            "embed_positions",
+            "encoder.position_embedding",
+            "a.norm1",
+        ] {
+            assert!(!may_be_linear(module), "{module}");
+        }
         let expert = "m.layers.0.block_sparse_moe.experts.11.up_proj";
         assert_eq!(
             canonical(expert),

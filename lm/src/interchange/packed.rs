@@ -26,7 +26,20 @@ pub enum GlobalScale {
     Amax(f32),
 }
 
+/// The smallest factor whose divisor `f32` holds: 2⁻¹²⁸, the reciprocal of the largest `f32`.
+pub const MIN_FACTOR: f32 = 1.0 / f32::MAX;
+
 impl GlobalScale {
+    /// A factor, which is at least [`MIN_FACTOR`].
+    pub const fn multiply(factor: f32) -> Self {
+        Self::Multiply(factor.max(MIN_FACTOR))
+    }
+
+    /// A divisor, which is at most the largest `f32`.
+    pub const fn divide(divisor: f32) -> Self {
+        Self::Divide(divisor.min(f32::MAX))
+    }
+
     /// The stored scalar.
     pub const fn value(self) -> f32 {
         match self {
@@ -67,7 +80,7 @@ impl GlobalScale {
     }
 
     /// The same scale as a divisor, and how many units in the last place the factor that
-    /// dequantizes has moved: 0 or 1.
+    /// dequantizes has moved: 0 or 1, and more below [`MIN_FACTOR`], which has no divisor.
     ///
     /// `fl(1 / x)` is the best divisor there is. Below a mantissa of √2 its reciprocal is `x`
     /// again; above, reciprocals are further apart than multipliers, and it may be a neighbour.
@@ -76,7 +89,7 @@ impl GlobalScale {
             return (self, 0);
         }
         let factor = self.decode();
-        let divisor = Self::Divide(1.0 / factor);
+        let divisor = Self::divide(1.0 / factor);
         let moved = divisor.decode().to_bits().abs_diff(factor.to_bits());
         (divisor, moved)
     }
@@ -198,6 +211,8 @@ impl PackedWeight {
         let global = match layout.scaling {
             // A zero tensor has no scale of its own; any will do, and zero would be refused.
             _ if amax == 0.0 => GlobalScale::Multiply(1.0),
+            // Training has no smaller one.
+            _ if amax / range < MIN_FACTOR => GlobalScale::Multiply(MIN_FACTOR),
             BlockScaling::FourOverSix(_) => GlobalScale::Multiply(amax / range),
             _ => GlobalScale::Amax(amax),
         };

@@ -157,8 +157,15 @@ pub(super) fn write(
         (leaves.global, Some(weight.global())),
         (leaves.input, weight.input_global()),
     ] {
-        let Some(scale) = scale else { continue };
-        let (scale, ulps) = convert(scale);
+        let Some(own) = scale else { continue };
+        let (scale, ulps) = convert(own);
+        ensure!(
+            ulps <= 1,
+            "{}: the global scale dequantizes by {:e}, whose divisor f32 does not hold: quantize the \
+             model for this dialect, or leave the layer as it is (--exclude)",
+            name(leaf),
+            own.decode()
+        );
         scale.check().with_context(|| name(leaf))?;
         moved += u32::from(ulps > 0);
         let bytes = scale.value().to_le_bytes();

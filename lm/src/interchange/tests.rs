@@ -8,6 +8,7 @@ use nvfp4_kernels::format::{e2m1, e4m3};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
+use super::config::LINEAR;
 use super::*;
 use crate::hf::{TensorFolder, TensorWriter};
 use nvfp4_test_support::{Scratch, golden};
@@ -222,6 +223,7 @@ impl Model {
                 scheme,
                 kv_cache_fp8: false,
                 pre_quant: false,
+                targets: vec![LINEAR.into()],
                 exclude: vec!["lm_head".into(), "model.layers.0.mlp.gate".into()],
             },
         }
@@ -339,6 +341,66 @@ fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
     model.open("kv-whole").unwrap();
     model.config.kv_cache_fp8 = false;
     model.refused("kv-unsaid", &["kv_cache_scheme", "would be ignored"]);
+}
+
+/// What readers would build as quantized, in architectures whose names nobody here knows.
+#[test]
+fn linear_layers_of_any_name_must_be_excluded() {
+    let matrix = |rows: usize| (Dtype::BF16, vec![rows, 16], vec![0; 32 * rows]);
+    for name in [
+        "model.decoder.layers.0.fc1",
+        "projector.linear_1",
+        "h.0.mlp.c_fc",
+    ] {
+        let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
+        model.tensors.insert(format!("{name}.weight"), matrix(4));
+        model.refused("other-names", &[name, "no exclusion names it"]);
+        model.config.exclude.push(name.into());
+        model.open("other-names").unwrap();
+    }
+    let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
+    for name in [
+        "model.decoder.embed_positions.weight",
+        "transformer.wte.weight",
+    ] {
+        model.tensors.insert(name.into(), matrix(4));
+    }
+    let norm = (Dtype::BF16, vec![16], vec![0; 32]);
+    model.tensors.insert("model.final_norm.weight".into(), norm);
+    model.open("tables").unwrap();
+}
+
+/// `targets` say which layers are quantized.
+#[test]
+fn targets_are_obeyed() {
+    let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
+    model.config.targets = vec!["re:.*mlp.experts.*".into()];
+    model.refused("targets", &["self_attn", "none of targets"]);
+    model.config.targets.push("re:.*_proj$".into());
+    model.open("targets").unwrap();
+    // What is no target needs no exclusion.
+    model.config.exclude.clear();
+    model.open("targets").unwrap();
+    model.config.targets = vec!["re:(".into()];
+    model.refused("targets", &["targets", "cannot be read"]);
+}
+
+/// Some experts of a layer quantized, and others not.
+#[test]
+fn experts_of_a_layer_are_alike() {
+    let mut model = Model::new(Dialect::ModelOpt, Scheme::W4a16);
+    for projection in ["gate_proj", "up_proj", "down_proj"] {
+        let module = format!("{EXPERT}.{projection}");
+        let leaves = ["weight", "weight_scale", "weight_scale_2"];
+        leaves.map(|leaf| model.tensors.remove(&format!("{module}.{leaf}")));
+        let plain = (Dtype::BF16, vec![16, 32], vec![0; 1024]);
+        model.tensors.insert(format!("{module}.weight"), plain);
+        model.config.exclude.push(module);
+    }
+    model.refused(
+        "mixed-experts",
+        &[EXPERT, "readers fuse the experts of a layer"],
+    );
 }
 
 /// What a header may say of a tensor without elements, and a configuration that is no object.

@@ -51,10 +51,10 @@ impl BlockQuantizer {
         // The rule divides by 2688: exact for `Max`, and of four over six only the range differs.
         let global = match (choice, rule.global(amax)) {
             (ScaleChoice::FourOverSix, GlobalScale::Multiply(_)) if amax > 0.0 => {
-                GlobalScale::Multiply(amax / choice.range())
+                GlobalScale::multiply(amax / choice.range())
             }
             (ScaleChoice::FourOverSix, GlobalScale::Divide(_)) if amax > 0.0 => {
-                GlobalScale::Divide(choice.range() / amax)
+                GlobalScale::divide(choice.range() / amax)
             }
             (_, global) => global,
         };

@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_kernels::format::e4m3;
+use rayon::prelude::*;
 use regex::Regex;
 use safetensors::Dtype;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
 use super::inputs::Inputs;
-use super::journal::{self, Journal, MadeFrom};
+use super::journal::{Journal, MadeFrom};
 use super::plan::{Plan, layer_of};
 use super::report::{LayerReport, PartReport, Quantized};
 use super::rules::{Rule, block_amax};
@@ -19,10 +20,14 @@ use super::smooth::{Smoother, Smoothing};
 use super::stats::Calibration;
 use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
+use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::{DecoderConfig, TensorFolder, TensorWriter};
+use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
+use crate::interchange::checkpoint::HF_QUANT_CONFIG;
+use crate::interchange::config::LINEAR;
 use crate::interchange::convert::{copy_companions, exclusions, write_configs};
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
+use crate::random::hash;
 
 /// The file that says how a folder was quantized. No reader of checkpoints looks at it.
 pub const PROVENANCE: &str = "nvfp4_quantize.json";
@@ -87,9 +92,11 @@ impl Quantization {
     /// what is calibrated on, by the names of options; empty, there is no calibration.
     ///
     /// # Errors
-    /// When a file cannot be read, `out` is not empty, nothing is left to quantize, activations are
-    /// to be quantized and neither calibration nor an input scale is there, and for GPTQ and scales
-    /// of an FP8 cache without calibration.
+    /// When a file cannot be read, `out` is not empty, the architecture is not known, tensors are
+    /// missing, unknown or of another shape than the configuration says, a value is not finite, an
+    /// exclusion matches nothing, nothing is left to quantize, activations are to be quantized and
+    /// neither calibration nor an input scale is there, and for GPTQ and scales of an FP8 cache
+    /// without calibration.
     pub fn start(
         model: &Path,
         out: &Path,
@@ -120,26 +127,30 @@ impl Quantization {
         calibration: MadeFrom,
         open: impl FnOnce(&Path, &MadeFrom) -> Result<Journal>,
     ) -> Result<Self> {
+        options.check(!calibration.is_empty())?;
         let tensors = TensorFolder::open(model)?;
         let json = read_config(model)?;
+        let path = || model.display().to_string();
+        let config = DecoderConfig::from_json(&json);
+        let config = config.with_context(|| model.join(CONFIG_FILE).display().to_string())?;
         let plan = Plan::new(&tensors, &options.exclude)?;
-        options.check(!calibration.is_empty())?;
+        check_tensors(&config, &tensors).with_context(path)?;
+        check_values(&tensors)?;
         let smoother = match options.smooth {
             Smoothing::None => Smoother::default(),
-            Smoothing::Awq => {
-                let config = DecoderConfig::from_json(&json);
-                let config = config.with_context(|| {
-                    format!(
-                        "smooth is awq, for which {CONFIG_FILE} must say which layers read what"
-                    )
-                })?;
-                Smoother::new(&config, &tensors, &plan, options.kv_cache_fp8)
-            }
+            Smoothing::Awq => Smoother::new(&config, &tensors, &plan, options.kv_cache_fp8),
         };
         let mut made_from = calibration;
         made_from.extend(options.made_from());
-        let hash = format!("{:016x}", journal::hash_of(&tensors));
-        made_from.insert("model".into(), Value::String(hash));
+        for (name, found) in [
+            ("model", tensors.hash()),
+            (
+                "model configuration",
+                hash(serde_json::to_string(&json)?.as_bytes()),
+            ),
+        ] {
+            made_from.insert(name.into(), Value::String(format!("{found:016x}")));
+        }
         let journal = open(out, &made_from)?;
         Ok(Self {
             model: model.to_owned(),
@@ -293,6 +304,7 @@ impl Quantization {
             done.layers.extend(report.layers);
             done.unseen.extend(report.unseen);
         }
+        done.calibration_tokens = calibration.tokens();
         if options.kv_cache_fp8 {
             write_kv_scales(&mut writer, &self.tensors, options.dialect, calibration)?;
         }
@@ -360,7 +372,22 @@ fn read_config(model: &Path) -> Result<Map<String, Value>> {
     let path = model.join(CONFIG_FILE);
     let json = read_json(&path)?;
     refuse_quantized(&json).with_context(|| path.display().to_string())?;
+    let other = model.join(HF_QUANT_CONFIG);
+    ensure!(
+        !other.exists(),
+        "{}: the model is quantized already",
+        other.display()
+    );
     Ok(json)
+}
+
+/// Fails unless all values are finite, also those that are copied.
+fn check_values(tensors: &TensorFolder) -> Result<()> {
+    let tensors: Vec<StoredTensor<'_>> = tensors.iter().collect();
+    let errors = tensors.par_iter().map(StoredTensor::check_finite);
+    // The first by name, whichever is found first.
+    let errors: Vec<Result<()>> = errors.collect();
+    errors.into_iter().collect()
 }
 
 fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
@@ -370,6 +397,7 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
         scheme: options.scheme,
         kv_cache_fp8: options.kv_cache_fp8,
         pre_quant: false,
+        targets: vec![LINEAR.into()],
         exclude: exclusions(kept, options.dialect),
     }
 }
@@ -413,11 +441,6 @@ fn write_provenance(
     options: &QuantizeOptions,
     calibration: &Calibration,
 ) -> Result<()> {
-    let tokens = calibration
-        .inputs
-        .values()
-        .map(|stats| stats.tokens())
-        .max();
     let exclude: Vec<&str> = options.exclude.iter().map(Regex::as_str).collect();
     let json = json!({
         "producer": {"name": "nvfp4", "version": env!("CARGO_PKG_VERSION")},
@@ -433,7 +456,7 @@ fn write_provenance(
         "exclude": exclude,
         "input_scale": options.input_scale,
         "kv_cache": options.kv_cache_fp8.then_some("fp8"),
-        "calibration_tokens": tokens,
+        "calibration_tokens": calibration.tokens(),
     });
     write_json(&out.join(PROVENANCE), &json)
 }

@@ -11,13 +11,10 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use fnv::FnvHasher;
-use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -287,24 +284,6 @@ impl Journal {
     pub fn finish(self) -> Result<()> {
         fs::remove_dir_all(&self.folder).with_context(|| self.folder.display().to_string())
     }
-}
-
-/// A hash of everything of a model that quantization reads: names, types, shapes and elements.
-pub(super) fn hash_of(tensors: &TensorFolder) -> u64 {
-    let tensors: Vec<_> = tensors.iter().collect();
-    let of_one = |tensor: &crate::hf::StoredTensor<'_>| {
-        let mut hasher = FnvHasher::default();
-        hasher.write(tensor.name.as_bytes());
-        hasher.write(format!("{:?}{:?}", tensor.dtype, tensor.shape).as_bytes());
-        hasher.write(tensor.bytes);
-        hasher.finish()
-    };
-    let hashes: Vec<u64> = tensors.par_iter().map(of_one).collect();
-    let mut hasher = FnvHasher::default();
-    hashes
-        .iter()
-        .for_each(|hash| hasher.write(&hash.to_le_bytes()));
-    hasher.finish()
 }
 
 fn bytes_of<T: Copy, const N: usize>(values: &[T], to_bytes: fn(T) -> [u8; N]) -> Vec<u8> {

@@ -1,14 +1,16 @@
 //! Which layers of a model are quantized, and which share a global scale.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nvfp4_kernels::BLOCK;
 use regex::Regex;
 use safetensors::Dtype;
 
 use crate::hf::TensorFolder;
-use crate::interchange::names::{FusedGroup, fused_group, is_head, is_linear, is_router};
+use crate::interchange::names::{
+    FusedGroup, expert_layer, fused_group, is_head, is_linear, is_router,
+};
 
 /// Why a linear layer stays as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,7 +19,7 @@ pub enum Kept {
     Router,
     /// It is the output head.
     Head,
-    /// The user excluded it, or a projection that readers fuse with it.
+    /// The user excluded it, or a projection or expert that readers fuse with it.
     Excluded,
     /// Its input features are no multiple of 16.
     Width,
@@ -51,15 +53,17 @@ impl Plan {
     /// Decide for the tensors of a model. `exclude` are regular expressions, of which one must
     /// match anywhere in the name of a module that is to stay as it is.
     ///
-    /// A projection that readers fuse with an excluded one (q/k/v, gate/up) is excluded too.
+    /// What readers fuse with an excluded projection is excluded too: q/k/v, gate/up, and the
+    /// experts of a layer.
     ///
     /// # Errors
-    /// When the model is quantized already, a weight is no matrix of floats, or nothing is left to
-    /// quantize.
+    /// When the model is quantized already, a weight is no matrix of floats, an expression matches
+    /// no linear layer, or nothing is left to quantize.
     pub fn new(tensors: &TensorFolder, exclude: &[Regex]) -> Result<Self> {
         let mut plan = Self::default();
         let mut groups: BTreeMap<FusedGroup, Vec<String>> = BTreeMap::new();
         let mut order = Vec::new();
+        let mut used = BTreeSet::new();
         for tensor in tensors.iter() {
             let module = tensor.name.strip_suffix(".weight");
             let module = module.filter(|module| is_linear(module));
@@ -86,11 +90,16 @@ impl Plan {
                 tensor.dtype,
                 tensor.shape
             );
+            let mut matching = (0..exclude.len())
+                .filter(|&at| exclude[at].is_match(module))
+                .peekable();
+            let is_excluded = matching.peek().is_some();
+            used.extend(matching);
             let kept = if is_router(module) {
                 Some(Kept::Router)
             } else if is_head(module) {
                 Some(Kept::Head)
-            } else if exclude.iter().any(|regex| regex.is_match(module)) {
+            } else if is_excluded {
                 Some(Kept::Excluded)
             } else if !tensor.shape[1].is_multiple_of(BLOCK) {
                 Some(Kept::Width)
@@ -109,6 +118,26 @@ impl Plan {
                     members.push(module.to_owned());
                 }
                 None => order.push(Ok(module.to_owned())),
+            }
+        }
+        if let Some(unused) = (0..exclude.len()).find(|at| !used.contains(at)) {
+            bail!(
+                "exclude is {:?}, which matches no linear layer of the model, such as {}",
+                exclude[unused].as_str(),
+                first_linear(tensors).unwrap_or("none")
+            );
+        }
+        // Readers build the experts of a layer as one.
+        let experts = plan.kept.iter();
+        let experts =
+            experts.filter_map(|(module, kept)| Some((expert_layer(module)?.to_owned(), *kept)));
+        let experts: BTreeMap<String, Kept> = experts.collect();
+        for module in tensors
+            .names()
+            .filter_map(|name| name.strip_suffix(".weight"))
+        {
+            if let Some(kept) = expert_layer(module).and_then(|layer| experts.get(layer)) {
+                plan.kept.entry(module.to_owned()).or_insert(*kept);
             }
         }
         for entry in order {
@@ -150,6 +179,14 @@ impl Plan {
         }
         parts
     }
+}
+
+/// The first linear layer of the model that is no router.
+fn first_linear(tensors: &TensorFolder) -> Option<&str> {
+    let mut modules = tensors
+        .names()
+        .filter_map(|name| name.strip_suffix(".weight"));
+    modules.find(|module| is_linear(module) && !is_router(module) && !is_head(module))
 }
 
 /// What the names of all modules of the decoder layer of `module` begin with:

@@ -32,6 +32,8 @@ pub struct Quantized {
     /// Modules to whose input no token of the calibration came: they have the statistics of the
     /// group's other experts, or count all inputs equally.
     pub unseen: Vec<String>,
+    /// Tokens that calibration read, if there was one.
+    pub calibration_tokens: Option<u64>,
 }
 
 /// The part of it that one decoder layer is.

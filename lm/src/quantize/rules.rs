@@ -50,7 +50,8 @@ impl Rule {
     }
 
     /// The global scale of tensors whose largest magnitude is `amax`. Where there is nothing to
-    /// scale, 1: readers refuse zero and infinity.
+    /// scale, 1: readers refuse zero and infinity. Below an amax of 7.9e-36 it is the last one that
+    /// both dialects can express, as in training: block scales are smaller then.
     pub fn global(self, amax: f32) -> GlobalScale {
         if amax == 0.0 {
             return match self {
@@ -59,12 +60,12 @@ impl Rule {
             };
         }
         match self {
-            Self::ModelOpt => GlobalScale::Multiply(amax / RANGE),
+            Self::ModelOpt => GlobalScale::multiply(amax / RANGE),
             // PyTorch divides a number by a tensor as reciprocal and product: two roundings.
-            Self::CompressedTensors => GlobalScale::Divide(1.0 / amax * RANGE),
+            Self::CompressedTensors => GlobalScale::divide(1.0 / amax * RANGE),
             Self::CompressedTensorsBf16 => {
                 let round = |value: f32| bf16::from_f32(value).to_f32();
-                GlobalScale::Divide(round(round(1.0 / amax) * RANGE))
+                GlobalScale::divide(round(round(1.0 / amax) * RANGE))
             }
             Self::TransformerEngine => GlobalScale::Amax(amax),
         }

@@ -26,6 +26,11 @@ impl Calibration {
     pub fn is_empty(&self) -> bool {
         self.inputs.is_empty() && self.caches.is_empty()
     }
+
+    /// Tokens that were read, if inputs were counted.
+    pub fn tokens(&self) -> Option<u64> {
+        self.inputs.values().map(|stats| stats.tokens()).max()
+    }
 }
 
 /// Second moments and the largest magnitude of the inputs `x` `[tokens, k]` of a layer.

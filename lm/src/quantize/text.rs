@@ -31,7 +31,8 @@ pub struct CalibrationText {
 /// there is.
 ///
 /// # Errors
-/// When there is no token, or a size is 0; when an input is not finite, by the name of the layer.
+/// When there is no token, a size is 0, or a sequence is longer than the model is meant for; when an
+/// input is not finite, by the name of the layer.
 pub fn calibrate(
     model: &Decoder,
     tokens: &[u32],
@@ -50,6 +51,7 @@ pub fn calibrate(
     ensure!(!tokens.is_empty(), "the text of the calibration is empty");
     let length = length.min(tokens.len());
     let config = model.config();
+    config.check_length("the length of a calibration's sequence", length)?;
     let mut inputs = Inputs {
         collector: Collector::new(products),
         family: config.family,

@@ -3,15 +3,18 @@
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{Environment, ErrorKind, context};
+use regex::{Captures, Regex};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::read_json;
+use crate::hf::TokenizerConfig;
 
 /// The file with the special tokens, and in older folders the template.
 const CONFIG: &str = "tokenizer_config.json";
@@ -19,6 +22,12 @@ const CONFIG: &str = "tokenizer_config.json";
 const TEMPLATE: &str = "chat_template.jinja";
 /// Name of the template in the environment.
 const NAME: &str = "chat_template";
+/// Name of the filter that marks what the assistant says.
+const MARKS: &str = "assistant_generation";
+/// Marks of the filter: characters that are none, so that no text has them.
+const BEGIN: char = '\u{FDD0}';
+/// The end of what is marked.
+const END: char = '\u{FDD1}';
 
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,21 +76,16 @@ impl ChatTemplate {
         let Some(source) = source else {
             return Ok(None);
         };
-        let token = |name: &str| match config.get(name) {
-            Some(Value::String(token)) => token.clone(),
-            Some(Value::Object(token)) => {
-                let content = token.get("content").and_then(Value::as_str);
-                content.unwrap_or_default().to_owned()
-            }
-            _ => String::new(),
-        };
-        let template = Self::new(source, token("bos_token"), token("eos_token"));
+        let tokens = TokenizerConfig::read(folder)?;
+        let text = |token: Option<&str>| token.unwrap_or_default().to_owned();
+        let template = Self::new(source, text(tokens.bos()), text(tokens.eos()));
         template
             .with_context(|| folder.display().to_string())
             .map(Some)
     }
 
-    /// The template `source`, with the tokens that start and end texts.
+    /// The template `source`, with the tokens that start and end texts. The tags `generation` and
+    /// `endgeneration`, which transformers adds to Jinja, enclose what the assistant says.
     ///
     /// # Errors
     /// When it is malformed.
@@ -98,8 +102,22 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| {
             Err::<String, _>(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
+        environment.add_function("strftime_now", |format: String| -> Result<String, _> {
+            let now = SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default();
+            strftime(&format, now.as_secs())
+                .map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error))
+        });
+        environment.add_filter(MARKS, |text: String| format!("{BEGIN}{text}{END}"));
+        // A block as those of Jinja, with their control of white space.
+        let tags = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
+        let source = tags.replace_all(&source, |tag: &Captures<'_>| match tag.get(2) {
+            None => format!("{{%{} filter {MARKS} {}%}}", &tag[1], &tag[3]),
+            Some(_) => format!("{{%{} endfilter {}%}}", &tag[1], &tag[3]),
+        });
         environment
-            .add_template_owned(NAME, source)
+            .add_template_owned(NAME, source.into_owned())
             .map_err(|error| anyhow!("the chat template is malformed: {error:#}"))?;
         Ok(Self {
             environment,
@@ -113,10 +131,24 @@ impl ChatTemplate {
     /// # Errors
     /// When the template refuses them.
     pub fn render(&self, messages: &[Message], prompt: bool) -> Result<String> {
+        Ok(unmarked(&self.rendered(messages, prompt)?).0)
+    }
+
+    /// The same with marks around what the template says is the assistant's.
+    fn rendered(&self, messages: &[Message], prompt: bool) -> Result<String> {
+        let marked = messages.iter().position(|message| {
+            let texts = [&message.role, &message.content];
+            texts.iter().any(|text| text.contains([BEGIN, END]))
+        });
+        if let Some(index) = marked {
+            bail!("message {index} has U+FDD0 or U+FDD1, which are no characters");
+        }
         let template = self.environment.get_template(NAME)?;
         let rendered = template.render(context! {
             messages => Serde(messages),
             add_generation_prompt => prompt,
+            tools => (),
+            documents => (),
             bos_token => &self.bos,
             eos_token => &self.eos,
         });
@@ -126,11 +158,14 @@ impl ChatTemplate {
     /// `messages` as text, and which of it the assistant says.
     ///
     /// # Errors
-    /// When there is no message of the assistant, the template refuses the messages, or it changes
-    /// what comes before a message when that comes: the answer would have no place then.
+    /// When there is no message of the assistant, the template refuses the messages, or, without
+    /// saying itself what the assistant says, it changes what comes before a message when that
+    /// comes: the answer would have no place then.
     pub fn conversation(&self, messages: &[Message]) -> Result<Conversation> {
-        let text = self.render(messages, false)?;
-        let mut answers = Vec::new();
+        let (text, mut answers) = unmarked(&self.rendered(messages, false)?);
+        if !answers.is_empty() {
+            return Ok(Conversation { text, answers });
+        }
         for (index, message) in messages.iter().enumerate() {
             if message.role != "assistant" {
                 continue;
@@ -150,6 +185,98 @@ impl ChatTemplate {
         );
         Ok(Conversation { text, answers })
     }
+}
+
+/// The time `seconds` after the beginning of 1970, in UTC, by the codes of `strftime` that dates in
+/// templates have.
+fn strftime(format: &str, seconds: u64) -> Result<String, String> {
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
+    const DAYS: [&str; 7] = [
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+    ];
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years from March on, in eras of 400 (Howard Hinnant, chrono-compatible date algorithms).
+    let shifted = days + 719_468;
+    let (era, of_era) = (shifted / 146_097, shifted % 146_097);
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = (from_march + 2) % 12 + 1;
+    let year = year + era * 400 + u64::from(month <= 2);
+    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
+    let (hour, minute) = (second / 3600, second / 60 % 60);
+    let mut text = String::new();
+    let mut chars = format.chars();
+    while let Some(c) = chars.next() {
+        if c != '%' {
+            text.push(c);
+            continue;
+        }
+        let mut code = chars.next();
+        let is_bare = code == Some('-');
+        if is_bare {
+            code = chars.next();
+        }
+        let number = |value: u64| match is_bare {
+            true => value.to_string(),
+            false => format!("{value:02}"),
+        };
+        text += &match code {
+            Some('Y') => year.to_string(),
+            Some('y') => number(year % 100),
+            Some('m') => number(month),
+            Some('d') => number(day),
+            Some('H') => number(hour),
+            Some('I') => number((hour + 11) % 12 + 1),
+            Some('M') => number(minute),
+            Some('S') => number(second % 60),
+            Some('p') => if hour < 12 { "AM" } else { "PM" }.into(),
+            Some('B') => month_name.into(),
+            Some('b') => month_name[..3].into(),
+            Some('A') => day_name.into(),
+            Some('a') => day_name[..3].into(),
+            Some('F') => format!("{year}-{month:02}-{day:02}"),
+            Some('Z') => "UTC".into(),
+            Some('%') => "%".into(),
+            code => return Err(format!("strftime_now does not know {code:?} of {format:?}")),
+        };
+    }
+    Ok(text)
+}
+
+/// The text without marks, and which bytes of it were marked.
+fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
+    let (mut text, mut ranges) = (String::new(), Vec::new());
+    let mut begin = 0;
+    for part in marked.split_inclusive([BEGIN, END]) {
+        text.push_str(part.trim_end_matches([BEGIN, END]));
+        if part.ends_with(BEGIN) {
+            begin = text.len();
+        } else if part.ends_with(END) && begin < text.len() {
+            ranges.push(begin..text.len());
+        }
+    }
+    (text, ranges)
 }
 
 /// `chat_template` of a tokenizer's configuration.
@@ -210,6 +337,70 @@ pub(crate) mod tests {
             .map(|range| &found.text[range.clone()])
             .collect();
         assert_eq!(answers, ["1<|im_end|>\n", "2<|im_end|>\n"]);
+    }
+
+    /// The tags of transformers say what counts, and leave the text as it is without them, with
+    /// every control of white space.
+    #[test]
+    fn generation_tags_say_what_counts() {
+        let messages = [
+            message("user", "One?"),
+            message("assistant", " 1 "),
+            message("user", "Two?"),
+            message("assistant", "2"),
+        ];
+        let source = |begin: &str, end: &str| {
+            format!(
+                "{{% for m in messages %}}{{% if m.role == 'assistant' %}}[A]\n  {begin}\n {{{{ \
+                 m.content }}}}<e>  {end}\n{{% else %}}[U]\n{{{{ m.content }}}}\n{{% endif \
+                 %}}{{% endfor %}}{{% if add_generation_prompt %}}[A]\n{{% endif %}}"
+            )
+        };
+        for (begin, end) in [
+            ("{% generation %}", "{% endgeneration %}"),
+            ("{%- generation -%}", "{%- endgeneration -%}"),
+            ("{%generation-%}", "{% endgeneration+%}"),
+        ] {
+            let found = template(&source(begin, end))
+                .conversation(&messages)
+                .unwrap();
+            // The same control of white space by tags that Jinja knows.
+            let same = |tag: &str, with: &str| tag.replace("generation", with);
+            let plain = source(
+                &same(begin, "if true"),
+                &end.replace("endgeneration", "endif"),
+            );
+            let plain = template(&plain).render(&messages, false).unwrap();
+            assert_eq!(found.text, plain, "{begin}");
+            let answers = found.answers.iter().map(|range| &found.text[range.clone()]);
+            let answers: Vec<&str> = answers.map(str::trim).collect();
+            assert_eq!(answers, ["1 <e>", "2<e>"], "{begin}");
+            assert!(!found.text.contains([BEGIN, END]));
+        }
+        let rendered = template(&source("{% generation %}", "{% endgeneration %}"));
+        let text = rendered.render(&messages, true).unwrap();
+        assert!(text.ends_with("[A]\n") && !text.contains(BEGIN), "{text}");
+        let error = rendered.render(&[message("user", "\u{FDD1}")], false);
+        assert!(error.unwrap_err().to_string().contains("U+FDD1"));
+    }
+
+    /// Functions and variables that transformers gives every template.
+    #[test]
+    fn templates_have_what_transformers_gives_them() {
+        let user = [message("user", "a")];
+        let source = "{% if tools is not none or documents is not none %}tools{% endif %}{{ \
+                      strftime_now('%Y') | length }}";
+        assert_eq!(template(source).render(&user, false).unwrap(), "4");
+        for (seconds, format, expected) in [
+            (0, "%d %b %Y, %A", "01 Jan 1970, Thursday"),
+            (951_782_399, "%Y-%m-%d %H:%M:%S", "2000-02-28 23:59:59"),
+            (951_782_400, "%F %-d %B %a", "2000-02-29 29 February Tue"),
+            (1_772_323_200, "%-m/%-d/%y %I %p %%", "3/1/26 12 AM %"),
+        ] {
+            assert_eq!(strftime(format, seconds).unwrap(), expected);
+        }
+        let error = template("{{ strftime_now('%Q') }}").render(&user, false);
+        assert!(error.unwrap_err().to_string().contains("%Q"));
     }
 
     #[test]

@@ -53,7 +53,7 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// When the tokenizer cannot represent it.
     pub fn text(&self, text: &str) -> Result<Document> {
-        let mut tokens = self.tokenizer.encode(text, true)?;
+        let mut tokens = self.tokenizer.encode_text(text)?;
         if let Some(eos) = self.eos.filter(|eos| tokens.last() != Some(eos)) {
             tokens.push(eos);
         }
@@ -70,7 +70,7 @@ impl<'a> Encoder<'a> {
             "`completion` is empty, but it is what counts in the loss"
         );
         let text = format!("{prompt}{completion}");
-        let (mut tokens, bytes) = self.tokenizer.encode_with_bytes(&text, true)?;
+        let (mut tokens, bytes) = self.tokenizer.encode_text_with_bytes(&text)?;
         let counts = bytes
             .iter()
             .map(|bytes| bytes.start < bytes.end && bytes.start >= prompt.len());
@@ -104,7 +104,7 @@ impl<'a> Encoder<'a> {
         )?;
         let found = chat.conversation(messages)?;
         // The template has written the special tokens.
-        let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text, false)?;
+        let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text)?;
         let counts = |begin: usize| found.answers.iter().any(|answer| answer.contains(&begin));
         let mask = bytes.iter().map(|bytes| counts(bytes.start)).collect();
         Ok(Document {

@@ -17,5 +17,5 @@ pub mod shard;
 pub use chat::ChatTemplate;
 pub use encode::{Encoded, Encoder};
 pub use order::{Order, Position};
-pub use rows::{RowBatch, Rows};
+pub use rows::{Cut, RowBatch, Rows};
 pub use shard::{Document, Shard, ShardWriter, Vocabulary};

@@ -30,6 +30,22 @@ pub struct Rows {
     shards: Vec<Arc<Shard>>,
     rows: Vec<Vec<Piece>>,
     context: usize,
+    cut: Cut,
+}
+
+/// What rows of a fixed length did to documents.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Cut {
+    /// Documents that are longer than a row, and were cut.
+    pub longer: usize,
+    /// Documents with a prompt of which targets that count are in a later piece than its beginning.
+    pub parted: usize,
+    /// Documents that are left out, because no target of theirs counts.
+    pub left_out: usize,
+    /// Tokens that are left out, in pieces without a target that counts.
+    pub tokens_left_out: usize,
+    /// Targets that count.
+    pub targets: usize,
 }
 
 /// Document `document` of shard `shard`.
@@ -39,6 +55,40 @@ pub struct Place {
     pub shard: usize,
     /// In the shard.
     pub document: usize,
+}
+
+/// A part of a shard that is one document: where its tokens are.
+type Span = (usize, Range<usize>);
+
+/// The ends of the single document of `place` for training and validation: about `share` of its
+/// tokens, at its end, are for validation.
+///
+/// # Errors
+/// When the share is not between 0 and 1, or the document is too short.
+fn halves(shards: &[Arc<Shard>], place: Place, share: f64) -> Result<[Span; 2]> {
+    check_share(share)?;
+    let document = shards[place.shard].document(place.document);
+    let targets = document.len().saturating_sub(1);
+    ensure!(
+        targets > 1,
+        "there is one document of {} token(s), but training and validation need a target each",
+        document.len()
+    );
+    let valid = ((targets as f64 * share).round() as usize).clamp(1, targets - 1);
+    // The last token of the one is the first input of the other.
+    let border = document.end - 1 - valid;
+    Ok([
+        (place.shard, document.start..border + 1),
+        (place.shard, border..document.end),
+    ])
+}
+
+fn check_share(share: f64) -> Result<()> {
+    ensure!(
+        share > 0.0 && share < 1.0,
+        "valid-share is {share}, but must be between 0 and 1"
+    );
+    Ok(())
 }
 
 /// All documents of `shards`.
@@ -57,10 +107,7 @@ pub fn places(shards: &[Arc<Shard>]) -> Vec<Place> {
 /// When there are fewer than two documents, the share is not between 0 and 1, or an id is not in
 /// the vocabulary.
 pub fn split(shards: &[Arc<Shard>], places: &[Place], share: f64) -> Result<[Vec<Place>; 2]> {
-    ensure!(
-        share > 0.0 && share < 1.0,
-        "valid-share is {share}, but must be between 0 and 1"
-    );
+    check_share(share)?;
     ensure!(
         places.len() > 1,
         "there are {} document(s), but at least two are needed: the split into training and \
@@ -104,25 +151,61 @@ impl Rows {
     /// # Errors
     /// When `context` is 0, or no target counts.
     pub fn pack(shards: &[Arc<Shard>], places: &[Place], context: usize) -> Result<Self> {
+        let span = |place: &Place| (place.shard, shards[place.shard].document(place.document));
+        let spans: Vec<Span> = places.iter().map(span).collect();
+        Self::of_spans(shards, &spans, context)
+    }
+
+    /// The single document of `place` in rows for training, and its end in rows for validation:
+    /// about `share` of its tokens.
+    ///
+    /// # Errors
+    /// When the share is not between 0 and 1, or one of both has no target that counts.
+    pub fn pack_one(
+        shards: &[Arc<Shard>],
+        place: Place,
+        share: f64,
+        context: usize,
+    ) -> Result<[Self; 2]> {
+        let [train, valid] = halves(shards, place, share)?;
+        Ok([
+            Self::of_spans(shards, &[train], context)?,
+            Self::of_spans(shards, &[valid], context)?,
+        ])
+    }
+
+    fn of_spans(shards: &[Arc<Shard>], spans: &[Span], context: usize) -> Result<Self> {
         ensure!(context > 0, "context is 0, but must be at least 1");
         let mut pieces = Vec::new();
-        for place in places {
-            let shard = &shards[place.shard];
-            let document = shard.document(place.document);
+        let mut cut = Cut::default();
+        for (at, document) in spans {
+            let shard = &shards[*at];
             let end = document.end.saturating_sub(1);
+            let before = cut.targets;
+            // A text without a prompt counts from its second token on.
+            let has_prompt = document.start < end && !shard.counts(document.start + 1);
+            let mut is_parted = false;
+            cut.longer += usize::from(end.saturating_sub(document.start) > context);
             for begin in (document.start..end).step_by(context) {
                 let inputs = begin..(begin + context).min(end);
-                if inputs.clone().any(|index| shard.counts(index + 1)) {
-                    let shard = place.shard;
-                    pieces.push(Piece { shard, inputs });
+                let targets = inputs.clone().filter(|&index| shard.counts(index + 1));
+                match targets.count() {
+                    0 => cut.tokens_left_out += inputs.len(),
+                    targets => {
+                        cut.targets += targets;
+                        is_parted |= has_prompt && begin > document.start;
+                        pieces.push(Piece { shard: *at, inputs });
+                    }
                 }
             }
+            cut.parted += usize::from(is_parted);
+            cut.left_out += usize::from(cut.targets == before);
         }
         ensure!(
             !pieces.is_empty(),
             "the {} documents have no target: they need at least two tokens, and the loss mask one \
              that counts",
-            places.len()
+            spans.len()
         );
         // The longest first, each into the fullest row that has room.
         pieces.sort_by_key(|piece| std::cmp::Reverse(piece.inputs.len()));
@@ -153,6 +236,7 @@ impl Rows {
             shards: shards.to_vec(),
             rows,
             context,
+            cut,
         })
     }
 
@@ -164,6 +248,11 @@ impl Rows {
     /// Whether there is no row; [`pack`](Self::pack) refuses that.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
+    }
+
+    /// What was cut and left out.
+    pub fn cut(&self) -> Cut {
+        self.cut
     }
 
     /// Inputs that are no padding.
@@ -355,8 +444,72 @@ mod tests {
         assert_eq!((rows.len(), batch.counted()), (2, 2));
         assert_eq!(batch.inputs, [10, 11, 12, 13, 0, 1, 2, 0]);
         assert_eq!(batch.targets, [-100, 12, -100, -100, -100, 2, -100, -100]);
+        let all = Rows::pack(&shards, &places(&shards), 4).unwrap().cut();
+        let expected = Cut {
+            longer: 1,
+            parted: 0,
+            left_out: 1,
+            tokens_left_out: 7,
+            targets: 2,
+        };
+        assert_eq!(all, expected);
         let error = Rows::pack(&shards, &places(&shards)[2..], 4).unwrap_err();
         assert!(error.to_string().contains("no target"), "{error}");
+    }
+
+    /// Prompts that fill rows leave their completions behind.
+    #[test]
+    fn what_is_cut_is_counted() {
+        let folder = Scratch::new("rows-cut");
+        let completion = |prompt: u32, length: u32| Document {
+            tokens: (0..prompt + length).collect(),
+            mask: Some((0..prompt + length).map(|id| id >= prompt).collect()),
+        };
+        // The last fits, of the first only the prompt's end is before the completion, and the
+        // second is within one row but for its end.
+        let documents = [completion(20, 3), completion(7, 4), completion(3, 2)];
+        let shards = [shard(&folder, &documents)];
+        let cut = Rows::pack(&shards, &places(&shards), 8).unwrap().cut();
+        let expected = Cut {
+            longer: 2,
+            parted: 2,
+            left_out: 0,
+            tokens_left_out: 16,
+            targets: 9,
+        };
+        assert_eq!(cut, expected);
+        // Texts have no prompt.
+        let shards = [shard(&folder, &[document(0..21), document(5..6)])];
+        let cut = Rows::pack(&shards, &places(&shards), 8).unwrap().cut();
+        assert_eq!(
+            (cut.longer, cut.parted, cut.left_out, cut.targets),
+            (1, 0, 1, 20)
+        );
+    }
+
+    /// Every prediction of a text is in one of both parts, the last ones in validation.
+    #[test]
+    fn one_text_is_cut_in_two() {
+        let folder = Scratch::new("rows-one");
+        let shards = [shard(&folder, &[document(0..101)])];
+        let [one] = places(&shards)[..] else {
+            panic!("there is one document");
+        };
+        let [train, valid] = Rows::pack_one(&shards, one, 0.05, 8).unwrap();
+        assert_eq!((train.tokens(), valid.tokens()), (95, 5));
+        assert_eq!(valid.inputs(9).unwrap(), [95, 96, 97, 98, 99]);
+        assert!(train.inputs(99).unwrap().iter().all(|&id| id < 95));
+        for share in [1e-9, 1.0 - 1e-9] {
+            let parts = Rows::pack_one(&shards, one, share, 8).unwrap();
+            assert_eq!(parts.map(|part| part.tokens()).iter().min(), Some(&1));
+        }
+        assert!(Rows::pack_one(&shards, one, 1.0, 8).is_err());
+        let shards = [shard(&folder, &[document(0..2)])];
+        let error = Rows::pack_one(&shards, one, 0.5, 8).unwrap_err();
+        assert!(
+            error.to_string().contains("one document of 2 token"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -446,16 +446,14 @@ mod tests {
         use crate::model::Transformer;
 
         let (device, name, steps) = match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
-            #[cfg(feature = "cpu")]
-            Ok("cpu") => (Device::cpu(), "cpu", 3),
             #[cfg(feature = "cuda")]
             Ok("cuda") => (Device::cuda(0), "cuda:0", 200),
+            #[cfg(feature = "cpu")]
+            _ => (Device::cpu(), "cpu", 3),
+            #[cfg(not(feature = "cpu"))]
             _ => {
-                println!(
-                    "SKIPPED: train::rank::tests::steps_of_a_graph_are_ordinary_ones: \
-                     NVFP4_TEST_DEVICE names no device with graphs"
-                );
-                return;
+                let test = "train::rank::tests::steps_of_a_graph_are_ordinary_ones";
+                return nvfp4_test_support::Skip::NoGpu.print(test, "");
             }
         };
         let device = device.autodiff();

@@ -28,9 +28,13 @@ pub fn client(test: &str) -> Option<Client> {
         Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
         #[cfg(feature = "cpu")]
         Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
-        other => {
-            println!("SKIPPED: {test}: no runtime for device {other:?} in this build");
+        #[cfg(not(feature = "cpu"))]
+        Err(_) => {
+            Skip::NoGpu.print(test, "NVFP4_TEST_DEVICE names none");
             None
+        }
+        other => {
+            panic!("{test}: NVFP4_TEST_DEVICE is {other:?}, which this build has no runtime for")
         }
     }
 }

@@ -208,7 +208,7 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
         (json!({"num_experts": 8}), "`num_experts` (8)"),
         (
             json!({"model_type": "mistral", "architectures": null, "attention_bias": true}),
-            "`architectures` is null",
+            "`attention_bias` is true",
         ),
         (
             json!({"rope_scaling": {"type": "longrope"}}),
@@ -225,7 +225,7 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
         ),
         (
             json!({"rope_scaling": {"type": "linear", "factor": 2, "warp": 1}}),
-            "`rope_scaling` has a field `warp`",
+            "`rope_scaling` has a field `warp` (1)",
         ),
         (
             json!({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2}}),
@@ -251,11 +251,68 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
     }
     // Neutral values, and fields of other matters.
     read(llama(json!({
+        "architectures": [], "pruned_heads": {}, "cross_attention_hidden_size": null,
+        "attn_implementation": "flash_attention_2", "is_encoder_decoder": false,
+        "chunk_size_feed_forward": 0, "compression_config": {}, "parallel_mode": "",
         "rope_scaling": null, "attn_logit_softcapping": null, "use_qk_norm": false,
         "residual_multiplier": 1.0, "shared_expert_intermediate_size": 0, "pretraining_tp": 2,
         "_attn_implementation": "eager", "attention_dropout": 0.1, "my_note": "hello",
     })))
     .unwrap();
+}
+
+/// Files for transformers 4 and 5 say the same in both forms, or are refused.
+#[test]
+fn rope_in_the_fields_of_two_versions() {
+    let scaling = json!({"rope_type": "linear", "factor": 2.0});
+    let parameters = json!({"rope_type": "linear", "factor": 2, "rope_theta": 500000.0,
+        "mrope_section": null});
+    let both = |changes: Value| read(llama(changes)).map(|config| config.rope);
+    let one = both(json!({"rope_scaling": scaling})).unwrap();
+    let same = both(json!({"rope_scaling": scaling, "rope_parameters": parameters})).unwrap();
+    assert_eq!(one, same);
+    for (changes, expected) in [
+        (
+            json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": parameters}),
+            "delete the one that is wrong",
+        ),
+        (
+            json!({"rope_scaling": {"type": "default"}, "rope_parameters": parameters}),
+            "`rope_scaling` says",
+        ),
+        (
+            json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+            "`rope_theta` is 500000, but `rope_parameters.rope_theta` is 1000000",
+        ),
+    ] {
+        let error = format!("{:#}", both(changes.clone()).unwrap_err());
+        assert!(error.contains(expected), "{changes}: {error}");
+    }
+}
+
+/// Fields that neither a list nor a version of transformers knows, by what their names are about.
+#[test]
+fn unknown_fields_of_the_arithmetic_are_refused() {
+    for (field, value) in [
+        (
+            "compression_config",
+            json!({"quant_method": "compressed-tensors"}),
+        ),
+        ("quantization", json!({"bits": 4})),
+        ("is_encoder_decoder", json!(true)),
+        ("use_bidirectional_attention", json!(true)),
+        ("is_causal", json!(false)),
+        ("alibi", json!(true)),
+        ("parallel_residual", json!(true)),
+        ("lora_rank", json!(8)),
+        ("pruned_heads", json!({"0": [1]})),
+        ("vision_config", json!({"depth": 2})),
+    ] {
+        let mut json = llama(json!({}));
+        json[field] = value;
+        let error = format!("{:#}", read(json).unwrap_err());
+        assert!(error.contains(&format!("`{field}`")), "{field}: {error}");
+    }
 }
 
 #[test]

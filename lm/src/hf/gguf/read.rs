@@ -125,6 +125,11 @@ impl GgufFile {
         Ok(GgufTensor { place, bytes })
     }
 
+    /// All metadata, sorted by key.
+    pub(super) fn metadata(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.metadata.iter().map(|(key, value)| (&**key, value))
+    }
+
     /// A value of the metadata.
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.metadata.get(key)

@@ -75,7 +75,7 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
         "added_tokens": added(file, tokens)?,
         "normalizer": null,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": begin(file, tokens)?,
+        "post_processor": around(file, tokens)?,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -121,32 +121,76 @@ fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
     Ok(entries.collect())
 }
 
-/// What puts the first token before a text, if the file asks for it.
-fn begin(file: &GgufFile, tokens: &[String]) -> Result<Json> {
-    if !flag(file, "tokenizer.ggml.add_bos_token")? {
+/// What puts the first token before a text and the last one behind it, if the file asks for them.
+fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
+    let mut special = serde_json::Map::new();
+    let mut asked = |flag_name: &str, key: &str| -> Result<Option<Json>> {
+        if !flag(file, &format!("tokenizer.ggml.{flag_name}"))? {
+            return Ok(None);
+        }
+        let (id, token) = named(file, tokens, key)?;
+        let token = token.with_context(|| {
+            format!(
+                "`tokenizer.ggml.{key}` is {id:?}, but `{flag_name}` asks for one of {} tokens",
+                tokens.len()
+            )
+        })?;
+        let entry = json!({"id": token, "ids": [id], "tokens": [token]});
+        special.insert(token.to_owned(), entry);
+        Ok(Some(json!({"SpecialToken": {"id": token, "type_id": 0}})))
+    };
+    let begin = asked("add_bos_token", "bos_token_id")?;
+    let end = asked("add_eos_token", "eos_token_id")?;
+    if begin.is_none() && end.is_none() {
         return Ok(Json::Null);
     }
-    let key = "tokenizer.ggml.bos_token_id";
-    let id = file.optional_count(key)?;
-    let token = id.and_then(|id| tokens.get(id));
-    let token = token.with_context(|| {
-        format!(
-            "`{key}` is {id:?}, but `add_bos_token` asks for one of {} tokens",
-            tokens.len()
-        )
-    })?;
-    let special = json!({"SpecialToken": {"id": token, "type_id": 0}});
+    let text = |name: &str| {
+        let sequence = json!({"Sequence": {"id": name, "type_id": 0}});
+        let parts = begin.iter().chain([&sequence]).chain(&end);
+        parts.cloned().collect::<Vec<Json>>()
+    };
     Ok(json!({
         "type": "TemplateProcessing",
-        "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [
-            special,
-            {"Sequence": {"id": "A", "type_id": 0}},
-            special,
-            {"Sequence": {"id": "B", "type_id": 1}},
-        ],
-        "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
+        "single": text("A"),
+        "pair": [text("A"), text("B")].concat(),
+        "special_tokens": special,
     }))
+}
+
+/// The id of a special token, and its text if there is one of that id.
+fn named<'a>(
+    file: &GgufFile,
+    tokens: &'a [String],
+    key: &str,
+) -> Result<(Option<usize>, Option<&'a str>)> {
+    let id = file.optional_count(&format!("tokenizer.ggml.{key}"))?;
+    let token = id.and_then(|id| tokens.get(id)).map(String::as_str);
+    Ok((id, token))
+}
+
+/// The content of `tokenizer_config.json`: special tokens and the template of conversations.
+///
+/// # Errors
+/// When a key is of another type.
+pub(super) fn tokenizer_config(file: &GgufFile) -> Result<Json> {
+    let tokens = strings(file, "tokenizer.ggml.tokens")?;
+    let mut json = json!({"tokenizer_class": "PreTrainedTokenizerFast"});
+    for (field, key) in [
+        ("bos_token", "bos_token_id"),
+        ("eos_token", "eos_token_id"),
+        ("pad_token", "padding_token_id"),
+        ("unk_token", "unknown_token_id"),
+    ] {
+        if let (_, Some(token)) = named(file, tokens, key)? {
+            json[field] = token.into();
+        }
+    }
+    match file.value("tokenizer.chat_template") {
+        None => {}
+        Some(Value::String(template)) => json["chat_template"] = template.as_str().into(),
+        Some(other) => bail!("`tokenizer.chat_template` is {other:?}, but must be a string"),
+    }
+    Ok(json)
 }
 
 fn flag(file: &GgufFile, key: &str) -> Result<bool> {

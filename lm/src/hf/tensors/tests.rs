@@ -217,6 +217,137 @@ fn a_tensor_of_several_shards_is_the_one_that_the_index_names() {
     assert!(error.contains("no tensor `z`"), "{error}");
 }
 
+/// Writes `model.safetensors` with one tensor of this value.
+fn write_one(folder: &Path, name: &str, value: u8) {
+    let mut writer = TensorWriter::create(folder, 64).unwrap();
+    writer.add(name, Dtype::U8, &[1], &[value]).unwrap();
+    writer.finish().unwrap();
+}
+
+/// Readers differ in which of two complete sets of weights they take.
+#[test]
+fn a_whole_file_beside_an_index_must_be_the_same_model() {
+    let folder = Scratch::new("whole-and-index");
+    write_one(&folder, "w", 1);
+    let shard = "model-00001-of-00001.safetensors";
+    fs::copy(folder.join(WHOLE_FILE), folder.join(shard)).unwrap();
+    // A shard that no index names.
+    let error = open_error(&folder);
+    assert!(error.contains(shard), "{error}");
+    let map = format!(r#"{{"weight_map":{{"w":"{shard}"}}}}"#);
+    fs::write(folder.join(INDEX_FILE), &map).unwrap();
+    assert_eq!(TensorFolder::open(&folder).unwrap().len(), 1);
+    for (name, value) in [("w", 2), ("v", 1)] {
+        fs::remove_file(folder.join(WHOLE_FILE)).unwrap();
+        fs::rename(folder.join(INDEX_FILE), folder.join("index")).unwrap();
+        write_one(&folder, name, value);
+        fs::rename(folder.join("index"), folder.join(INDEX_FILE)).unwrap();
+        let error = open_error(&folder);
+        for part in [WHOLE_FILE, INDEX_FILE, &format!("`{name}`")] {
+            assert!(error.contains(part), "{error}\nnot: {part}");
+        }
+    }
+    // The shards of the index are gone.
+    fs::remove_file(folder.join(shard)).unwrap();
+    let error = open_error(&folder);
+    assert!(
+        error.contains(WHOLE_FILE) && error.contains(INDEX_FILE),
+        "{error}"
+    );
+    // The index of a model in one file.
+    let map = format!(r#"{{"weight_map":{{"v":"{WHOLE_FILE}"}}}}"#);
+    fs::write(folder.join(INDEX_FILE), &map).unwrap();
+    TensorFolder::open(&folder).unwrap();
+}
+
+#[test]
+fn adapters_beside_a_model_are_refused() {
+    let folder = Scratch::new("adapters-beside");
+    write_one(&folder, "w", 1);
+    fs::write(folder.join(ADAPTER_FILE), "{}").unwrap();
+    let error = open_error(&folder);
+    assert!(error.contains("adapter_config.json"), "{error}");
+}
+
+/// What is beside the tensors is copied without the permissions of a source that is read only.
+#[cfg(unix)]
+#[test]
+fn copied_files_have_the_permissions_of_others() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = Scratch::new("permissions-copy");
+    let mode = |name: &str| {
+        fs::metadata(folder.join(name))
+            .unwrap()
+            .permissions()
+            .mode()
+    };
+    fs::write(folder.join("other"), "a").unwrap();
+    fs::write(folder.join("own"), "b").unwrap();
+    fs::set_permissions(folder.join("own"), fs::Permissions::from_mode(0o400)).unwrap();
+    crate::hf::copy_file(&folder.join("own"), &folder.join("copy")).unwrap();
+    assert_eq!(mode("copy"), mode("other"));
+    assert_eq!(fs::read(folder.join("copy")).unwrap(), b"b");
+}
+
+/// 0666 without what the umask takes, as every other file.
+#[cfg(unix)]
+#[test]
+fn written_files_have_the_permissions_of_others() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let folder = Scratch::new("permissions");
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    fs::write(folder.join("other"), "").unwrap();
+    let mut writer = TensorWriter::create(&folder, 1).unwrap();
+    for name in ["a", "b"] {
+        writer.add(name, Dtype::U8, &[1], &[1]).unwrap();
+    }
+    writer.finish().unwrap();
+    for shard in ["model-00001-of-00002.safetensors", INDEX_FILE] {
+        assert_eq!(
+            mode(&folder.join(shard)),
+            mode(&folder.join("other")),
+            "{shard}"
+        );
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_are_named() {
+    let folder = Scratch::new("finite");
+    let mut writer = TensorWriter::create(&folder, 1 << 20).unwrap();
+    let bf16s = |values: [f32; 6]| values.map(|v| bf16::from_f32(v).to_le_bytes()).concat();
+    let good = [1.0, -0.0, f32::MIN_POSITIVE, 3e38, -2.0, 0.5];
+    let mut bad = good;
+    bad[4] = f32::NEG_INFINITY;
+    writer
+        .add("good", Dtype::BF16, &[2, 3], &bf16s(good))
+        .unwrap();
+    writer
+        .add("bad", Dtype::BF16, &[2, 3], &bf16s(bad))
+        .unwrap();
+    let nan = [1f32.to_le_bytes(), f32::NAN.to_le_bytes()].concat();
+    writer.add("norm", Dtype::F32, &[2], &nan).unwrap();
+    writer
+        .add("scales", Dtype::F8_E4M3, &[1, 1, 2], &[1, 0xff])
+        .unwrap();
+    writer.add("codes", Dtype::U8, &[1], &[0x7f]).unwrap();
+    writer.finish().unwrap();
+    let opened = TensorFolder::open(&folder).unwrap();
+    let check = |name: &str| opened.get(name).unwrap().check_finite();
+    check("good").unwrap();
+    check("codes").unwrap();
+    for (name, expected) in [
+        ("bad", "`bad`: the value of row 1, column 1 is -inf"),
+        ("norm", "`norm`: the value at 1 is NaN"),
+        ("scales", "`scales`: the value at [0, 0, 1] is NaN"),
+    ] {
+        let error = check(name).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn values_of_each_float_type() {
     let folder = Scratch::new("values");

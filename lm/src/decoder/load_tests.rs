@@ -1,0 +1,210 @@
+//! Folders that do not say what they are, or do not hold what they say.
+
+use burn::module::ParamGroup;
+use burn::tensor::{Device, FloatDType};
+use burn_nvfp4::Nvfp4Recipe;
+use serde_json::json;
+
+use super::projection::Projection;
+use super::*;
+use crate::hf::variant::Variant;
+use crate::interchange::{Checkpoint, Scheme};
+use nvfp4_test_support::{Scratch, golden};
+
+const NORM: &str = "model.layers.1.input_layernorm.weight";
+
+/// Loads the folder as inference does.
+fn load(folder: &std::path::Path) -> anyhow::Result<Decoder> {
+    Decoder::load_for_inference(folder, &Device::flex(), FloatDType::F32, None)
+}
+
+fn refused(variant: &Variant, says: &[&str]) {
+    let folder = Scratch::new("load-refused");
+    variant.write(&folder);
+    let error = format!("{:#}", load(&folder).map(drop).unwrap_err());
+    for part in says {
+        assert!(error.contains(part), "does not say {part:?}: {error}");
+    }
+    // Those who do not load the model see the same.
+    let problems = Checkpoint::scan(&folder).unwrap().problems().to_vec();
+    let all = format!("{problems:?}");
+    for part in says {
+        assert!(all.contains(part), "inspect does not say {part:?}: {all}");
+    }
+}
+
+/// Plain folders and both dialects: whatever the model has no place for is an error.
+#[test]
+fn every_tensor_is_used_or_refused() {
+    let root = golden("");
+    for name in [
+        "llama3-tiny",
+        "llama3-tiny-ct-nvfp4a16",
+        "llama3-tiny-modelopt-nvfp4",
+        "qwen3moe-tiny-modelopt-nvfp4",
+    ] {
+        let source = root.join(name);
+        for extra in [
+            "model.layers.0.self_attn.q_proj.bias",
+            "model.layers.0.self_attn.sinks",
+            "model.layers.2.input_layernorm.weight",
+            "model.extra.weight",
+            "lm_head.bias",
+        ] {
+            let mut variant = Variant::of(&source);
+            variant.fill(extra, &[16], 1.0);
+            refused(&variant, &["unknown", &format!("`{extra}`")]);
+        }
+        let mut variant = Variant::of(&source);
+        variant.tensors.remove(NORM);
+        refused(&variant, &["missing", NORM]);
+        let mut variant = Variant::of(&source);
+        variant.fill(NORM, &[48], 1.0);
+        refused(&variant, &[NORM, "[48]"]);
+        // A list of tensors without a meaning.
+        let mut variant = Variant::of(&source);
+        let unused = "model.layers.0.self_attn.rotary_emb.inv_freq";
+        variant.fill(unused, &[8], 1.0);
+        let folder = Scratch::new("load-unused");
+        variant.write(&folder);
+        load(&folder).unwrap();
+        let checkpoint = Checkpoint::scan(&folder).unwrap();
+        assert_eq!(checkpoint.unused()[0].0, unused);
+        assert_eq!(checkpoint.problems(), []);
+    }
+    // A head of its own beside tied embeddings.
+    for name in ["qwen3-tiny", "qwen3-tiny-ct-nvfp4"] {
+        let mut variant = Variant::of(&root.join(name));
+        let embedding = variant.tensors["model.embed_tokens.weight"].clone();
+        variant.tensors.insert("lm_head.weight".into(), embedding);
+        let folder = Scratch::new("load-tied");
+        variant.write(&folder);
+        load(&folder).unwrap();
+        variant.set("lm_head.weight", 3, 7.0);
+        refused(&variant, &["`lm_head.weight`", "tie_word_embeddings"]);
+    }
+}
+
+/// The prefix of torch.compile, a layer too many in the configuration, another width.
+#[test]
+fn tensors_of_another_model_are_refused() {
+    let mut variant = Variant::of(&golden("llama3-tiny"));
+    let tensors = std::mem::take(&mut variant.tensors);
+    let renamed = tensors
+        .iter()
+        .map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor.clone()));
+    variant.tensors = renamed.collect();
+    refused(
+        &variant,
+        &["21 tensors are missing", "_orig_mod.lm_head.weight"],
+    );
+    variant.tensors = tensors;
+    variant.json["num_hidden_layers"] = json!(3);
+    refused(&variant, &["9 tensors are missing", "model.layers.2."]);
+    variant.json["num_hidden_layers"] = json!(2);
+    variant.json["intermediate_size"] = json!(176);
+    refused(&variant, &["6 tensors are not", "[160, 96], not [176, 96]"]);
+}
+
+#[test]
+fn values_that_are_not_finite_are_refused_by_their_place() {
+    let root = golden("");
+    for (name, tensor, says) in [
+        ("llama3-tiny", NORM, "the value at 3 is NaN"),
+        ("llama3-tiny-ct-nvfp4", NORM, "the value at 3 is NaN"),
+        (
+            "llama3-tiny-modelopt-nvfp4",
+            "lm_head.weight",
+            "row 0, column 3",
+        ),
+        (
+            "llama3-tiny",
+            "model.embed_tokens.weight",
+            "row 0, column 3",
+        ),
+        (
+            "llama3-tiny",
+            "model.layers.0.mlp.up_proj.weight",
+            "row 0, column 3",
+        ),
+    ] {
+        let mut variant = Variant::of(&root.join(name));
+        variant.set(tensor, 3, f32::NAN);
+        refused(&variant, &[tensor, says]);
+        variant.set(tensor, 3, f32::INFINITY);
+        refused(&variant, &[tensor, "is inf"]);
+    }
+    // Finite, but not in the type of the computation.
+    let folder = Scratch::new("load-f16");
+    let mut variant = Variant::of(&root.join("llama3-tiny"));
+    variant.set(NORM, 3, 1e5);
+    variant.write(&folder);
+    let error = Decoder::load(&folder, &Device::flex(), FloatDType::F16);
+    let error = format!("{:#}", error.map(drop).unwrap_err());
+    assert!(error.contains(NORM) && error.contains("f16"), "{error}");
+}
+
+/// A feed-forward of width 100.
+fn odd() -> Variant {
+    let mut variant = Variant::of(&golden_folder());
+    variant.json["intermediate_size"] = json!(100);
+    for layer in 0..2 {
+        for (name, shape, value) in [
+            ("gate", [100, 96], 0.05),
+            ("up", [100, 96], -0.03),
+            ("down", [96, 100], 0.02),
+        ] {
+            let name = format!("model.layers.{layer}.mlp.{name}_proj.weight");
+            variant.fill(&name, &shape, value);
+        }
+    }
+    variant
+}
+
+fn golden_folder() -> std::path::PathBuf {
+    nvfp4_test_support::golden("llama3-tiny")
+}
+
+/// Errors name the modules, the field, and what to do.
+#[test]
+fn widths_that_are_no_multiple_of_16_are_named() {
+    golden("llama3-tiny");
+    let folder = Scratch::new("load-odd");
+    odd().write(&folder);
+    let device = Device::flex();
+    let model = || Decoder::load(&folder, &device, FloatDType::F32).unwrap();
+    let recipe = Nvfp4Recipe::preset("nvidia").unwrap();
+    let error = model().into_training(&recipe, FloatDType::F32).map(drop);
+    let error = format!("{:#}", error.unwrap_err());
+    for part in [
+        "model.layers.0.mlp.gate_proj [100, 96]",
+        "model.layers.0.mlp.up_proj",
+        "`intermediate_size` is 100",
+        "--high-precision feed_forward",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    // By a pattern for all of them, and with other layers.
+    for pattern in ["feed_forward", r"gate_up|down|layers\.1\.attention"] {
+        let kept = ParamGroup::from_any_regexes(vec![pattern]).unwrap();
+        let recipe = recipe.clone().with_high_precision(Some(kept));
+        let made = model().into_training(&recipe, FloatDType::F32).unwrap();
+        assert!(matches!(made.layers[0].attention.qkv, Projection::Nvfp4(_)));
+    }
+    let kept = ParamGroup::from_any_regexes(vec!["gate_up"]).unwrap();
+    let error = model().into_training(
+        &recipe.clone().with_high_precision(Some(kept)),
+        FloatDType::F32,
+    );
+    let error = format!("{:#}", error.map(drop).unwrap_err());
+    assert!(error.contains("down_proj [96, 100]"), "{error}");
+    model()
+        .into_training(&Nvfp4Recipe::bf16(), FloatDType::F32)
+        .unwrap();
+    let error = Decoder::load_quantizing(&folder, &device, FloatDType::F32, Scheme::W4a16);
+    let error = format!("{:#}", error.map(drop).unwrap_err());
+    assert!(
+        error.contains("gate_proj") && error.contains("`intermediate_size`"),
+        "{error}"
+    );
+}
