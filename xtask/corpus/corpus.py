@@ -27,15 +27,19 @@ MOST_OF_PACKAGE = 32_000_000
 # The same, of a package of validation.
 MOST_OF_VALIDATION = 900_000
 # Every how many documents the tokenizer is trained on.
-EVERY = 8
+EVERY = 16
 # Blocks with fewer letters and digits are too short to tell copies by.
 LEAST_BLOCK = 32
 # How often a short block may come in a package before it counts as part of a template.
 MOST_REPEATS = 20
 # Text that is left of a document at least, in bytes.
 LEAST_DOCUMENT = 200
+# Tokens of all shards, about: what a run of 30 M parameters sees three and a half times.
+TOKENS = 216_000_000
 # Tokens of a shard at most.
-SHARD = 46_000_000
+SHARD = 58_000_000
+# Rows of a run: shards have whole ones, so that none is padded.
+CONTEXT = 512
 
 
 def say(text):
@@ -91,11 +95,11 @@ def read_package(job):
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     head = {"package": package.name, "version": fields["Version"], "source": fields.get("Source", package.name).split(" ")[0], "sha256": sha256}
-    head["licences"] = extract.licences(extract.copyright_of(path))
+    documents, rights = extract.documents(path, package.kind, package.share, package.only)
+    head["licences"] = extract.licences(rights)
     with open(out + ".unfinished", "w", encoding="utf-8", errors="replace") as file:
-        file.write(json.dumps(head) + "\n")
-        for name, text in extract.documents(path, package.kind, package.share, package.only):
-            file.write(json.dumps([name, text]) + "\n")
+        for line in [head, *documents]:
+            file.write(json.dumps(line) + "\n")
     os.replace(out + ".unfinished", out)
     return package.name
 
@@ -162,8 +166,12 @@ def deduplicated(packages, folder):
         with open(os.path.join(folder, package.name + ".jsonl"), encoding="utf-8") as file:
             record = json.loads(file.readline())
             read = 0
+            # Much more than is kept of a package is not compared with others.
+            share = 1.5 * MOST_OF_PACKAGE / os.path.getsize(file.name)
             for line in file:
                 path, text = json.loads(line)
+                if not extract.chosen(path, share):
+                    continue
                 read += len(text)
                 text = seen.prose(text, repeats) if package.kind == "prose" else seen.code(text)
                 data = text.strip().encode("utf-8", "replace")
@@ -278,7 +286,7 @@ def encoded(tokenizer, documents, records):
 def finish_shard(job):
     path, ids, tokenizer_hash = job
     checksum = write_shard(path, ids, tokenizer_hash)
-    subprocess.run(["xz", "-9e", "--keep", "--force", "--threads=1", path], check=True)
+    subprocess.run(["xz", "-6", "--keep", "--force", "--threads=1", path], check=True)
     sizes = [os.path.getsize(name) for name in (path, path + ".xz")]
     with open(path + ".xz", "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -314,14 +322,17 @@ def main():
         results = []
 
         def write(name, ids):
+            del ids[(len(ids) - 1) // CONTEXT * CONTEXT + 1 :]
             say(f"{name}: {len(ids) / 1e6:.2f} M tokens")
             results.append(pool.apply_async(finish_shard, [(os.path.join(out, name), ids, tokenizer_hash)]))
 
         write("valid.tokens", encoded(tokenizer, parts["valid"], records))
+        # The first documents say how many bytes a token has.
+        first = parts["train"][:2000]
+        bytes_of_token = sum(len(data) for *_, data in first) / len(encoded(tokenizer, first, [dict() for _ in packages]))
+        parts["train"] = limited(parts["train"], TOKENS * bytes_of_token)
         sizes = [len(data) for *_, data in parts["train"]]
-        # The tokens of the validation say how many bytes a token has.
-        first = encoded(tokenizer, parts["train"][:2000], [dict() for _ in packages])
-        total = sum(sizes) * len(first) / sum(sizes[:2000])
+        total = sum(sizes) / bytes_of_token
         count = max(1, -int(-total * 1.02 // SHARD))
         begin = 0
         for shard in range(count):

@@ -282,33 +282,31 @@ def files(archive, take):
             yield path, archive.extractfile(member).read()
 
 
+COPYRIGHT = re.compile(r"usr/share/doc/[^/]+/copyright")
+
+
 def documents(package, kind, share, only):
-    """The documents of a package file: pairs of a path and a text."""
+    """The documents of a package file, pairs of a path and a text, and the text of its copyright file.
+
+    That text is None if the file is a link to the one of another package.
+    """
     pattern = re.compile(only) if only else None
+    found, rights = [], None
 
     def take(path):
-        return chosen(path, share) and (pattern is None or pattern.search(path) is not None)
+        return COPYRIGHT.fullmatch(path) or (chosen(path, share) and (pattern is None or pattern.search(path)))
 
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as process:
         with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
             for path, data in files(archive, take):
+                if COPYRIGHT.fullmatch(path):
+                    rights = data.decode("utf-8", "replace")
+                    continue
                 text = document(path, data, kind)
                 if text:
-                    for piece in pieces(text):
-                        yield path, piece
+                    found.extend((path, piece) for piece in pieces(text))
         process.stdout.read()
-
-
-def copyright_of(package):
-    """The text of the copyright file of a package, or None if it is a link to that of another package."""
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as process:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            found = None
-            for member in archive:
-                if found is None and member.isfile() and re.fullmatch(r"\./usr/share/doc/[^/]+/copyright", member.name):
-                    found = archive.extractfile(member).read().decode("utf-8", "replace")
-        process.stdout.read()
-    return found
+    return found, rights
 
 
 def licences(text):

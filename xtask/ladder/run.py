@@ -1,6 +1,6 @@
 """Runs the queue of the ladder on a machine with a GPU, in as many commands as that takes.
 
-run.py FOLDER [--limit SECONDS] [--work DIR] [--out DIR] [--device DEVICE]
+run.py FOLDER [--limit SECONDS] [--stop SECONDS] [--work DIR] [--out DIR] [--device DEVICE]
 
 FOLDER is one of those that `cargo xtask ladder next` has packed: what is in it is checked and unpacked into --work,
 whose content outlasts the command. Then the runs of the queue whose files are there are trained one after the other.
@@ -21,10 +21,6 @@ import sys
 import tarfile
 import time
 
-# What a run needs to stop: the step, the checkpoint, and the end of the process.
-STOP_SECONDS = 30
-# A run is not started or resumed with less time than this.
-LEAST_SECONDS = 60
 # The end of a log that a failed run keeps.
 TAIL = 3000
 
@@ -125,7 +121,7 @@ def rows_of(path):
 class Runner:
     def __init__(self, arguments, log):
         self.work, self.log, self.device = arguments.work, log, arguments.device
-        self.end = time.monotonic() + arguments.limit
+        self.end, self.stop = time.monotonic() + arguments.limit, arguments.stop
         self.queue = read_json(os.path.join(self.work, "queue.json"))
         self.results_path = os.path.join(self.work, "results.json")
         self.results = read_json(self.results_path) if os.path.exists(self.results_path) else []
@@ -214,12 +210,12 @@ class Runner:
     def wait(self, process):
         """Waits for the process, and stops it in time. Returns its status, or "stopped"."""
         try:
-            return process.wait(timeout=max(1.0, self.left() - STOP_SECONDS))
+            return process.wait(timeout=max(0.1, self.left() - self.stop))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         try:
             # A run that ended by itself meanwhile has ended.
-            status = process.wait(timeout=max(1.0, self.left() - 3))
+            status = process.wait(timeout=max(0.1, self.left() - 0.1 * self.stop))
             return status if status == 0 else "stopped"
         except subprocess.TimeoutExpired:
             process.kill()
@@ -258,7 +254,7 @@ class Runner:
             if missing:
                 self.log(f"{run['name']}: waits for {', '.join(missing)}")
                 continue
-            if self.left() < STOP_SECONDS + LEAST_SECONDS:
+            if self.left() < 3 * self.stop:
                 self.log(f"{self.left():.0f} s left: too few for another run")
                 break
             if not self.train(run):
@@ -277,6 +273,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds after which the command has ended")
+    parser.add_argument("--stop", type=float, default=30.0, help="seconds that a run needs for its checkpoint")
     parser.add_argument("--work", default="/tmp/nvfp4-ladder")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--device", default="cuda:0")

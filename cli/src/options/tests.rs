@@ -324,7 +324,9 @@ fn recipes_of_the_ladder_train() {
             }
         };
         let options = flags(&["--device", "flex", "--recipe", &recipe, "--no-compare"]);
-        let (config, _) = options.resolve().unwrap_or_else(|e| panic!("{name}: {e:#}"));
+        let (config, _) = options
+            .resolve()
+            .unwrap_or_else(|e| panic!("{name}: {e:#}"));
         found.insert(name, config.nvfp4_recipe(&config.recipe).unwrap());
     }
     std::fs::remove_dir_all(&folder).unwrap();

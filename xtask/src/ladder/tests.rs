@@ -2,10 +2,12 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
 use super::corpus::Corpus;
+use super::pack;
 use super::plan::{PLAN, Plan, Run};
 use super::record::{Record, Status, collect, read};
 use super::{gap, record};
@@ -262,4 +264,132 @@ fn doubtful_results_are_refused() {
     let error = collect(&json!([other]).to_string(), &plan, &out).unwrap_err();
     assert!(error.to_string().contains("another corpus"), "{error}");
     assert_eq!(read(&out).unwrap().len(), 1);
+}
+
+/// A program in the place of `nvfp4`. A run that begins goes on until it is interrupted; one that is
+/// resumed ends. MXFP4 diverges, and MXFP8 crashes.
+const PROGRAM: &str = r#"#!/bin/sh
+case "$*" in
+*fwd_nvfp4_bwd_mxfp8*) echo "error: no such device"; exit 1 ;;
+esac
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --out) folder=$2; begins=yes ;;
+    --resume) folder=$2 ;;
+    --recipe) recipe=$2 ;;
+    esac
+    shift
+done
+mkdir -p "$folder"
+echo "step,tokens,train_loss,valid_loss,lr,tokens_per_s" > "$folder/metrics.csv"
+echo "0,0,,10.5,1e-3," >> "$folder/metrics.csv"
+if [ "$recipe" = mxfp4 ]; then
+    echo "error: the mxfp4 loss of step 7 is NaN: try a lower --lr"
+    exit 1
+fi
+if [ "$begins" = yes ]; then
+    echo "{}" > "$folder/finetune.json"
+    exec sleep 600
+fi
+for step in 100 200 300 400 500 600 700 800 900; do
+    echo "$step,1,4.0,,1e-3,1000.0" >> "$folder/metrics.csv"
+done
+echo "954,1,4.0,3.5,1e-3,1000.0" >> "$folder/metrics.csv"
+"#;
+
+#[test]
+fn a_queue_goes_on_after_its_limit() {
+    let folder = Scratch::new("queue");
+    let corpus = folder.corpus(5, 46_000_000);
+    let program = folder.0.join("program");
+    fs::create_dir_all(&program).unwrap();
+    fs::write(program.join("nvfp4"), PROGRAM).unwrap();
+    crate::setup::staging::make_executable(&program.join("nvfp4")).unwrap();
+    let archive = folder.0.join("nvfp4.tar.xz");
+    let mut tar = Command::new("tar");
+    tar.arg("-cJf")
+        .arg(&archive)
+        .arg("-C")
+        .arg(&program)
+        .arg(".");
+    assert!(tar.status().unwrap().success());
+    let names = ["10m-bf16-s0", "10m-mxfp4-s0", "10m-fwd_nvfp4_bwd_mxfp8-s0"];
+    let queue = names.map(|name| corpus.queued(&run(name), "abcdef012").unwrap());
+    let mut files = vec![archive];
+    for file in corpus.files(2) {
+        if file.extension().is_some_and(|extension| extension == "xz") {
+            let shard = file.with_extension("");
+            fs::write(&shard, "tokens").unwrap();
+            let mut xz = Command::new("xz");
+            assert!(xz.arg("-kf").arg(&shard).status().unwrap().success());
+        }
+        files.push(file);
+    }
+    let upload = folder.0.join("upload");
+    fs::create_dir_all(&upload).unwrap();
+    let made = pack::folders(&files, &queue, 2 << 20, &upload).unwrap();
+    let (work, out) = (folder.0.join("work"), folder.0.join("out"));
+    let command = |at: usize| -> String {
+        let mut python = Command::new("python3");
+        python.arg(made[at].join(pack::SCRIPT_FILE)).arg(&made[at]);
+        python.args(["--limit", "4", "--stop", "1", "--device", "flex"]);
+        let output = python
+            .arg("--work")
+            .arg(&work)
+            .arg("--out")
+            .arg(&out)
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{text}{error}");
+        text
+    };
+    let mut texts = vec![command(0)];
+    // How far a command comes depends on the machine.
+    while !texts.last().unwrap().contains("3 of 3 runs have ended") && texts.len() < 8 {
+        texts.push(command(1));
+        let text = fs::read_to_string(out.join("results.json")).unwrap();
+        if text.contains("no such device") {
+            break;
+        }
+    }
+    let all = texts.concat();
+    assert!(
+        all.contains("10m-bf16-s0: begins") && all.contains("10m-bf16-s0: goes on"),
+        "{all}"
+    );
+    let mut results: Vec<Value> =
+        serde_json::from_slice(&fs::read(out.join("results.json")).unwrap()).unwrap();
+    let statuses: Vec<&str> = results
+        .iter()
+        .map(|of| of["status"].as_str().unwrap())
+        .collect();
+    assert_eq!(statuses, ["finished", "diverged", "crashed"], "{all}");
+    assert!(results[0]["commands"].as_array().unwrap().len() > 1);
+    for result in &mut results[..2] {
+        result["gpu"] = json!("a GPU");
+    }
+    let text = json!(results).to_string();
+    let found = collect(&text, &plan(), &folder.0.join("results")).unwrap();
+    assert_eq!(found.new, names[..2]);
+    assert_eq!(found.crashed[0].0, names[2]);
+    // A damaged upload is refused.
+    let damaged = made[0].join("valid.tokens.xz");
+    fs::write(&damaged, "other").unwrap();
+    fs::remove_file(work.join("received.json")).unwrap();
+    let mut python = Command::new("python3");
+    python.arg(made[0].join(pack::SCRIPT_FILE)).arg(&made[0]);
+    let output = python
+        .arg("--work")
+        .arg(&work)
+        .arg("--out")
+        .arg(&out)
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !output.status.success() && error.contains("is damaged"),
+        "{error}"
+    );
 }
