@@ -47,7 +47,11 @@ def say(text):
 
 
 class Package:
-    """A line of the list: part, kind and name, and options `share=S` (of its files) and `only=REGEX` (of paths)."""
+    """A line of the list: part, kind and name, and options.
+
+    The options are `share=S` (of its files), `only=REGEX` (of their paths) and `rights=PACKAGE` (the one that has its
+    copyright file).
+    """
 
     def __init__(self, line):
         self.part, self.kind, self.name, *options = line.split()
@@ -55,6 +59,7 @@ class Package:
         given = dict(option.split("=", 1) for option in options)
         self.share = float(given.pop("share", 1.0))
         self.only = given.pop("only", None)
+        self.rights = given.pop("rights", None)
         assert not given, f"unknown options {given} in {line!r}"
 
 
@@ -76,13 +81,14 @@ def download(packages, folder):
     def present():
         return {name.split("_")[0]: os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".deb")}
 
-    missing = [package.name for package in packages if package.name not in present()]
+    names = [name for package in packages for name in (package.name, package.rights) if name]
+    missing = [name for name in names if name not in present()]
     for first in range(0, len(missing), 50):
         say(f"downloading {len(missing) - first} packages")
         command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", *missing[first : first + 50]]
         subprocess.run(command, cwd=folder, check=True)
     found = present()
-    return {package.name: found[package.name] for package in packages}
+    return {name: found[name] for name in names}
 
 
 def read_package(job):
@@ -293,6 +299,21 @@ def finish_shard(job):
     return {"file": os.path.basename(path), "tokens": len(ids), "bytes": sizes[0], "xz_bytes": sizes[1], "xz_sha256": sha256, "checksum": checksum}
 
 
+def name_licences(records, rights):
+    """Adds licences where the copyright file is a link: those of the package in `rights`, or of the same source."""
+    for record in records:
+        if record["licences"]:
+            continue
+        if record["package"] in rights:
+            _, text = extract.documents(rights[record["package"]], "prose", 0.0, None)
+            record["licences"] = extract.licences(text)
+        else:
+            same = [other["licences"] for other in records if other["source"] == record["source"] and other["licences"]]
+            record["licences"] = same[0] if same else []
+        if not record["licences"]:
+            sys.exit(f"the licences of {record['package']} are not known: name the package with its copyright file by rights=")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("list")
@@ -344,6 +365,7 @@ def main():
             begin = end
         shards = [result.get() for result in results]
     used = [record for record in records if record.get("tokens")]
+    name_licences(used, {package.name: files[package.rights] for package in packages if package.rights})
     kinds = {f"{part}_{kind}_tokens": sum(record["tokens"] for record in used if (record["part"], record["kind"]) == (part, kind))
              for part in ("train", "valid") for kind in ("prose", "code")}
     shared = {record["source"] for record in used if record["part"] == "valid"} & {record["source"] for record in used if record["part"] == "train"}
@@ -354,9 +376,6 @@ def main():
         json.dump(manifest, file, indent=1)
         file.write("\n")
     say(f"{sum(shard['tokens'] for shard in shards[1:]) / 1e6:.1f} M tokens to train in {count} shards; " + ", ".join(f"{name} {number / 1e6:.2f} M" for name, number in kinds.items()))
-    for record in used:
-        if not record["licences"]:
-            say(f"no licence was found in the copyright file of {record['package']}: look at it")
 
 
 if __name__ == "__main__":

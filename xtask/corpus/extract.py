@@ -309,18 +309,32 @@ def documents(package, kind, share, only):
     return found, rights
 
 
+# A field of Debian's format that holds a sentence of a licence, and not its name.
+SENTENCE = re.compile(r"\*|Permission |By |This |The |Copyright |All |You |Redistribution |Licensed ")
+
+KNOWN_LICENCES = {
+    "GPL": r"General Public License|\bGPL\b",
+    "LGPL": r"Lesser General Public|\bLGPL\b",
+    "GFDL": r"Free Documentation License|\bFDL\b",
+    "Apache-2.0": r"Apache License",
+    "BSD": r"\bBSD\b|Redistribution and use in source and binary forms",
+    "MPL": r"Mozilla Public License",
+    "Expat": r"Permission is hereby granted, free of charge",
+    "PSF": r"Python Software Foundation|PSF License",
+    "Artistic": r"Artistic Licen[cs]e",
+    "public-domain": r"public domain",
+    "CC": r"Creative Commons",
+    "PostgreSQL": r"Postgres",
+    "permissive": r"Permission to use, copy, modify",
+}
+
+
 def licences(text):
     """Names of licences in a copyright file: its fields where it is in Debian's format, else those that it mentions."""
     if text is None:
         return []
-    names = re.findall(r"^License:[ \t]*(\S[^\n]*)$", text, re.MULTILINE)
+    fields = [re.sub(r"\s+", " ", name.strip()) for name in re.findall(r"^License:[ \t]*(\S[^\n]*)$", text, re.MULTILINE)]
+    names = [name for name in fields if len(name) <= 70 and not SENTENCE.match(name)]
     if not names:
-        known = {
-            "GPL": r"General Public License|\bGPL\b", "LGPL": r"Lesser General Public|\bLGPL\b", "GFDL": r"Free Documentation License|\bFDL\b",
-            "Apache-2.0": r"Apache License", "BSD": r"\bBSD\b|Redistribution and use in source and binary forms", "MPL": r"Mozilla Public License",
-            "Expat": r"Permission is hereby granted, free of charge", "PSF": r"Python Software Foundation|PSF License",
-            "Artistic": r"Artistic Licen[cs]e", "public-domain": r"public domain", "CC": r"Creative Commons", "PostgreSQL": r"Postgres",
-            "permissive": r"Permission to use, copy, modify",
-        }
-        names = [name for name, pattern in known.items() if re.search(pattern, text, re.IGNORECASE)]
-    return sorted({re.sub(r"\s+", " ", name.strip()) for name in names})[:12]
+        names = [name for name, pattern in KNOWN_LICENCES.items() if re.search(pattern, text, re.IGNORECASE)]
+    return sorted(set(names))[:12]
