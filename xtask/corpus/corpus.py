@@ -23,11 +23,11 @@ import extract
 VOCABULARY = 32_000
 END = "<|endoftext|>"
 # Text of a package at most, in bytes, so that none prevails.
-MOST_OF_PACKAGE = 32_000_000
+MOST_OF_PACKAGE = 16_000_000
 # The same, of a package of validation.
 MOST_OF_VALIDATION = 900_000
 # Every how many documents the tokenizer is trained on.
-EVERY = 16
+EVERY = 24
 # Blocks with fewer letters and digits are too short to tell copies by.
 LEAST_BLOCK = 32
 # How often a short block may come in a package before it counts as part of a template.
@@ -173,7 +173,7 @@ def deduplicated(packages, folder):
             record = json.loads(file.readline())
             read = 0
             # Much more than is kept of a package is not compared with others.
-            share = 1.5 * MOST_OF_PACKAGE / os.path.getsize(file.name)
+            share = 1.2 * MOST_OF_PACKAGE / os.path.getsize(file.name)
             for line in file:
                 path, text = json.loads(line)
                 if not extract.chosen(path, share):
