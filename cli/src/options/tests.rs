@@ -302,3 +302,66 @@ fn high_precision_alone_is_not_compared() {
             .contains("compare is f32, but recipe is f32")
     );
 }
+
+/// The plan of `cargo xtask ladder` names presets, and recipes by their files.
+#[test]
+fn recipes_of_the_ladder_train() {
+    let plan = concat!(env!("CARGO_MANIFEST_DIR"), "/../xtask/ladder/plan.json");
+    let plan: Value = serde_json::from_slice(&std::fs::read(plan).unwrap()).unwrap();
+    let own = plan["recipes"].as_object().unwrap();
+    let folder = std::env::temp_dir().join(format!("nvfp4-ladder-recipes-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let groups = plan["runs"].as_array().unwrap().iter();
+    let named = groups.flat_map(|group| group["recipes"].as_array().unwrap());
+    let mut found = std::collections::BTreeMap::new();
+    for name in named.map(|name| name.as_str().unwrap()) {
+        let recipe = match own.get(name) {
+            None => name.to_owned(),
+            Some(fields) => {
+                let path = folder.join(format!("{name}.json"));
+                std::fs::write(&path, fields.to_string()).unwrap();
+                path.to_str().unwrap().to_owned()
+            }
+        };
+        let options = flags(&["--device", "flex", "--recipe", &recipe, "--no-compare"]);
+        let (config, _) = options
+            .resolve()
+            .unwrap_or_else(|e| panic!("{name}: {e:#}"));
+        found.insert(name, config.nvfp4_recipe(&config.recipe).unwrap());
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert!(own.keys().all(|name| found.contains_key(&**name)));
+    // A file says all that differs from `nvidia`.
+    let quartet2 = Nvfp4Recipe::quartet2();
+    let healing = Some(Healing {
+        at_fraction: 0.85,
+        forward_only: true,
+    });
+    let healed = quartet2.clone().with_healing(healing);
+    assert_eq!(found["quartet2_healed"], healed);
+    assert_eq!(
+        found["backward_nvidia"].operands()[2..],
+        Nvfp4Recipe::nvidia().operands()[2..]
+    );
+    assert_eq!(
+        found["backward_ms_eden"].operands()[2..],
+        quartet2.operands()[2..]
+    );
+    assert_eq!(
+        found["forward_1x16_4over6"].operands()[..2],
+        quartet2.operands()[..2]
+    );
+    // One operand each, but for the two of wgrad, which have one format.
+    let high = found["bf16"].operands();
+    for (name, own) in [
+        ("only_fprop_x", 0..1),
+        ("only_fprop_w", 1..2),
+        ("only_dgrad_dy", 2..3),
+        ("only_dgrad_w", 3..4),
+        ("only_wgrad", 4..6),
+    ] {
+        let mut expected = high;
+        expected[own.clone()].copy_from_slice(&Nvfp4Recipe::nvidia().operands()[own]);
+        assert_eq!(found[name].operands(), expected, "{name}");
+    }
+}

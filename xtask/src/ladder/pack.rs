@@ -1,0 +1,200 @@
+//! Folders with what a machine with a GPU needs, each small enough for one upload.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::workspace;
+
+/// What runs there.
+const SCRIPT: &str = include_str!("../../ladder/run.py");
+/// The name of that file.
+pub const SCRIPT_FILE: &str = "run.py";
+/// The folder that has the queue alone, for the commands after the last upload.
+pub const QUEUE_FOLDER: &str = "queue";
+/// Room for the script and the queue in each folder.
+const RESERVE: u64 = 1 << 20;
+
+/// Packs the program `binary` and the libraries that it loads, beside those of the system, into
+/// `out`/nvfp4.tar.xz, unless that is newer.
+///
+/// # Errors
+/// Returns an error if a tool fails (strip, ldd, tar, xz), or the disk refuses.
+pub fn program(binary: &Path, out: &Path) -> Result<PathBuf> {
+    let archive = out.join("nvfp4.tar.xz");
+    let changed = |path: &Path| -> Result<_> {
+        let data = fs::metadata(path).with_context(|| path.display().to_string())?;
+        Ok(data.modified()?)
+    };
+    if archive.exists() && changed(&archive)? > changed(binary)? {
+        return Ok(archive);
+    }
+    let stage = out.join("stage");
+    recreate(&stage)?;
+    workspace::spawn(
+        Command::new("strip")
+            .arg("-o")
+            .args([&stage.join("nvfp4"), binary]),
+    )?;
+    let listed = String::from_utf8(workspace::output(Command::new("ldd").arg(binary))?)?;
+    for (name, path) in libraries(&listed) {
+        fs::copy(path, stage.join(name)).with_context(|| path.to_owned())?;
+    }
+    let unfinished = out.join("nvfp4.tar.xz.unfinished");
+    let mut tar = Command::new("tar");
+    tar.args(["--create", "--use-compress-program", "xz -T0 -6", "--file"]);
+    workspace::spawn(tar.arg(&unfinished).arg("--directory").arg(&stage).arg("."))?;
+    fs::rename(&unfinished, &archive)?;
+    fs::remove_dir_all(&stage)?;
+    Ok(archive)
+}
+
+/// Names and paths of the libraries in what `ldd` prints that are not those of the system.
+fn libraries(listed: &str) -> Vec<(&str, &str)> {
+    listed.lines().filter_map(library).collect()
+}
+
+fn library(line: &str) -> Option<(&str, &str)> {
+    let (name, rest) = line.trim().split_once(" => ")?;
+    let path = rest.split(" (").next()?;
+    let of_system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/"];
+    let is_own = path.starts_with('/') && !of_system.iter().any(|at| path.starts_with(at));
+    is_own.then_some((name, path))
+}
+
+/// Puts `files` into folders 1, 2, .. of `out`, of at most `limit` bytes each, in this order, with the
+/// script and `queue` in each of them, and one more that has these alone. Returns the folders.
+///
+/// # Errors
+/// Returns an error if a file is larger than a folder may be, or the disk refuses.
+pub fn folders(files: &[PathBuf], queue: &[Value], limit: u64, out: &Path) -> Result<Vec<PathBuf>> {
+    let mut parts: Vec<(u64, Vec<&PathBuf>)> = Vec::new();
+    for file in files {
+        let size = fs::metadata(file)
+            .with_context(|| file.display().to_string())?
+            .len();
+        ensure!(
+            size + RESERVE <= limit,
+            "{} has {size} bytes, but a folder may have {limit}: raise --limit",
+            file.display()
+        );
+        match parts.last_mut() {
+            Some((used, part)) if *used + size + RESERVE <= limit => {
+                *used += size;
+                part.push(file);
+            }
+            _ => parts.push((size, vec![file])),
+        }
+    }
+    for old in 1.. {
+        let old = out.join(old.to_string());
+        if !old.exists() {
+            break;
+        }
+        fs::remove_dir_all(&old)?;
+    }
+    let mut made = Vec::new();
+    for (index, (_, part)) in parts.iter().enumerate() {
+        made.push(folder(&out.join((index + 1).to_string()), part, queue)?);
+    }
+    made.push(folder(&out.join(QUEUE_FOLDER), &[], queue)?);
+    Ok(made)
+}
+
+fn folder(path: &Path, files: &[&PathBuf], queue: &[Value]) -> Result<PathBuf> {
+    recreate(path)?;
+    let mut hashes = BTreeMap::new();
+    for file in files {
+        let name = file.file_name().context("a file has a name")?;
+        let copy = path.join(name);
+        fs::copy(file, &copy).with_context(|| copy.display().to_string())?;
+        hashes.insert(name.to_string_lossy().into_owned(), sha256(&copy)?);
+    }
+    fs::write(path.join(SCRIPT_FILE), SCRIPT)?;
+    write_json(&path.join("queue.json"), &json!(queue))?;
+    write_json(&path.join("part.json"), &json!({"files": hashes}))?;
+    Ok(path.to_owned())
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<()> {
+    let text = serde_json::to_string_pretty(value)? + "\n";
+    fs::write(path, text).with_context(|| path.display().to_string())
+}
+
+fn sha256(path: &Path) -> Result<String> {
+    let output = workspace::output(Command::new("sha256sum").arg(path))?;
+    let text = String::from_utf8(output)?;
+    let hash = text.split_whitespace().next().unwrap_or_default();
+    ensure!(hash.len() == 64, "sha256sum printed {text:?}");
+    Ok(hash.to_owned())
+}
+
+fn recreate(path: &Path) -> Result<()> {
+    if path.exists() {
+        fs::remove_dir_all(path).with_context(|| path.display().to_string())?;
+    }
+    fs::create_dir_all(path).with_context(|| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_of_the_system_stay_where_they_are() {
+        let listed = "\tlinux-vdso.so.1 (0x00007ffc)\n\
+                      \tlibLLVM.so.23.1 => /root/llvm/lib/libLLVM.so.23.1 (0x00007f8e)\n\
+                      \tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f8e)\n\
+                      \tlibz.so.1 => not found\n\
+                      \t/lib64/ld-linux-x86-64.so.2 (0x00007f8f)\n";
+        assert_eq!(
+            libraries(listed),
+            [("libLLVM.so.23.1", "/root/llvm/lib/libLLVM.so.23.1")]
+        );
+    }
+
+    #[test]
+    fn folders_are_filled_in_order() {
+        let out = std::env::temp_dir().join(format!("nvfp4-ladder-pack-{}", std::process::id()));
+        recreate(&out).unwrap();
+        let file = |name: &str, bytes: usize| {
+            let path = out.join(name);
+            fs::write(&path, vec![7; bytes]).unwrap();
+            path
+        };
+        let mib = 1 << 20;
+        let files = [
+            file("a", mib),
+            file("b", mib),
+            file("c", 2 * mib),
+            file("d", 10),
+        ];
+        let queue = [json!({"name": "x"})];
+        let made = folders(&files, &queue, 3 << 20, &out).unwrap();
+        let names = |at: usize| {
+            let part: Value =
+                serde_json::from_slice(&fs::read(made[at].join("part.json")).unwrap()).unwrap();
+            let files = part["files"].as_object().unwrap().clone();
+            files.keys().cloned().collect::<Vec<_>>()
+        };
+        assert_eq!(made.len(), 4);
+        assert_eq!(names(0), ["a", "b"]);
+        assert_eq!(names(1), ["c"]);
+        assert_eq!(names(2), ["d"]);
+        assert!(names(3).is_empty());
+        assert!(made[3].join(SCRIPT_FILE).exists() && made[3].join("queue.json").exists());
+        // A second packing leaves no folder of the first.
+        let fewer = folders(&files[..1], &queue, 3 << 20, &out).unwrap();
+        assert_eq!(fewer.len(), 2);
+        assert!(!out.join("2").exists() && !out.join("3").exists());
+        let error = folders(&files, &queue, 2 << 20, &out)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("--limit"), "{error}");
+        fs::remove_dir_all(&out).unwrap();
+    }
+}
