@@ -748,7 +748,7 @@ proptest! {
     /// Any shape, on every kernel.
     #[test]
     fn random_shapes(m in 1usize..400, n in 1usize..90, blocks in 1usize..40, seed: u32) {
-        let Some(client) = device::client_of_gpu("random_shapes") else { return Ok(()) };
+        let Some(client) = device::client_of_gpu("random_shapes", "cmma") else { return Ok(()) };
         let n = 8 * n;
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let what = format!("{m} x {n}, {blocks} blocks");
@@ -762,7 +762,7 @@ proptest! {
     /// Any contraction, up to 65536, with few rows and columns.
     #[test]
     fn random_contractions(m in 1usize..40, n in 1usize..6, blocks in 1usize..4097, seed: u32) {
-        let Some(client) = device::client_of_gpu("random_contractions") else { return Ok(()) };
+        let Some(client) = device::client_of_gpu("random_contractions", "cmma") else { return Ok(()) };
         let n = 8 * n;
         let (a, b) = (Packed::random(m, blocks * 16, seed), Packed::random(n, blocks * 16, !seed));
         let what = format!("{m} x {n}, {blocks} blocks");

@@ -16,7 +16,7 @@ use nvfp4_test_support::{Scratch, golden};
 
 /// The device with graphs (the GPU where the environment names it, otherwise CubeCL's CPU runtime),
 /// true on a GPU, and the number of steps. The CPU runtime takes the three steps before the capture.
-fn device(test: &str) -> Option<(Device, bool, u64)> {
+fn device() -> Option<(Device, bool, u64)> {
     match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
         #[cfg(feature = "cuda")]
         Ok("cuda") => Some((Device::cuda(0), true, 24)),
@@ -24,7 +24,7 @@ fn device(test: &str) -> Option<(Device, bool, u64)> {
         _ => Some((Device::cpu(), false, 3)),
         #[cfg(not(feature = "cpu"))]
         _ => {
-            let test = format!("finetune::graph_tests::{test}");
+            let test = nvfp4_test_support::test_name();
             nvfp4_test_support::Skip::NoGpu.print(&test, "");
             None
         }
@@ -50,7 +50,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 fn compare(test: &str, change: impl Fn(&mut FinetuneConfig)) {
     let model = golden("llama3-tiny");
-    let Some((device, _, steps)) = device(test) else {
+    let Some((device, _, steps)) = device() else {
         return;
     };
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
