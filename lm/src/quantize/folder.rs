@@ -144,7 +144,10 @@ impl Quantization {
         made_from.extend(options.made_from());
         for (name, found) in [
             ("model", tensors.hash()),
-            ("model configuration", hash(serde_json::to_string(&json)?.as_bytes())),
+            (
+                "model configuration",
+                hash(serde_json::to_string(&json)?.as_bytes()),
+            ),
         ] {
             made_from.insert(name.into(), Value::String(format!("{found:016x}")));
         }

@@ -149,10 +149,11 @@ fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
         let parts = begin.iter().chain([&sequence]).chain(&end);
         parts.cloned().collect::<Vec<Json>>()
     };
+    let pair = [text("A"), text("B")].concat();
     Ok(json!({
         "type": "TemplateProcessing",
         "single": text("A"),
-        "pair": [text("A"), text("B")].concat(),
+        "pair": pair,
         "special_tokens": special,
     }))
 }
