@@ -7,7 +7,6 @@ use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use half::bf16;
 use safetensors::Dtype;
 
-use super::config::LINEAR;
 use super::convert::write_configs;
 use super::*;
 use crate::checkpoint::{read_json, write_json};
