@@ -172,30 +172,34 @@ pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width
         "`grad` must hold rows * width elements"
     );
     check_halves(gate_up, rows, width);
-    let mut both = gate_up.to_vec();
+    let mut both = vec![T::from_f32(0.0); gate_up.len()];
     let (run, width) = (rows_per_task(width), width.max(1));
     both.par_chunks_mut(run * 2 * width)
+        .zip(gate_up.par_chunks(run * 2 * width))
         .zip(grad.par_chunks(run * width))
-        .for_each(|(both, grad)| swiglu_backward_rows(grad, width, both));
+        .for_each(|((both, gate_up), grad)| swiglu_backward_rows(grad, gate_up, width, both));
     both
 }
 
 with_fma!(
-    fn swiglu_backward_rows[T: Element](grad: &[T], width: usize, both: &mut [T])
+    fn swiglu_backward_rows[T: Element](grad: &[T], gate_up: &[T], width: usize, both: &mut [T])
         = swiglu_backward_rows_body
 );
 
-/// Turns rows of gate and up into their gradients.
+/// Writes the gradients by rows of gate and up.
 #[inline(always)]
-fn swiglu_backward_rows_body<T: Element>(grad: &[T], width: usize, both: &mut [T]) {
+fn swiglu_backward_rows_body<T: Element>(grad: &[T], gate_up: &[T], width: usize, both: &mut [T]) {
     let rows = both.chunks_exact_mut(2 * width);
-    for (both, grad) in rows.zip(grad.chunks_exact(width)) {
-        let (gate, up) = both.split_at_mut(width);
-        for ((by_gate, by_up), grad) in gate.iter_mut().zip(up).zip(grad) {
-            let (gate, up, grad) = (by_gate.to_f32(), by_up.to_f32(), grad.to_f32());
+    let rows = rows.zip(gate_up.chunks_exact(2 * width));
+    for ((both, gate_up), grad) in rows.zip(grad.chunks_exact(width)) {
+        let (by_gate, by_up) = both.split_at_mut(width);
+        let (gate, up) = gate_up.split_at(width);
+        let inputs = gate.iter().zip(up).zip(grad);
+        for ((by_gate, by_up), ((gate, up), grad)) in by_gate.iter_mut().zip(by_up).zip(inputs) {
+            let (gate, grad) = (gate.to_f32(), grad.to_f32());
             let (value, rest) = sigmoid(gate);
             let slope = value * gate.mul_add(rest, 1.0);
-            *by_gate = T::from_f32(grad * up * slope);
+            *by_gate = T::from_f32(grad * up.to_f32() * slope);
             *by_up = T::from_f32(grad * (gate * value));
         }
     }

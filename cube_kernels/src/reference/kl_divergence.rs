@@ -6,7 +6,7 @@
 
 use rayon::prelude::*;
 
-use super::loss::{BLOCK, Lane, cross_entropy_lanes, ln, tree};
+use super::loss::{BLOCK, Lane, cross_entropy_lanes, exponentials, ln, tree};
 use super::{Element, exp_of_negative, simd::with_fma};
 
 /// The KL divergence of a student to its teacher on their logits.
@@ -151,12 +151,12 @@ fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, L
         };
         let (own, other) = (block(own), block(other));
         let max = own.iter().fold(q.max, |max, value| max.max(*value));
-        let sum = tree(&mut own.map(|value| exp_of_negative(value - max)));
+        let sum = tree(&mut exponentials(own, max));
         q.sum = q.sum.mul_add(exp_of_negative(q.max - max), sum);
         q.max = max;
         let max = other.iter().fold(p.max, |max, value| max.max(*value));
         let kept = exp_of_negative(p.max - max);
-        let mut terms = other.map(|value| exp_of_negative(value - max));
+        let mut terms = exponentials(other, max);
         let mut products = terms;
         for (product, (own, other)) in products.iter_mut().zip(own.iter().zip(&other)) {
             if *product != 0.0 {
@@ -167,20 +167,26 @@ fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, L
         p.total = p.total.mul_add(kept, tree(&mut products));
         p.max = max;
     }
-    let combined = |lane: fn(&(Lane, Lane)) -> Lane| {
-        let lanes: Vec<Lane> = lanes.iter().map(lane).collect();
-        let max = lanes.iter().fold(f32::MIN, |max, lane| max.max(lane.max));
-        let scaled = |of: fn(&Lane) -> f32| {
-            let scaled = lanes
-                .iter()
-                .map(|lane| of(lane) * exp_of_negative(lane.max - max));
-            tree(&mut scaled.collect::<Vec<f32>>())
-        };
-        Lane {
-            max,
-            sum: scaled(|lane| lane.sum),
-            total: scaled(|lane| lane.total),
-        }
-    };
-    (combined(|lanes| lanes.0), combined(|lanes| lanes.1))
+    let [q, p] = [0, 1].map(|which| {
+        let lanes = lanes.iter().map(|(q, p)| if which == 0 { *q } else { *p });
+        lanes.collect::<Vec<Lane>>()
+    });
+    (combined(&q), combined(&p))
+}
+
+/// The lanes of a row as one.
+#[inline(always)]
+fn combined(lanes: &[Lane]) -> Lane {
+    let max = lanes.iter().fold(f32::MIN, |max, lane| max.max(lane.max));
+    let (mut sums, mut totals) = (vec![0f32; lanes.len()], vec![0f32; lanes.len()]);
+    for ((sum, total), lane) in sums.iter_mut().zip(&mut totals).zip(lanes) {
+        let factor = exp_of_negative(lane.max - max);
+        *sum = lane.sum * factor;
+        *total = lane.total * factor;
+    }
+    Lane {
+        max,
+        sum: tree(&mut sums),
+        total: tree(&mut totals),
+    }
 }

@@ -318,22 +318,31 @@ fn fold_row<T: Element>(row: &[T]) -> Lane {
             *addend = *value;
         }
         let max = values.iter().fold(lane.max, |max, value| max.max(*value));
-        let sum = tree(&mut values.map(|value| exp_of_negative(value - max)));
+        let sum = tree(&mut exponentials(values, max));
         lane.sum = lane.sum.mul_add(exp_of_negative(lane.max - max), sum);
         lane.max = max;
         lane.total += tree(&mut addends);
     }
     let max = lanes.iter().fold(f32::MIN, |max, lane| max.max(lane.max));
-    let mut sums: Vec<f32> = lanes
-        .iter()
-        .map(|lane| lane.sum * exp_of_negative(lane.max - max))
-        .collect();
-    let mut totals: Vec<f32> = lanes.iter().map(|lane| lane.total).collect();
+    let (mut sums, mut totals) = (vec![0f32; count], vec![0f32; count]);
+    for ((sum, total), lane) in sums.iter_mut().zip(&mut totals).zip(&lanes) {
+        *sum = lane.sum * exp_of_negative(lane.max - max);
+        *total = lane.total;
+    }
     Lane {
         max,
         sum: tree(&mut sums),
         total: tree(&mut totals),
     }
+}
+
+/// The exponentials of values relative to their maximum.
+#[inline(always)]
+pub(super) fn exponentials(mut values: [f32; BLOCK], max: f32) -> [f32; BLOCK] {
+    for value in &mut values {
+        *value = exp_of_negative(*value - max);
+    }
+    values
 }
 
 /// The sum of a power of two of values: neighbours, then neighbouring pairs, and so on.

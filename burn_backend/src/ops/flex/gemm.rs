@@ -38,9 +38,18 @@ pub(super) fn dense(
         .enumerate()
         .for_each(|(m, row)| {
             let left = a.factors.of(m);
-            for (n, y) in row.iter_mut().enumerate() {
-                let scaled = *y * (left * b.factors.of(n));
-                *y = bias.map_or(scaled, |bias| scaled + bias[n]);
+            match &b.factors {
+                Factors::PerRow(factors) => {
+                    let columns = row.iter_mut().zip(factors);
+                    columns.for_each(|(y, right)| *y *= left * right);
+                }
+                factors => {
+                    let factor = left * factors.of(0);
+                    row.iter_mut().for_each(|y| *y *= factor);
+                }
+            }
+            if let Some(bias) = bias {
+                row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
             }
         });
     narrow(out, dtype)

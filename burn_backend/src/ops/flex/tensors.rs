@@ -143,7 +143,11 @@ fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
 
 /// The bytes of words of codes.
 pub(in crate::ops) fn bytes_of(words: &[u32]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    let mut bytes = vec![0u8; 4 * words.len()];
+    for (bytes, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
 }
 
 /// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.

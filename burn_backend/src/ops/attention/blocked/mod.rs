@@ -485,9 +485,10 @@ impl Sequence {
     /// The sum of `dout · out` of each row, rows padded.
     #[inline(always)]
     fn delta(&self, out: &[f32], dout: &[f32]) -> Vec<f32> {
+        let mut delta = vec![0f32; self.queries.len()];
         let rows = out.chunks_exact(self.pitch);
         let rows = rows.zip(dout.chunks_exact(self.pitch));
-        let row = |(out, dout): (&[f32], &[f32])| {
+        for (delta, (out, dout)) in delta.iter_mut().zip(rows) {
             let mut sums = [0f32; COLUMNS];
             let (out, dout) = (out.as_chunks::<COLUMNS>().0, dout.as_chunks::<COLUMNS>().0);
             for (out, dout) in out.iter().zip(dout) {
@@ -495,9 +496,9 @@ impl Sequence {
                     *sum = dout.mul_add(*out, *sum);
                 }
             }
-            tree(sums)
-        };
-        rows.map(row).collect()
+            *delta = tree(sums);
+        }
+        delta
     }
 
     /// Padded rows of the gradients of one head of queries, and of the keys and values by it.
