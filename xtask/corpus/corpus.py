@@ -25,7 +25,7 @@ END = "<|endoftext|>"
 # Text of a package at most, in bytes, so that none prevails.
 MOST_OF_PACKAGE = 16_000_000
 # The same, of a package of validation.
-MOST_OF_VALIDATION = 900_000
+MOST_OF_VALIDATION = 1_200_000
 # Every how many documents the tokenizer is trained on.
 EVERY = 24
 # Blocks with fewer letters and digits are too short to tell copies by.
@@ -205,7 +205,7 @@ def limited(documents, most):
 
 
 def balanced(documents, packages):
-    """Documents of training, as much code as prose: the kind of which there is more is cut."""
+    """Documents of a part, as much code as prose: the kind of which there is more is cut."""
     kinds = {kind: [document for document in documents if packages[document[0]].kind == kind] for kind in ("prose", "code")}
     sizes = {kind: sum(len(data) for *_, data in found) for kind, found in kinds.items()}
     say("unique text: " + ", ".join(f"{size / 1e6:.1f} MB of {kind}" for kind, size in sizes.items()))
@@ -331,11 +331,11 @@ def main():
             if done % 20 == 0 or done == len(jobs):
                 say(f"{done} of {len(jobs)} packages are read")
         documents, records = deduplicated(packages, texts)
-        parts = {part: [document for document in documents if packages[document[0]].part == part] for part in ("valid", "train")}
-        parts["train"] = balanced(parts["train"], packages)
-        del documents
-        for part in parts.values():
-            part.sort(key=lambda document: document[1])
+        parts = {}
+        for name in ("valid", "train"):
+            own = [document for document in documents if packages[document[0]].part == name]
+            parts[name] = sorted(balanced(own, packages), key=lambda document: document[1])
+        del documents, own
         tokenizer, path = train_tokenizer(parts["train"], os.path.join(out, "tokenizer"))
         with open(path, "rb") as file:
             tokenizer_hash = fnv(file.read())

@@ -2,15 +2,16 @@
 //!
 //! `corpus/packages.txt` names packages of Debian; `corpus/corpus.py` downloads them, strips markup,
 //! drops copies, trains a tokenizer and writes shards in the format of `nvfp4 tokenize`.
-//! `corpus/manifest.json` has the versions and licences of the packages, and the check sums of the
-//! shards, that the recorded runs were trained on.
+//! `corpus/manifest.json` is the manifest of the corpus that recorded runs were trained on: versions
+//! and licences of the packages, check sums of the shards.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
 
 use crate::setup::staging::Staging;
 use crate::setup::wheels::{Download, Requirements, require_pip, unpack};
@@ -21,8 +22,37 @@ const PACKAGES: Requirements = Requirements {
     text: include_str!("../requirements/corpus.txt"),
 };
 
-/// The corpus of the recorded runs.
-const MANIFEST: &str = include_str!("../corpus/manifest.json");
+/// The manifest of the corpus of the recorded runs, from the root.
+const MANIFEST: &str = "xtask/corpus/manifest.json";
+
+/// Unique tokens that a corpus has at least.
+const LEAST_TOKENS: u64 = 200_000_000;
+
+/// What a corpus is made of.
+#[derive(Debug, Deserialize)]
+struct Manifest {
+    train_prose_tokens: u64,
+    train_code_tokens: u64,
+    packages: Vec<Package>,
+    shards: Vec<Shard>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Package {
+    package: String,
+    version: String,
+    /// The package of its source.
+    source: String,
+    /// `train` or `valid`.
+    part: String,
+    licences: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Shard {
+    file: String,
+    checksum: String,
+}
 
 /// Options of `cargo xtask corpus`.
 #[derive(clap::Args)]
@@ -45,7 +75,7 @@ pub fn default_folder() -> Result<PathBuf> {
 /// Makes the corpus, and says how it differs from that of the recorded runs.
 ///
 /// # Errors
-/// Returns an error if a package cannot be downloaded or a tool fails.
+/// Returns an error if a package cannot be downloaded, a tool fails, or the corpus is too small.
 pub fn run(args: &Args) -> Result<()> {
     let out = match &args.out {
         Some(folder) => folder.clone(),
@@ -61,9 +91,14 @@ pub fn run(args: &Args) -> Result<()> {
         python.args(["--processes", &processes.to_string()]);
     }
     workspace::spawn(&mut python)?;
-    let path = out.join("manifest.json");
-    let made = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-    let differences = differences(MANIFEST, &made)?;
+    let made = Manifest::read(&out.join("manifest.json"))?;
+    made.check()?;
+    let recorded = workspace::root().join(MANIFEST);
+    if !recorded.exists() {
+        println!("no corpus is recorded: commit its manifest.json as {MANIFEST}");
+        return Ok(());
+    }
+    let differences = Manifest::read(&recorded)?.differences(&made);
     match differences.is_empty() {
         true => println!("the corpus is that of the recorded runs"),
         false => println!(
@@ -91,95 +126,177 @@ fn library() -> Result<PathBuf> {
     if let Download::OutOfReach(why) = unpack(&PACKAGES, &root)? {
         bail!("the library of BPE is out of reach: {why}");
     }
-    if Path::new(&folder).exists() {
+    if folder.exists() {
         fs::remove_dir_all(&folder)?;
     }
     staging.publish("requirements.txt", PACKAGES.text)?;
     Ok(folder)
 }
 
-/// Lines that say how the manifest `made` differs from the manifest `recorded`: other packages, and
-/// other shards.
-fn differences(recorded: &str, made: &str) -> Result<Vec<String>> {
-    let read = |text: &str| -> Result<Value> { Ok(serde_json::from_str(text)?) };
-    let (recorded, made) = (read(recorded)?, read(made)?);
-    let mut lines = Vec::new();
-    for (list, key, value) in [
-        ("packages", "package", "version"),
-        ("shards", "file", "checksum"),
-    ] {
-        let entries = |manifest: &Value| -> Vec<(String, String)> {
-            let entry = |of: &Value| Some((of[key].as_str()?.into(), of[value].as_str()?.into()));
-            let all = manifest[list].as_array().into_iter().flatten();
-            all.filter_map(entry).collect()
-        };
-        let (old, new) = (entries(&recorded), entries(&made));
-        for (name, was) in &old {
-            match new.iter().find(|(other, _)| other == name) {
-                None => lines.push(format!("{name} is absent, its {value} was {was}")),
-                Some((_, is)) if is != was => {
-                    lines.push(format!("{name}: {value} {is}, it was {was}"));
-                }
-                Some(_) => {}
-            }
-        }
-        for (name, is) in &new {
-            if !old.iter().any(|(other, _)| other == name) {
-                lines.push(format!("{name} is new, {value} {is}"));
-            }
-        }
+impl Manifest {
+    fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        serde_json::from_str(&text).with_context(|| path.display().to_string())
     }
-    Ok(lines)
+
+    /// Fails unless there is enough text, about half of it prose, whose licences are named, and
+    /// validation and training share no source package.
+    fn check(&self) -> Result<()> {
+        let (prose, code) = (self.train_prose_tokens, self.train_code_tokens);
+        let all = prose + code;
+        ensure!(
+            all >= LEAST_TOKENS,
+            "the corpus has {all} tokens to train on, but must have {LEAST_TOKENS} at least"
+        );
+        ensure!(
+            prose.abs_diff(code) < all / 5,
+            "the corpus has {prose} tokens of prose and {code} of code, but each must be about half"
+        );
+        let sources = |part: &str| -> BTreeSet<&str> {
+            let own = self.packages.iter().filter(|package| package.part == part);
+            own.map(|package| &*package.source).collect()
+        };
+        let (train, valid) = (sources("train"), sources("valid"));
+        let shared: Vec<&&str> = train.intersection(&valid).collect();
+        ensure!(
+            shared.is_empty(),
+            "source packages {shared:?} are in training and in validation"
+        );
+        ensure!(
+            !train.is_empty() && !valid.is_empty(),
+            "the corpus has {} packages to train on and {} to validate on",
+            train.len(),
+            valid.len()
+        );
+        for package in &self.packages {
+            ensure!(
+                !package.licences.is_empty(),
+                "package {} names no licence",
+                package.package
+            );
+        }
+        Ok(())
+    }
+
+    /// Names and versions of the packages, then names and check sums of the shards.
+    fn entries(&self) -> [(&'static str, Vec<[&str; 2]>); 2] {
+        let packages = self.packages.iter();
+        let shards = self.shards.iter();
+        [
+            (
+                "version",
+                packages.map(|of| [&*of.package, &*of.version]).collect(),
+            ),
+            (
+                "check sum",
+                shards.map(|of| [&*of.file, &*of.checksum]).collect(),
+            ),
+        ]
+    }
+
+    /// Lines that say in which packages and shards `made` differs from this manifest.
+    fn differences(&self, made: &Self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for ((value, old), (_, new)) in self.entries().into_iter().zip(made.entries()) {
+            for [name, was] in &old {
+                match new.iter().find(|[other, _]| other == name) {
+                    None => lines.push(format!("{name} is absent, its {value} was {was}")),
+                    Some([_, is]) if is != was => {
+                        lines.push(format!("{name}: {value} {is}, it was {was}"));
+                    }
+                    Some(_) => {}
+                }
+            }
+            for [name, is] in &new {
+                if !old.iter().any(|[other, _]| other == name) {
+                    lines.push(format!("{name} is new, {value} {is}"));
+                }
+            }
+        }
+        lines
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
+
+    fn whole() -> Value {
+        let package = |name: &str, part: &str| {
+            json!({"package": name, "version": "1", "source": name, "part": part,
+                   "licences": ["MIT"]})
+        };
+        json!({
+            "train_prose_tokens": 110_000_000, "train_code_tokens": 100_000_000,
+            "packages": [package("a", "train"), package("b", "valid")],
+            "shards": [{"file": "train-1.tokens", "checksum": "00"}],
+        })
+    }
+
+    fn manifest(value: Value) -> Manifest {
+        serde_json::from_value(value).unwrap()
+    }
 
     #[test]
     fn another_version_is_a_difference() {
-        let manifest = |version: &str, checksum: &str| {
-            format!(
-                r#"{{"packages": [{{"package": "a", "version": "{version}"}}],
-                     "shards": [{{"file": "train-1.tokens", "checksum": "{checksum}"}}]}}"#
-            )
-        };
-        let recorded = manifest("1", "00");
-        assert!(differences(&recorded, &recorded).unwrap().is_empty());
+        let recorded = manifest(whole());
+        assert!(recorded.differences(&recorded).is_empty());
+        let mut other = whole();
+        other["packages"][0]["version"] = json!("2");
+        other["packages"][1]["package"] = json!("c");
+        other["shards"][0]["checksum"] = json!("01");
         assert_eq!(
-            differences(&recorded, &manifest("2", "01")).unwrap(),
+            recorded.differences(&manifest(other)),
             [
                 "a: version 2, it was 1",
-                "train-1.tokens: checksum 01, it was 00"
+                "b is absent, its version was 1",
+                "c is new, version 1",
+                "train-1.tokens: check sum 01, it was 00"
             ]
-        );
-        let none = r#"{"packages": [], "shards": []}"#;
-        assert_eq!(differences(&recorded, none).unwrap().len(), 2);
-        assert_eq!(
-            differences(none, &recorded).unwrap(),
-            ["a is new, version 1", "train-1.tokens is new, checksum 00"]
         );
     }
 
     #[test]
-    fn no_package_is_in_both_parts() {
-        let manifest: Value = serde_json::from_str(MANIFEST).unwrap();
-        let packages = manifest["packages"].as_array().unwrap();
-        let of = |part: &str| -> Vec<&str> {
-            let own = packages.iter().filter(|package| package["part"] == part);
-            own.filter_map(|package| package["source"].as_str())
-                .collect()
+    fn a_corpus_is_large_halved_licensed_and_apart() {
+        manifest(whole()).check().unwrap();
+        let refused = |change: &dyn Fn(&mut Value), expected: &str| {
+            let mut value = whole();
+            change(&mut value);
+            let error = manifest(value).check().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
         };
-        let (train, valid) = (of("train"), of("valid"));
-        assert!(train.len() > 100 && valid.len() > 4);
-        assert!(valid.iter().all(|source| !train.contains(source)));
-        let tokens = |kind: &str| manifest[kind].as_u64().unwrap();
-        let (prose, code) = (tokens("train_prose_tokens"), tokens("train_code_tokens"));
-        assert!(prose + code >= 200_000_000);
-        assert!(prose.abs_diff(code) < (prose + code) / 5);
-        for package in packages {
-            let licences = package["licences"].as_array().unwrap();
-            assert!(!licences.is_empty(), "{}", package["package"]);
+        refused(&|v| v["train_code_tokens"] = json!(80_000_000), "200000000");
+        refused(&|v| v["train_code_tokens"] = json!(190_000_000), "half");
+        refused(&|v| v["packages"][1]["source"] = json!("a"), "[\"a\"]");
+        refused(
+            &|v| v["packages"][1]["part"] = json!("train"),
+            "0 to validate",
+        );
+        refused(&|v| v["packages"][0]["licences"] = json!([]), "package a");
+    }
+
+    /// `corpus.py` refuses other lines, too, but after hours.
+    #[test]
+    fn the_list_names_each_package_once() {
+        let list = include_str!("../corpus/packages.txt");
+        let lines = list
+            .lines()
+            .map(|line| line.split('#').next().unwrap_or_default());
+        let mut names = BTreeSet::new();
+        let mut groups = BTreeSet::new();
+        for line in lines.filter(|line| !line.trim().is_empty()) {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            assert!(names.insert(words[2]), "{} comes twice", words[2]);
+            groups.insert((words[0], words[1]));
         }
+        let expected = [
+            ("train", "code"),
+            ("train", "prose"),
+            ("valid", "code"),
+            ("valid", "prose"),
+        ];
+        assert!(groups.into_iter().eq(expected));
     }
 }
