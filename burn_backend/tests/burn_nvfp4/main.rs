@@ -6,7 +6,6 @@
 mod accuracy;
 mod attention;
 mod block;
-#[cfg(feature = "cuda")]
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod decorate;
 #[cfg(feature = "cpu")]

@@ -356,3 +356,37 @@ fn healing_changes_the_forward_the_backward_or_both() {
     assert_ne!(step().0, exact);
     assert!(Nvfp4State::collect(&model).modes.is_empty());
 }
+
+/// A value that a field does not know is an error that lists those it knows.
+#[test]
+fn unknown_values_are_refused_with_the_known_ones() {
+    for (field, value, known) in [
+        (
+            "format",
+            "nvfp8",
+            &["high_precision", "nvfp4", "ms_eden", "mxfp8", "mxfp4"][..],
+        ),
+        ("rounding", "up", &["nearest", "stochastic"]),
+        ("block", "1x32", &["1x16", "16x16"]),
+        ("amax", "per_block", &["per_tensor", "per_row"]),
+        (
+            "scale",
+            "four_over_six",
+            &[
+                "standard",
+                "headroom",
+                "four_over_six_mae",
+                "four_over_six_mse",
+            ],
+        ),
+    ] {
+        let mut spec = serde_json::json!({"format": "nvfp4"});
+        spec[field] = value.into();
+        let error = serde_json::from_value::<QuantSpec>(spec)
+            .unwrap_err()
+            .to_string();
+        for name in known.iter().chain([&value]) {
+            assert!(error.contains(name), "{field}: {error}");
+        }
+    }
+}

@@ -551,6 +551,16 @@ fn wrong_offsets_stay_inside_the_buffers() {
         let back =
             quantize::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
         read_bytes(&client, &back, 32 * room);
+        // No kernel wrote to its inputs; zeroed rows are the only change of a matrix.
+        assert!(
+            read_bytes(&client, &handle, rows * blocks) == scales(rows * blocks, 1),
+            "{offsets:?}: the scales changed"
+        );
+        let x = read_matrix::<bf16>(&client, &x);
+        assert!(
+            x.iter().all(|x| [bf16::ZERO, bf16::ONE].contains(x)),
+            "{offsets:?}: the matrix has other elements"
+        );
     }
 }
 
