@@ -30,7 +30,9 @@ pub(super) fn of_factors(factors: &[f32], theta: f64, head: usize) -> Result<Rop
         head / 2
     );
     ensure!(
-        factors.iter().all(|factor| f64::from(*factor) >= 1.0 - TOLERANCE),
+        factors
+            .iter()
+            .all(|factor| f64::from(*factor) >= 1.0 - TOLERANCE),
         "a factor is less than 1"
     );
     let largest = factors.iter().copied().fold(1.0, f32::max);
