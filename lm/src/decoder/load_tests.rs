@@ -13,13 +13,18 @@ use nvfp4_test_support::{Scratch, golden};
 
 const NORM: &str = "model.layers.1.input_layernorm.weight";
 
+/// A folder of this thread: tests share helpers.
+fn scratch(name: &str) -> Scratch {
+    Scratch::new(&format!("{name}-{:?}", std::thread::current().id()))
+}
+
 /// Loads the folder as inference does.
 fn load(folder: &std::path::Path) -> anyhow::Result<Decoder> {
     Decoder::load_for_inference(folder, &Device::flex(), FloatDType::F32, None)
 }
 
 fn refused(variant: &Variant, says: &[&str]) {
-    let folder = Scratch::new("load-refused");
+    let folder = scratch("load-refused");
     variant.write(&folder);
     let error = format!("{:#}", load(&folder).map(drop).unwrap_err());
     for part in says {

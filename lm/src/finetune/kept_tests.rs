@@ -107,6 +107,7 @@ fn the_end_of_a_single_text_is_for_validation() {
     config.data = vec![shard];
     config.valid_share = 0.1;
     config.steps = 2;
+    config.warmup = 0;
     let found = data(&config);
     assert!(found.is_one);
     let all = found.train.tokens() + found.valid.tokens();

@@ -209,7 +209,7 @@ mod tests {
             "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 287,
         });
         let config = DecoderConfig::from_json(config.as_object().unwrap()).unwrap();
-        let folder = Scratch::new("generation");
+        let folder = Scratch::new(&format!("generation-{:?}", std::thread::current().id()));
         std::fs::write(folder.join(GENERATION_FILE), json.to_string()).unwrap();
         GenerationConfig::read(&folder, &config)
     }

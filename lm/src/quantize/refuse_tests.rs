@@ -38,7 +38,10 @@ fn reads(folder: &Path) {
 
 /// Nothing is written where something is wrong.
 fn refused(variant: &Variant, exclude: &[&str], says: &[&str]) {
-    let scratch = Scratch::new("quantize-refused");
+    let scratch = Scratch::new(&format!(
+        "quantize-refused-{:?}",
+        std::thread::current().id()
+    ));
     let (model, out) = (scratch.join("model"), scratch.join("out"));
     variant.write(&model);
     let error = format!(

@@ -30,7 +30,9 @@ pub(super) fn of_factors(factors: &[f32], theta: f64, head: usize) -> Result<Rop
         head / 2
     );
     ensure!(
-        factors.iter().all(|factor| *factor >= 1.0),
+        factors
+            .iter()
+            .all(|factor| f64::from(*factor) >= 1.0 - TOLERANCE),
         "a factor is less than 1"
     );
     let largest = factors.iter().copied().fold(1.0, f32::max);
@@ -86,9 +88,9 @@ fn originals(factors: &[f32], theta: f64, head: usize) -> Vec<f64> {
         // Positions of `turns` turns.
         let positions = |turns: f64| 2.0 * PI * turns / frequency;
         let own = f64::from(*own);
-        if own <= 1.0 {
+        if own <= 1.0 + TOLERANCE {
             least = least.max(positions(high));
-        } else if own >= factor {
+        } else if own >= factor * (1.0 - TOLERANCE) {
             most = most.min(positions(low));
         } else {
             let smooth = (1.0 / own - 1.0 / factor) / (1.0 - 1.0 / factor);
