@@ -70,7 +70,7 @@ pub struct Gradients<'a> {
     dv: Vec<Vec<f32>>,
 }
 
-/// Where the heads of a tensor lie in the rows of a matrix.
+/// Columns of the heads of a tensor in a matrix of tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns {
     /// Elements from a token to the next.
@@ -80,19 +80,20 @@ pub struct Columns {
 }
 
 impl Gradients<'_> {
-    /// Writes the gradients of queries, keys and values to zeros, each to its columns.
+    /// Writes the gradients of the queries to their columns. Tokens of no sequence keep what `out`
+    /// has.
     pub fn write_queries<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dq, shape.q_starts, shape.heads, to, out);
     }
 
-    /// See [`write_queries`](Self::write_queries).
+    /// Writes the gradients of the keys, see [`write_queries`](Self::write_queries).
     pub fn write_keys<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dk, shape.k_starts, shape.kv_heads, to, out);
     }
 
-    /// See [`write_queries`](Self::write_queries).
+    /// Writes the gradients of the values, see [`write_queries`](Self::write_queries).
     pub fn write_values<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dv, shape.k_starts, shape.kv_heads, to, out);
@@ -155,7 +156,7 @@ impl<'a> PerHead<'a> {
         (&self.sequences[index / heads], index % heads)
     }
 
-    /// What `compute` makes of each head, computed in parallel.
+    /// Computes each head, in parallel.
     fn map<R: Send>(&self, heads: usize, compute: impl Fn(&Sequence, usize) -> R + Sync) -> Vec<R> {
         (0..self.sequences.len() * heads)
             .into_par_iter()

@@ -169,7 +169,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// The largest ratio of an error to its bound.
+/// Asserts that no value is farther from the exact one than its bound.
 fn check<T: Element>(case: &Case, precision: Precision) {
     let data = Data::<T>::new(case);
     let [q, k, v] = data.operands(case);
@@ -287,7 +287,7 @@ fn bits_depend_on_the_sequence_alone() {
     }
 }
 
-/// What a row does not see cannot make it NaN; what it sees does.
+/// Hidden keys and values cannot make a row NaN; visible ones do.
 #[test]
 fn hidden_values_do_not_matter() {
     let case = Case::one([1, 1], 16, [100, 100], AttentionParams::causal(16));
