@@ -81,7 +81,7 @@ impl Command {
         kernels::keep();
         match self.task {
             Task::Train(train) => train.run(),
-            Task::Launch(launch) => launch.run(),
+            Task::Launch(launch) => launch.run::<Self>(),
             Task::Soak(soak) => ranks::refuse("soak").and_then(|()| soak.run()),
             Task::Study(study) => ranks::refuse("study").and_then(|()| study.run()),
             Task::Cost(cost) => ranks::refuse("cost").and_then(|()| cost.run()),

@@ -8,7 +8,6 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser};
 use nvfp4_parallel::launch::{Launch, Show};
 
-use crate::command::Command;
 use crate::device::cuda_count;
 
 /// Ranks have so long to end by themselves once one has failed.
@@ -27,10 +26,11 @@ pub(crate) struct LaunchRanks {
     command: Vec<OsString>,
 }
 
-/// Fails, before ranks start, for a command line that each of them would refuse.
-fn check(command: &[OsString]) -> Result<()> {
+/// Returns an error, before ranks start, for a command line that each of them would refuse. `C` is
+/// the parser of command lines.
+fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     let name = OsString::from("nvfp4");
-    match Command::try_parse_from([&name].into_iter().chain(command)) {
+    match C::try_parse_from([&name].into_iter().chain(command)) {
         Ok(_) => Ok(()),
         // Asked for help, one process writes it as well as several.
         Err(error) if !error.use_stderr() => error.exit(),
@@ -39,7 +39,8 @@ fn check(command: &[OsString]) -> Result<()> {
 }
 
 impl LaunchRanks {
-    pub(crate) fn run(self) -> Result<ExitCode> {
+    /// `C` is the parser of the ranks' command lines.
+    pub(crate) fn run<C: Parser>(self) -> Result<ExitCode> {
         let processes = match self.gpus {
             Some(ranks) => ranks,
             None => {
@@ -51,7 +52,7 @@ impl LaunchRanks {
                 count
             }
         };
-        check(&self.command)?;
+        check::<C>(&self.command)?;
         let program = std::env::current_exe().context("the path of this program")?;
         let command = [program.into_os_string()].into_iter().chain(self.command);
         let ended = Launch {
@@ -79,7 +80,7 @@ mod tests {
     fn commands_that_ranks_would_refuse_start_none() {
         let found = |command: &[&str]| {
             let command: Vec<OsString> = command.iter().map(OsString::from).collect();
-            check(&command).map_err(|error| error.to_string())
+            check::<crate::command::Command>(&command).map_err(|error| error.to_string())
         };
         found(&["train", "--steps", "10"]).unwrap();
         for (command, says) in [

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
-use super::exclude::{Exclusion, Target};
+use super::exclude::{Exclusion, LINEAR, Target};
 use super::{Dialect, Scheme};
 use crate::hf::is_neutral;
 
@@ -33,9 +33,6 @@ pub struct QuantConfig {
     /// The modules that are not quantized, as written: names, and patterns of the dialect.
     pub exclude: Vec<String>,
 }
-
-/// The target that all linear layers are.
-pub const LINEAR: &str = "Linear";
 
 /// Fields that say how scales were found, which version wrote the file, and what is counted.
 const HARMLESS: &[&str] = &[

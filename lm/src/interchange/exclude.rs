@@ -4,7 +4,9 @@ use anyhow::{Context, Result};
 use regex::Regex;
 
 use super::Dialect;
-use super::config::LINEAR;
+
+/// The target that all linear layers are.
+pub const LINEAR: &str = "Linear";
 
 /// One entry of `exclude_modules` or `ignore`.
 #[derive(Debug, Clone)]

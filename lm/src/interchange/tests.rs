@@ -8,7 +8,7 @@ use nvfp4_kernels::format::{e2m1, e4m3};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
-use super::config::LINEAR;
+use super::exclude::LINEAR;
 use super::*;
 use crate::hf::{TensorFolder, TensorWriter};
 use nvfp4_test_support::{Scratch, golden};

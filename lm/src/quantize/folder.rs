@@ -24,8 +24,8 @@ use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
 use crate::interchange::checkpoint::HF_QUANT_CONFIG;
-use crate::interchange::config::LINEAR;
 use crate::interchange::convert::{copy_companions, exclusions, write_configs};
+use crate::interchange::exclude::LINEAR;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 use crate::random::hash;
 

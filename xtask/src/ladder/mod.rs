@@ -8,6 +8,7 @@ mod corpus;
 mod pack;
 mod plan;
 mod record;
+mod schedule;
 #[cfg(test)]
 mod tests;
 
@@ -117,7 +118,7 @@ fn status(plan: &Plan, records: &[Record]) -> Result<()> {
         let record = records.iter().find(|record| record.name == run.name);
         let text = match record {
             None => {
-                let expected = run.seconds(records) / 60.0;
+                let expected = schedule::seconds(run, records) / 60.0;
                 minutes += expected;
                 format!("{expected:.0} minutes expected")
             }
@@ -158,7 +159,7 @@ fn next(args: &NextArgs, plan: &Plan, records: &[Record]) -> Result<()> {
         None => crate::corpus::default_folder()?,
     };
     let corpus = Corpus::read(&corpus)?;
-    let runs = plan.next(records, &corpus, args.minutes, args.runs)?;
+    let runs = schedule::next(plan, records, &corpus, args.minutes, args.runs)?;
     if runs.is_empty() {
         println!("all runs of the plan are recorded");
         return Ok(());
@@ -207,7 +208,11 @@ fn built() -> Result<(PathBuf, String)> {
 fn report(runs: &[Run], records: &[Record], folders: &[PathBuf], seconds: u64) {
     println!("runs, with the minutes that they are expected to take:");
     for run in runs {
-        println!("  {:<40} {:.0}", run.name, run.seconds(records) / 60.0);
+        println!(
+            "  {:<40} {:.0}",
+            run.name,
+            schedule::seconds(run, records) / 60.0
+        );
     }
     println!("commands on the machine with the GPU, one for each upload, of {seconds} s at most:");
     let command = |folder: &Path| {

@@ -6,14 +6,8 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::corpus::Corpus;
-use super::record::Record;
-
 /// The plan that the workspace has.
 pub const PLAN: &str = include_str!("../../ladder/plan.json");
-
-/// Seconds of a run beside its steps: the start, compiled kernels, evaluations.
-const START_SECONDS: f64 = 60.0;
 
 /// Shapes, recipes, and the runs in their order.
 #[derive(Debug, Deserialize)]
@@ -95,8 +89,9 @@ pub struct Run {
     /// Number of shards that it trains on.
     #[serde(skip)]
     pub shards: usize,
+    /// Tokens per second that the plan expects.
     #[serde(skip)]
-    tokens_per_s: f64,
+    pub tokens_per_s: f64,
 }
 
 impl Run {
@@ -104,20 +99,6 @@ impl Run {
     pub fn option(&self, name: &str) -> Option<&str> {
         let at = self.options.iter().position(|option| option == name)?;
         self.options.get(at + 1).map(String::as_str)
-    }
-
-    /// Expected seconds on a GPU, by the speed of recorded runs of the same shape and recipe, else of
-    /// the shape, else by the plan.
-    pub fn seconds(&self, records: &[Record]) -> f64 {
-        let speed = |same: &dyn Fn(&&Record) -> bool| {
-            let own = records.iter().filter(|record| record.shape == self.shape);
-            let speeds = own.filter(same).filter_map(|record| record.tokens_per_s);
-            speeds.reduce(f64::min)
-        };
-        let speed = speed(&|record| record.recipe == self.recipe)
-            .or_else(|| speed(&|_| true))
-            .unwrap_or(self.tokens_per_s);
-        START_SECONDS + self.tokens as f64 / speed
     }
 }
 
@@ -227,30 +208,5 @@ impl Plan {
             .into_iter()
             .flat_map(|(name, value)| [name.to_owned(), value]);
         pairs.collect()
-    }
-
-    /// The first runs without a record that fit `minutes`, but one at least, and at most `most`.
-    ///
-    /// # Errors
-    /// Returns an error if a run needs more shards than `corpus` has, or more than four epochs.
-    pub fn next(
-        &self,
-        records: &[Record],
-        corpus: &Corpus,
-        minutes: f64,
-        most: usize,
-    ) -> Result<Vec<Run>> {
-        let mut left = minutes * 60.0;
-        let mut next = Vec::new();
-        let is_done = |run: &Run| records.iter().any(|record| record.name == run.name);
-        for run in self.runs()?.into_iter().filter(|run| !is_done(run)) {
-            left -= run.seconds(records);
-            if next.len() == most || (left < 0.0 && !next.is_empty()) {
-                break;
-            }
-            corpus.check_run(&run)?;
-            next.push(run);
-        }
-        Ok(next)
     }
 }

@@ -10,6 +10,7 @@ use super::corpus::Corpus;
 use super::pack;
 use super::plan::{PLAN, Plan, Run};
 use super::record::{Record, Status, collect, read};
+use super::schedule;
 use super::{gap, record};
 
 /// A folder that is removed with it.
@@ -139,7 +140,7 @@ fn recorded_runs_are_not_run_again() {
     let folder = Scratch::new("next");
     let (plan, corpus) = (plan(), folder.corpus(5, 46_000_000));
     let names = |records: &[Record], minutes: f64, most: usize| -> Vec<String> {
-        let next = plan.next(records, &corpus, minutes, most).unwrap();
+        let next = schedule::next(&plan, records, &corpus, minutes, most).unwrap();
         next.into_iter().map(|run| run.name).collect()
     };
     // One at least, however short the time.
@@ -161,10 +162,14 @@ fn a_corpus_that_is_too_small_is_refused() {
     let folder = Scratch::new("small");
     let plan = plan();
     let few = folder.corpus(2, 30_000_000);
-    let error = plan.next(&[], &few, 1.0, 1).unwrap_err().to_string();
+    let error = schedule::next(&plan, &[], &few, 1.0, 1)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("times"), "{error}");
     let none = folder.corpus(1, 300_000_000);
-    let error = plan.next(&[], &none, 1.0, 1).unwrap_err().to_string();
+    let error = schedule::next(&plan, &[], &none, 1.0, 1)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("needs 2 shards"), "{error}");
     fs::remove_file(folder.0.join("train-1.tokens.xz")).unwrap();
     let error = Corpus::read(&folder.0).unwrap_err().to_string();
