@@ -104,7 +104,7 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
     let path = out.to_str().unwrap();
     let text = succeeds(nvfp4(
         "quantize --dialect modelopt --exclude layers\\.1\\.self_attn\\.q_proj",
-        &[&model, "--out", path],
+        &[model, "--out", path],
     ));
     for part in [
         "29 layers quantized",
@@ -133,22 +133,22 @@ fn quantize_writes_a_folder_that_inspect_finds_valid() {
         |more: &str, from: &str| nvfp4(&format!("quantize {more}"), &[from, "--out", again]);
     fails(quantize("", path), &["quantized already"]);
     fails(
-        quantize("--exclude (", &model),
+        quantize("--exclude (", model),
         &["exclude", "regular expression"],
     );
-    fails(quantize("--method gptq", &model), &["gptq", "calibrat"]);
-    fails(quantize("--scheme w4a4", &model), &["w4a4", "calibrat"]);
+    fails(quantize("--method gptq", model), &["gptq", "calibrat"]);
+    fails(quantize("--scheme w4a4", model), &["w4a4", "calibrat"]);
     fails(
-        quantize("--input-scale 1", &model),
+        quantize("--input-scale 1", model),
         &["input-scale", "w4a16"],
     );
     fails(
-        quantize("--scheme w4a4 --input-scale 0", &model),
+        quantize("--scheme w4a4 --input-scale 0", model),
         &["input-scale is 0"],
     );
     succeeds(quantize(
         "--scheme w4a4 --input-scale 1 --method rtn",
-        &model,
+        model,
     ));
     let text = succeeds(nvfp4("inspect", &[again]));
     assert!(text.starts_with("compressed-tensors, w4a4"), "{text}");

@@ -186,7 +186,14 @@ mod with_a_model {
             length,
             stride: length - 1,
         };
-        let read = |length| cross_entropy(&model, &[text.clone()], windows(length), &mut |_, _| ());
+        let read = |length| {
+            cross_entropy(
+                &model,
+                std::slice::from_ref(&text),
+                windows(length),
+                &mut |_, _| (),
+            )
+        };
         assert_eq!(read(256).unwrap().tokens, 299);
         let error = read(257).unwrap_err().to_string();
         assert!(
