@@ -106,7 +106,11 @@ fn against_policy(args: &Args, outcome: &Outcome) -> Result<Vec<String>> {
         let nowhere = outcome.nowhere.iter();
         problems.extend(nowhere.map(|test| format!("{test}: runs on no device")));
         if args.package.is_empty() && !args.full {
-            problems.extend(expected.changed(&outcome.reasons, skips::is_installed));
+            let (grown, fewer) = expected.changed(&outcome.reasons, skips::is_installed);
+            problems.extend(grown);
+            for note in fewer {
+                println!("note: {note}");
+            }
         }
     }
     Ok(problems)
