@@ -483,23 +483,18 @@ impl Sequence {
         *sum += tree(sums);
     }
 
-    /// The sum of `dout · out` of each row, rows padded.
+    /// The sum of `dout · out` of each row, rows padded. Terms are added in the order of the
+    /// products, so that the scores of a query with one key get a gradient of exactly zero.
     #[inline(always)]
     fn delta(&self, out: &[f32], dout: &[f32]) -> Vec<f32> {
-        let mut delta = vec![0f32; self.queries.len()];
         let rows = out.chunks_exact(self.pitch);
         let rows = rows.zip(dout.chunks_exact(self.pitch));
-        for (delta, (out, dout)) in delta.iter_mut().zip(rows) {
-            let mut sums = [0f32; COLUMNS];
-            let (out, dout) = (out.as_chunks::<COLUMNS>().0, dout.as_chunks::<COLUMNS>().0);
-            for (out, dout) in out.iter().zip(dout) {
-                for ((sum, out), dout) in sums.iter_mut().zip(out).zip(dout) {
-                    *sum = dout.mul_add(*out, *sum);
-                }
-            }
-            *delta = tree(sums);
-        }
-        delta
+        let rows = rows.take(self.queries.len());
+        rows.map(|(out, dout)| {
+            let terms = out.iter().zip(dout);
+            terms.fold(0f32, |sum, (out, dout)| dout.mul_add(*out, sum))
+        })
+        .collect()
     }
 
     /// Padded rows of the gradients of one head of queries, and of the keys and values by it.
