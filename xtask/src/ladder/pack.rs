@@ -147,13 +147,13 @@ mod tests {
     #[test]
     fn libraries_of_the_system_stay_where_they_are() {
         let listed = "\tlinux-vdso.so.1 (0x00007ffc)\n\
-                      \tlibLLVM.so.23.1 => /root/llvm/lib/libLLVM.so.23.1 (0x00007f8e)\n\
+                      \tlibLLVM.so.23.1 => /opt/llvm/lib/libLLVM.so.23.1 (0x00007f8e)\n\
                       \tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f8e)\n\
                       \tlibz.so.1 => not found\n\
                       \t/lib64/ld-linux-x86-64.so.2 (0x00007f8f)\n";
         assert_eq!(
             libraries(listed),
-            [("libLLVM.so.23.1", "/root/llvm/lib/libLLVM.so.23.1")]
+            [("libLLVM.so.23.1", "/opt/llvm/lib/libLLVM.so.23.1")]
         );
     }
 
