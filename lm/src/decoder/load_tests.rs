@@ -151,7 +151,7 @@ fn values_that_are_not_finite_are_refused_by_their_place() {
 
 /// A feed-forward of width 100.
 fn odd() -> Variant {
-    let mut variant = Variant::of(&golden_folder());
+    let mut variant = Variant::of(&golden("llama3-tiny"));
     variant.json["intermediate_size"] = json!(100);
     for layer in 0..2 {
         for (name, shape, value) in [
@@ -166,14 +166,9 @@ fn odd() -> Variant {
     variant
 }
 
-fn golden_folder() -> std::path::PathBuf {
-    nvfp4_test_support::golden("llama3-tiny")
-}
-
 /// Errors name the modules, the field, and what to do.
 #[test]
 fn widths_that_are_no_multiple_of_16_are_named() {
-    golden("llama3-tiny");
     let folder = Scratch::new("load-odd");
     odd().write(&folder);
     let device = Device::flex();

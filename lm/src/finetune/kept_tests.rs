@@ -31,7 +31,7 @@ fn resumed(
 ) -> Option<String> {
     let scratch = Scratch::new(test);
     for folder in ["model", "teacher"] {
-        Variant::of(&golden_folder()).write(&scratch.join(folder));
+        Variant::of(&golden("llama3-tiny")).write(&scratch.join(folder));
     }
     let mut config = config(&scratch.join("model"), &scratch, "bf16");
     config.steps = 4;
@@ -53,13 +53,8 @@ fn resumed(
     open().err().map(|error| format!("{error:#}"))
 }
 
-fn golden_folder() -> std::path::PathBuf {
-    nvfp4_test_support::golden("llama3-tiny")
-}
-
 #[test]
 fn a_resumed_run_knows_what_it_does_not_train() {
-    golden("llama3-tiny");
     let lora = |config: &mut FinetuneConfig, _: &std::path::Path| config.lora = Some(adapters());
     let touch = |variant: &mut Variant| variant.set(WEIGHT, 5, 0.25);
     let error = resumed("kept-base", lora, "model", touch).unwrap();
