@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
-use std::process::{ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -197,12 +197,20 @@ fn training_speed() -> Result<()> {
     if out.exists() {
         fs::remove_dir_all(&out)?;
     }
-    let mut command = workspace::cargo();
+    // As the tests were built: `cargo run` has no `--workspace`, and one package alone has other
+    // features.
+    cargo(&[
+        "build",
+        "--workspace",
+        "--bin",
+        "nvfp4",
+        "--features",
+        FEATURES,
+    ])?;
+    let mut command = Command::new(workspace::target_folder()?.join("debug/nvfp4"));
     command
-        .args(["run", "--quiet", "--workspace", "--bin", "nvfp4"])
-        .args(["--features", FEATURES, "--", "train", "--device", "flex"])
-        .args(["--preset", "tiny", "--no-compare"])
-        .args(["--steps", TRAINING_STEPS])
+        .args(["train", "--device", "flex", "--preset", "tiny"])
+        .args(["--no-compare", "--steps", TRAINING_STEPS])
         .arg("--out")
         .arg(&out);
     workspace::spawn(&mut command)
@@ -233,7 +241,7 @@ fn tests(counts: &mut Option<String>) -> Result<()> {
 
 /// Licences and origin of every dependency, all features and all targets of `deny.toml`.
 pub fn licences() -> Result<()> {
-    let mut command = std::process::Command::new(tools::cargo_deny()?);
+    let mut command = Command::new(tools::cargo_deny()?);
     command.args(["check", "licenses", "bans", "sources"]);
     workspace::spawn(command.current_dir(workspace::root()))
 }

@@ -67,6 +67,8 @@ pub struct Outcome {
     pub reasons: BTreeMap<String, usize>,
     /// Names of the tests that failed, and of what else went wrong.
     pub failures: Vec<String>,
+    /// What the tests that failed printed.
+    pub printed: Vec<String>,
     /// Number of tests that left themselves to the run on another device.
     pub elsewhere: usize,
     /// Those of them that passed on no device.
@@ -150,6 +152,8 @@ impl Reader {
             };
         } else if line == "failures:" {
             self.section = Section::Failures;
+        } else if self.section == Section::Failures {
+            self.outcome.printed.push(line.to_owned());
         } else if let Section::Successes { test } = &mut self.section {
             let heading = line.strip_prefix("---- ");
             if let Some(name) = heading.and_then(|line| line.strip_suffix(" stdout ----")) {

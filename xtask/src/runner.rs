@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use std::{env, thread};
+use std::{env, fs, thread};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -66,6 +66,36 @@ pub struct Timing {
     pub tests: usize,
     /// Wall-clock time of the process.
     pub took: Duration,
+}
+
+/// The seconds that each job took when it last ran, in a file of the target folder.
+pub struct Times {
+    file: PathBuf,
+    seconds: BTreeMap<String, f64>,
+}
+
+impl Times {
+    /// What `file` has; nothing if there is no such file, or another version wrote it.
+    pub fn of(file: PathBuf) -> Self {
+        let text = fs::read_to_string(&file).unwrap_or_default();
+        Self {
+            seconds: serde_json::from_str(&text).unwrap_or_default(),
+            file,
+        }
+    }
+
+    /// Writes `timings` over what they replace.
+    pub fn write(mut self, timings: &[Timing]) -> Result<()> {
+        let seconds = timings
+            .iter()
+            .map(|timing| (timing.name.clone(), timing.took.as_secs_f64()));
+        self.seconds.extend(seconds);
+        fs::write(
+            &self.file,
+            serde_json::to_string_pretty(&self.seconds)? + "\n",
+        )
+        .with_context(|| format!("cannot write {}", self.file.display()))
+    }
 }
 
 /// Builds the tests by `command`, a `cargo test --no-run` without a message format.
@@ -194,6 +224,16 @@ impl Build {
             }
         }
         Ok(jobs)
+    }
+
+    /// Sorts `jobs` so that none begins late and runs alone at the end: those not measured yet, as
+    /// they stand, then the others, longest first.
+    pub fn longest_first(&self, jobs: &mut [Job], times: &Times) {
+        let seconds = |job: &Job| times.seconds.get(&self.shown(job)).copied();
+        jobs.sort_by(|a, b| {
+            let [a, b] = [a, b].map(|job| seconds(job).unwrap_or(f64::INFINITY));
+            b.total_cmp(&a)
+        });
     }
 
     /// Runs `jobs`, `at_a_time` processes at a time; output goes to standard output and `reader`.

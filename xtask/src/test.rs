@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::counts::{Outcome, Reader};
-use crate::runner::Timing;
+use crate::runner::{Times, Timing};
 use crate::skips::{self, Expected};
 use crate::workspace::FEATURES;
 use crate::{interop, runner, setup, workspace};
@@ -79,6 +79,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     problems.append(&mut against_policy(args, &outcome)?);
 
     println!();
+    for line in &outcome.printed {
+        println!("{line}");
+    }
     for skip in &outcome.skips {
         println!("{skip}");
     }
@@ -139,7 +142,10 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
             |module| !NOT_ON_CPU_RUNTIME.contains(&module),
         )?);
     }
+    let times = Times::of(workspace::target_folder()?.join("test-times.json"));
+    build.longest_first(&mut jobs, &times);
     let timings = build.run(&jobs, processes(), reader)?;
+    times.write(&timings)?;
     let total: Duration = timings.iter().map(|timing| timing.took).sum();
     println!(
         "\nThe longest of {} processes, {:.0} s in all:",

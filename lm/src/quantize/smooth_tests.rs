@@ -181,7 +181,8 @@ fn a_smoothed_model_computes_the_same() {
         ("llama3-tiny", Some("up_proj"), 4),
         ("llama3-tiny", Some("v_proj"), 6),
         ("qwen3moe-tiny", None, 20),
-        ("qwen3moe-tiny", Some(r"experts\.1\.(gate|down)"), 20),
+        // Experts of a layer are fused: without one of them, only attention is scaled.
+        ("qwen3moe-tiny", Some(r"experts\.1\.(gate|down)"), 8),
         ("mixtral-tiny", None, 20),
     ] {
         let scratch = Scratch::new(&format!("smooth-same-{name}"));
@@ -271,28 +272,15 @@ fn smoothing_of_equal_features_does_no_harm() {
 }
 
 #[test]
-fn smoothing_is_refused_without_calibration_or_configuration() {
+fn smoothing_is_refused_without_calibration() {
     let model = golden("llama3-tiny");
     let scratch = Scratch::new("smooth-refused");
-    let run = |model: &Path, calibration: &Calibration| {
-        let out = scratch.join("out");
-        let options = options(Smoothing::Awq);
-        let done = quantize_folder(model, &out, &options, calibration, &mut |_, _, _| ());
-        format!("{:#}", done.unwrap_err())
-    };
-    let error = run(&model, &Calibration::new());
+    let out = scratch.join("out");
+    let (options, none) = (options(Smoothing::Awq), Calibration::new());
+    let done = quantize_folder(&model, &out, &options, &none, &mut |_, _, _| ());
+    let error = format!("{:#}", done.unwrap_err());
     assert!(
         error.contains("smooth is awq") && error.contains("calibrate"),
-        "{error}"
-    );
-    let known = calibration(&load(&model));
-    let other = with_outliers(&model, &scratch.join("model"));
-    let text = std::fs::read_to_string(other.join("config.json")).unwrap();
-    let text = text.replace("\"llama\"", "\"other\"");
-    std::fs::write(other.join("config.json"), text).unwrap();
-    let error = run(&other, &known);
-    assert!(
-        error.contains("smooth is awq") && error.contains("model_type"),
         "{error}"
     );
 }
