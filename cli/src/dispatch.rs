@@ -61,7 +61,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
     };
 
     let capabilities = Capabilities::of(client);
-    let mut rows = quantize::describe(&capabilities);
+    let mut rows = quantize::describe(capabilities);
     rows.extend(gemm::describe_typical(client));
     let bf16 = match capabilities.gemm {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => None,
@@ -83,7 +83,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
         "dequantize, then Burn's matmul",
         "the kernels multiply what bf16 holds; grouped, Burn multiplies all tokens by every expert",
     ));
-    rows.extend(attention::describe(&capabilities));
+    rows.extend(attention::describe(capabilities));
     rows.push(burns_prologue());
     rows
 }

@@ -1,14 +1,21 @@
 //! What a device can do, and which backends that selects.
 
+use std::any::TypeId;
+use std::sync::{Mutex, PoisonError};
+
 use cubecl::{
     client::Client,
+    device::DeviceId,
     ir::{
         ElemType, FloatKind as CubeFloat,
         features::{MmaConfig, ScaledMmaConfig},
     },
 };
 
-use crate::cube::codec::Conversion;
+use crate::{
+    cube::codec::Conversion,
+    environment::{Environment, GemmChoice},
+};
 
 /// What decides which code path an operation takes on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,8 +59,23 @@ pub enum GemmBackend {
 }
 
 impl Capabilities {
-    /// Asks the device behind `client`.
-    pub fn of(client: &Client) -> Self {
+    /// Returns the capabilities of the device behind `client`. A process asks each device once.
+    pub fn of(client: &Client) -> &'static Self {
+        type Device = (TypeId, DeviceId);
+        static KNOWN: Mutex<Vec<(Device, &Capabilities)>> = Mutex::new(Vec::new());
+        let id = client.service_id();
+        let device = (id.service, id.device);
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, found)) = known.iter().find(|(other, _)| *other == device) {
+            return found;
+        }
+        // As long as the process, and one for each device.
+        let found: &'static Self = Box::leak(Box::new(Self::ask(client)));
+        known.push((device, found));
+        found
+    }
+
+    fn ask(client: &Client) -> Self {
         let properties = client.properties();
         let runtime = client.name();
         let is_cuda = runtime == "cuda";
@@ -95,7 +117,7 @@ impl Capabilities {
             conversion: conversion(compute_capability),
             gemm: with_tcgen05(
                 gemm_backend(has_matrix, has_block_scaled, compute_capability),
-                std::env::var("NVFP4_GEMM").as_deref() == Ok("tcgen05"),
+                Environment::get().gemm == GemmChoice::Tcgen05,
             ),
         }
     }

@@ -13,6 +13,8 @@
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 
 pub mod describe;
+#[cfg(feature = "cube")]
+mod environment;
 pub mod error;
 pub mod format;
 pub mod policy;

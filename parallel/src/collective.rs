@@ -176,6 +176,12 @@ impl HostGroup {
         self.activity.label(doing);
     }
 
+    /// Has the watchdog call `probe` every half second, in a thread of its own. The first error ends
+    /// the run on all ranks, which learn this rank and the error.
+    pub fn watch(&self, probe: impl Fn() -> Result<()> + Send + 'static) {
+        self.activity.watch(probe);
+    }
+
     /// What measures the collectives of this rank, in this group and all others.
     pub fn meter(&self) -> &Meter {
         self.activity.meter()

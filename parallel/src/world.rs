@@ -106,7 +106,7 @@ impl World {
             settings.operation,
             activity.clone(),
         );
-        let watchdog = Watchdog::start(connect()?, activity, move |failure| {
+        let watchdog = Watchdog::start(connect()?, rank, activity, move |failure| {
             mesh.inbox().abort(failure);
             // What holds a device's memory may be waiting for the device.
             drop(mesh);

@@ -35,6 +35,7 @@ use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
+    environment::Environment,
     quantize::{AmaxRequest, Amaxes, amaxes},
     tensor::{Groups, Matrix},
 };
@@ -198,12 +199,11 @@ pub enum AttentionKernel {
 /// The kernels that compute `attention`: the first of [`AttentionKernel`] that takes it, from the
 /// one on that the environment variable `NVFP4_ATTENTION` names (`sm90`, `mma`, `scalar`).
 pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
-    let asked = std::env::var("NVFP4_ATTENTION");
-    let asked = asked.as_deref().unwrap_or("sm90");
-    if asked == "sm90" && sm90::supports(client, attention).is_ok() {
+    let first = Environment::get().attention;
+    if first == AttentionKernel::Sm90 && sm90::supports(client, attention).is_ok() {
         return AttentionKernel::Sm90;
     }
-    if asked != "scalar" && mma::supports(client, attention).is_ok() {
+    if first != AttentionKernel::Scalar && mma::supports(client, attention).is_ok() {
         return AttentionKernel::Mma;
     }
     AttentionKernel::Scalar

@@ -185,7 +185,7 @@ pub fn fused_linear(
     let sum = residual.map(|_| empty(k));
     queue(&SmallMLaunch {
         client,
-        capabilities: &Capabilities::of(client),
+        capabilities: Capabilities::of(client),
         shape: problem.shape,
         left: match request.norm {
             None => Left::Operand(&a),

@@ -12,6 +12,8 @@
 //! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `exact` has small GEMMs with exact sums,
 //! by which `self_check` and [`bring_up`] check the kernel for `tcgen05` on its hardware.
 
+use std::borrow::Cow;
+
 use cubecl::{client::Client, server::Handle};
 
 // `#[cube]` generates public items that cannot carry documentation.
@@ -451,16 +453,16 @@ impl<'a> Gemm<'a> {
 
     /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on
     /// CUDA devices that lack their instruction.
-    fn capabilities_of(&self, client: &Client) -> Capabilities {
-        let found = self.capabilities.cloned();
-        let mut capabilities = found.unwrap_or_else(|| Capabilities::of(client));
+    fn capabilities_of(&self, client: &Client) -> Cow<'a, Capabilities> {
+        let found = self.capabilities;
+        let mut capabilities = Cow::Borrowed(found.unwrap_or_else(|| Capabilities::of(client)));
         let is_gpu = capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar;
         if let Some(backend) = self
             .plan
             .and_then(Plan::emulated_backend)
             .filter(|_| is_gpu)
         {
-            capabilities.gemm = backend;
+            capabilities.to_mut().gemm = backend;
         }
         capabilities
     }

@@ -12,7 +12,12 @@ use super::{
     exact::ExactGemm,
     tiles::{Sm100Form, Sm100Tile},
 };
-use crate::{Nvfp4Error, cube::ptx::BlockScaled, tensor::Matrix};
+use crate::{
+    Nvfp4Error,
+    cube::ptx::BlockScaled,
+    environment::{Environment, GemmChoice},
+    tensor::Matrix,
+};
 
 /// The GEMMs of the check of `tile`: every form for which it is a default, with tails of rows,
 /// columns and K, and an empty group.
@@ -70,7 +75,7 @@ pub(crate) fn once(
     tile: Sm100Tile,
     multiply: impl Fn(&ExactGemm) -> Result<Matrix, Nvfp4Error>,
 ) -> Result<(), String> {
-    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
+    refuse_if_asked(Environment::get().gemm)?;
     // A run that only compiles computes nothing.
     if launch_mode().is_skipped() {
         return Ok(());
@@ -86,10 +91,10 @@ fn name(client: &Client, tile: Sm100Tile) -> String {
 
 /// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
 /// or an error of the device, is nothing that a check in the same process survives.
-fn refuse_if_asked(variable: Option<&str>) -> Result<(), String> {
-    match variable {
-        Some("portable") => Err("NVFP4_GEMM=portable asks for the portable kernel".into()),
-        _ => Ok(()),
+fn refuse_if_asked(choice: GemmChoice) -> Result<(), String> {
+    match choice {
+        GemmChoice::Portable => Err("NVFP4_GEMM=portable asks for the portable kernel".into()),
+        GemmChoice::Default | GemmChoice::Tcgen05 => Ok(()),
     }
 }
 
@@ -98,7 +103,7 @@ fn refuse_if_asked(variable: Option<&str>) -> Result<(), String> {
 /// # Errors
 /// What is wrong.
 pub(crate) fn known(client: &Client, tile: Sm100Tile) -> Result<(), String> {
-    refuse_if_asked(std::env::var("NVFP4_GEMM").ok().as_deref())?;
+    refuse_if_asked(Environment::get().gemm)?;
     let found = FOUND.0.lock().unwrap_or_else(|held| held.into_inner());
     found.get(&name(client, tile)).cloned().unwrap_or(Ok(()))
 }
@@ -185,9 +190,9 @@ mod tests {
 
     #[test]
     fn the_portable_kernel_is_asked_for() {
-        assert!(refuse_if_asked(Some("portable")).is_err());
-        assert_eq!(refuse_if_asked(Some("tcgen05")), Ok(()));
-        assert_eq!(refuse_if_asked(None), Ok(()));
+        assert!(refuse_if_asked(GemmChoice::Portable).is_err());
+        assert_eq!(refuse_if_asked(GemmChoice::Tcgen05), Ok(()));
+        assert_eq!(refuse_if_asked(GemmChoice::Default), Ok(()));
     }
 
     /// A kernel that writes anything else, or fails, does not pass.

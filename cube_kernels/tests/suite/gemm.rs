@@ -429,7 +429,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             let capabilities = Capabilities::of(client);
             let backend_of = |layout| {
                 let problem = Problem::new([layout; 2], (m, n, k));
-                gemm::backend_of(&capabilities, &problem)
+                gemm::backend_of(capabilities, &problem)
             };
             let reads_rows = !hopper || backend_of(OperandLayout::KMajor) == path;
             if !reads_rows && backend_of(OperandLayout::MnMajor) != path {
@@ -1089,7 +1089,7 @@ fn paths_of_shapes() {
     let client = client!("paths_of_shapes");
     let hopper = Capabilities {
         gemm: GemmBackend::Sm90Wgmma,
-        ..Capabilities::of(&client)
+        ..Capabilities::of(&client).clone()
     };
     let of_rows = |capabilities: &Capabilities, n, k| {
         let problem = Problem::new([OperandLayout::KMajor; 2], (8, n, k));

@@ -330,7 +330,7 @@ fn choice_on_blackwell() {
         runtime: "cuda",
         compute_capability: Some(capability),
         gemm,
-        ..Capabilities::of(&client)
+        ..Capabilities::of(&client).clone()
     };
     let asked = Mutex::new(Vec::new());
     let yes = |problem: &CublasLtProblem| {
@@ -1012,7 +1012,10 @@ fn fp4_is_refused_visibly() {
         error.to_string().contains("128 x 256 x 320, Nvfp4 to Bf16"),
         "{error}"
     );
-    let pretended = Capabilities { gemm: path, ..here };
+    let pretended = Capabilities {
+        gemm: path,
+        ..here.clone()
+    };
     let events = Arc::new(Mutex::new(Vec::new()));
     // With two of them, `tracing` asks both about a call that another test made without any,
     // instead of remembering that nobody listened.

@@ -619,7 +619,7 @@ fn few_rows_without_a_path_of_their_own() {
     let old = Capabilities {
         compute_capability: Some(80),
         gemm: GemmBackend::Cmma,
-        ..here
+        ..here.clone()
     };
     for (m, n, k) in [
         (1, 2, 32),

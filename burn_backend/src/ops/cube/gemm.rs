@@ -31,7 +31,7 @@ pub(super) fn dense(
     let like = like(&a);
     let capabilities = Capabilities::of(&like.client);
     let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
-    let backend = gemm::backend_of(&capabilities, &problem);
+    let backend = gemm::backend_of(capabilities, &problem);
     // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so
     // the matmul is in f32 where that is wider, or where a bias is added after it.
     let inner = match (&a, &b, &bias) {

@@ -50,7 +50,7 @@ static EMULATE: AtomicBool = AtomicBool::new(false);
 /// From now on devices that have, in hardware, everything but E2M1 instructions are given kernels
 /// with [`Conversion::Emulated`], and so are those that have them. Elsewhere nothing changes: there
 /// [`Conversion::Software`] surrounds the same operations with the same ones. For tests, in a
-/// process of their own.
+/// process of their own, before anything else uses CubeCL: devices are asked once.
 #[doc(hidden)]
 pub fn emulate_e2m1_instructions() {
     EMULATE.store(true, Ordering::Relaxed);

@@ -23,6 +23,7 @@ use crate::{
     Nvfp4Error, PackedReads,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
+    environment::Environment,
 };
 
 /// All kernels, in the order in which they are asked.
@@ -240,7 +241,7 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
 /// `NVFP4_SCALES=tiles` in the environment asks for tiles on every device: kernels that read rows
 /// then have them unswizzled before, with the same bits.
 pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
-    if std::env::var("NVFP4_SCALES").as_deref() == Ok("tiles") {
+    if Environment::get().scale_tiles {
         return PackedReads::Swizzled;
     }
     on_device(client, |device| packed_reads_on(device, problem))
@@ -274,7 +275,7 @@ pub fn describe_typical(client: &Client) -> Vec<CodePath> {
 /// What `ask` finds about the device behind `client`.
 fn on_device<T>(client: &Client, ask: impl FnOnce(&Device) -> T) -> T {
     ask(&Device {
-        capabilities: &Capabilities::of(client),
+        capabilities: Capabilities::of(client),
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
         // The check runs with the first GEMM, which nothing here is.
