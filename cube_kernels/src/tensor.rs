@@ -174,7 +174,7 @@ impl Groups {
 }
 
 /// The most groups with offsets in device memory: their starts are kept in shared memory.
-pub const MAX_GROUPS: usize = 512;
+const MAX_GROUPS: usize = 512;
 
 /// A quantized matrix in device memory.
 ///

@@ -112,11 +112,6 @@ impl RopeCache {
         Tensor::cat(vec![real, imaginary], 3)
     }
 
-    /// Whether a query sees no later key.
-    pub fn is_causal(&self) -> bool {
-        self.causal
-    }
-
     /// The tables, as kernels take them.
     fn tables(&self) -> Result<Option<RotaryTables>, Nvfp4Error> {
         let (Some(cos), Some(sin)) = (&self.cos, &self.sin) else {

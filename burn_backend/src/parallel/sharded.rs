@@ -196,17 +196,8 @@ impl Shards {
         groups.shards(sharded_ids(module))
     }
 
-    /// Those of `module`, whose parameters are whole, that [`fully_shard`] or
-    /// [`ZeroAdamW`](crate::optim::ZeroAdamW) would shard.
-    pub fn shardable<M: Module>(module: &M, group: &ProcessGroup) -> Self {
-        Self {
-            group: group.clone(),
-            ids: shardable_ids(module, ExpertGroups::none(group)),
-        }
-    }
-
-    /// Those of `module` that [`fully_shard_experts`] would shard: of experts, and of all other
-    /// parameters.
+    /// Those of `module`, whose parameters are whole, that [`fully_shard_experts`] would shard: of
+    /// experts, and of all other parameters.
     pub fn shardable_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
         groups.shards(shardable_ids(module, groups))
     }

@@ -269,11 +269,6 @@ pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
     decode_from(client, packed, &packed.scales, None)
 }
 
-/// [`decode`] of groups along its rows: what lies behind the last one is not written.
-pub fn decode_groups(client: &Client, packed: &DeviceQuantized, groups: &GroupOffsets) -> Handle {
-    decode_from(client, packed, &packed.scales, Some(groups))
-}
-
 /// [`decode`] with block scales in rows that are beside `packed`, as far as the groups along its
 /// rows go, if there are such.
 fn decode_from(

@@ -91,7 +91,7 @@ pub struct AdamWSpec<'a> {
 }
 
 /// The number of sums that [`square_sums`] makes of a gradient.
-pub fn square_sum_count(elements: usize) -> usize {
+fn square_sum_count(elements: usize) -> usize {
     elements.div_ceil(SQUARE_CHUNK)
 }
 

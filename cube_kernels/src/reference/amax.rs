@@ -149,7 +149,7 @@ fn canonical(bits: u32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{HadamardSize, reference::transform_cols};
+    use crate::{HadamardSize, reference::hadamard::transform_cols};
 
     #[test]
     fn nan_and_infinity_survive() {

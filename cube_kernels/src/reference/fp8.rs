@@ -56,7 +56,8 @@ fn row_scale(amax: f32) -> f32 {
 ///
 /// # Panics
 /// When there are not `cols` codes for each scale.
-pub fn fp8_dequantize_rows(rows: &Fp8Rows, cols: usize) -> Vec<f32> {
+#[cfg(test)]
+fn fp8_dequantize_rows(rows: &Fp8Rows, cols: usize) -> Vec<f32> {
     let Fp8Rows { codes, scales } = rows;
     assert_eq!(codes.len(), scales.len() * cols, "`codes` must be rows");
     let mut values = vec![0.0; codes.len()];

@@ -1,14 +1,7 @@
 //! The random Hadamard transform `R = diag(s) · H · 1/√size` on groups of 16, 32, 64 or 128
 //! elements (numerics, section 6).
 
-use rayon::prelude::*;
-
-use super::{
-    Element,
-    load::load_rows,
-    simd::{Baseline, Isa},
-};
-use crate::{BLOCK, Hadamard, HadamardSize};
+use crate::{Hadamard, HadamardSize};
 
 /// The largest group, for buffers that hold any of them.
 pub(super) const MAX_GROUP: usize = HadamardSize::H128.elements();
@@ -94,60 +87,21 @@ fn round_to_bf16(value: f32) -> f32 {
     f32::from_bits(if is_nan { bits | 0x0040_0000 } else { rounded } & 0xFFFF_0000)
 }
 
-/// `x R^T`, the inverse of [`transform`], in `f32` and without rounding to bf16.
-///
-/// # Panics
-/// As [`transform`].
-pub fn inverse_transform(group: &mut [f32], hadamard: &Hadamard) {
-    let size = hadamard.size();
-    assert_eq!(
-        group.len(),
-        size.elements(),
-        "`group` must hold as many elements as the transform mixes"
-    );
-    // H is symmetric, so R^T = 1/√size · H · diag(s).
-    butterfly(group.as_chunks_mut::<1>().0);
-    for (i, value) in group.iter_mut().enumerate() {
-        let scaled = *value * size.factor();
-        *value = if hadamard.negates(i) { -scaled } else { scaled };
-    }
-}
-
-/// The columnwise transformed matrix, stored transposed: `[cols, padded]`, `padded` being `rows`
-/// rounded up to a multiple of the transform's size. Rows beyond the matrix count as zeros, so the
-/// whole of a last, partial group has meaning.
-///
-/// # Panics
-/// When `x` does not hold `rows * cols` elements.
-pub fn transform_cols<T: Element>(
-    x: &[T],
-    rows: usize,
-    cols: usize,
-    hadamard: &Hadamard,
-) -> Vec<f32> {
-    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+/// The columnwise transformed matrix, stored transposed: `[cols, padded]`. `padded` is `rows`
+/// rounded up to a multiple of the transform's size; rows beyond the matrix are zeros.
+#[cfg(test)]
+pub(super) fn transform_cols(x: &[f32], rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<f32> {
     let size = hadamard.size().elements();
     let padded = rows.next_multiple_of(size);
     let mut out = vec![0f32; cols * padded];
-    out.par_chunks_mut((padded * BLOCK).max(1))
-        .enumerate()
-        .for_each(|(chunk, out)| {
-            let mut group = [[0f32; BLOCK]; MAX_GROUP];
-            let group = &mut group[..size];
-            for row0 in (0..rows).step_by(size) {
-                load_rows(Baseline, x, (rows, cols), (row0, chunk * BLOCK), group);
-                transform_lanes(group, hadamard);
-                for (i, tile) in group.as_chunks::<BLOCK>().0.iter().enumerate() {
-                    let columns = Baseline
-                        .transpose(tile)
-                        .into_iter()
-                        .take(out.len() / padded);
-                    for (column, block) in columns.enumerate() {
-                        out[column * padded + row0 + i * BLOCK..][..BLOCK].copy_from_slice(&block);
-                    }
-                }
-            }
-        });
+    for (column, out) in out.chunks_exact_mut(padded.max(1)).enumerate() {
+        for (row, value) in out[..rows].iter_mut().enumerate() {
+            *value = x[row * cols + column];
+        }
+        for group in out.chunks_exact_mut(size) {
+            transform(group, hadamard);
+        }
+    }
     out
 }
 
@@ -257,29 +211,6 @@ mod tests {
                     let bound = if exact || i != j { 0.0 } else { 1.0 / 256.0 };
                     assert!((dot - norm).abs() <= bound, "{size:?}: {i}·{j} = {dot}");
                 }
-            }
-        }
-    }
-
-    #[test]
-    fn inverse_undoes_it() {
-        for size in HadamardSize::ALL {
-            let hadamard = seeded(size);
-            let original: Vec<f32> = (0..size.elements()).map(|i| (i % 9) as f32 - 4.0).collect();
-            let mut group = original.clone();
-            transform(&mut group, &hadamard);
-            inverse_transform(&mut group, &hadamard);
-            for (found, expected) in group.iter().zip(&original) {
-                // Rounding to bf16 loses up to 2^-9 of each coefficient, and the inverse sums
-                // them: |error| <= 2^-9 · |coefficients| · √size / √size.
-                let bound = match size {
-                    HadamardSize::H16 => 0.0,
-                    _ => (original.iter().map(|v| v * v).sum::<f32>()).sqrt() / 512.0,
-                };
-                assert!(
-                    (found - expected).abs() <= bound,
-                    "{size:?}: {found} instead of {expected}"
-                );
             }
         }
     }

@@ -53,7 +53,7 @@ pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};
 #[cfg(feature = "cube")]
 pub(crate) use exponential::{EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER};
 pub use exponential::{exp_of_negative, sigmoid};
-pub use fp8::{FP8_CHUNK, Fp8Rows, fp8_dequantize_rows, fp8_linear, fp8_quantize_rows};
+pub use fp8::{FP8_CHUNK, Fp8Rows, fp8_linear, fp8_quantize_rows};
 #[cfg(feature = "cube")]
 pub(crate) use gelu::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, INV_SQRT_2, INV_SQRT_2PI, TANH_CUBE, TANH_SCALE,
@@ -61,7 +61,7 @@ pub(crate) use gelu::{
 };
 pub use gelu::{Gelu, gelu, gelu_backward};
 pub use gemm::{alpha, gemm_f32, gemm_f64};
-pub use hadamard::{inverse_transform, transform, transform_cols};
+pub use hadamard::transform;
 pub use kl_divergence::{KlDivergence, kl_divergence_rows};
 pub use loss::{
     CrossEntropy, CrossEntropyResult, Reduction, cross_entropy, cross_entropy_lanes,
@@ -88,7 +88,7 @@ pub use optimizer::{
     AdamWParams, AdamWSchedule, AdamWUpdate, Moment, NORM_EPSILON, SQUARE_CHUNK, adamw,
     clip_factor, round_bf16_stochastic, square_sums,
 };
-pub use panels::{PANEL_BYTES, PANEL_ROWS, panels};
+pub use panels::panels;
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
 pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
 pub use rounding::{round_nearest, round_stochastic};

@@ -4,18 +4,18 @@
 use std::ops::Range;
 
 /// Bytes of `f32` that a panel may have, where that is no fewer than [`PANEL_ROWS`] rows.
-pub const PANEL_BYTES: usize = 32 << 20;
+const PANEL_BYTES: usize = 32 << 20;
 
 /// Rows that a panel may have at least.
 ///
 /// A GEMM of fewer rows could be summed in another order than the whole one: GEMMs choose their
 /// loops by shape, those of small M or N apart from all others. Panels of one operand are of the
 /// same size but for one row, so that none has fewer than half of this.
-pub const PANEL_ROWS: usize = 640;
+const PANEL_ROWS: usize = 640;
 
 /// `outer` rows of `depth` elements in panels: in order, as few as there can be, of equal size but
-/// for one row, and none larger than [`PANEL_BYTES`] in `f32` or [`PANEL_ROWS`] rows, whichever is
-/// more. One, of nothing, where there are no rows.
+/// for one row, and none larger than 32 MiB in `f32` or 640 rows, whichever is more. One, of
+/// nothing, where there are no rows.
 pub fn panels(outer: usize, depth: usize) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
     let most = (PANEL_BYTES / (4 * depth.max(1))).max(PANEL_ROWS);
     let count = outer.div_ceil(most).max(1);

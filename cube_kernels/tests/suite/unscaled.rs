@@ -15,9 +15,8 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Gemm, Plan, Target,
-        kernels::{Sm90Tile, decode, decode_groups},
+        kernels::{Sm90Tile, decode},
     },
-    moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
     reference,
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
@@ -361,33 +360,6 @@ fn values_are_those_of_the_workspace() {
                 let what = format!("{kind:?} {:?} {:?}", packed.usage(), row.policy);
                 assert_bytes(&bits(&client, &values), &expected, &what);
             }
-        }
-    }
-}
-
-/// Of groups along K the values up to the end of the last.
-#[test]
-fn values_of_groups_are_those_of_the_matrix() {
-    let client = hopper!("values_of_groups_are_those_of_the_matrix");
-    let (rows, cols) = (37, 16 * 9);
-    let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 3));
-    let x = upload(&client, &x, rows, cols);
-    let policy = (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor);
-    let row = &Copy::new(&client, &x, Usage::Rowwise, policy);
-    let [packed, _] = copies(&client, &x, Some((row, Storage::Packed)), None);
-    let packed = packed.unwrap();
-    let len = rows * cols * 2;
-    let expected = read_bytes(&client, &decode(&client, &packed), len);
-    for offsets in [[0u32, 16, 48], [0, 0, 0], [0, 32, 16 * 9]] {
-        let end = offsets[2] as usize;
-        let words = client.create_from_slice(bytemuck::cast_slice(&offsets));
-        let groups = GroupOffsets::new(words, 2).unwrap();
-        let found = read_bytes(&client, &decode_groups(&client, &packed, &groups), len);
-        let rows = found
-            .chunks_exact(cols * 2)
-            .zip(expected.chunks_exact(cols * 2));
-        for (found, expected) in rows {
-            assert_eq!(found[..end * 2], expected[..end * 2], "{offsets:?}");
         }
     }
 }

@@ -66,19 +66,6 @@ impl Decoder {
             .with_context(|| folder.display().to_string())
     }
 
-    /// The same from open tensors.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load), but for the configuration.
-    pub fn from_tensors(
-        config: &DecoderConfig,
-        tensors: &TensorFolder,
-        device: &Device,
-        dtype: FloatDType,
-    ) -> Result<Self> {
-        Self::of_plain_tensors(config, tensors, (device, dtype), Form::Plain)
-    }
-
     fn of_plain_tensors(
         config: &DecoderConfig,
         tensors: &TensorFolder,

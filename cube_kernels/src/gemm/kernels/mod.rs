@@ -57,9 +57,7 @@ mod w4a16_arrange;
 pub use super::{
     arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
     epilogue::{EpilogueKind, EpilogueLaunch, Factor},
-    materialize::{
-        decode, decode_groups, dequantize_unscaled_kernel, transpose_kernel, transposed,
-    },
+    materialize::{decode, dequantize_unscaled_kernel, transpose_kernel, transposed},
     problem::Plan,
     scheduler::{GroupedDim, Schedule},
     tiles::{

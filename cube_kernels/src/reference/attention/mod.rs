@@ -171,7 +171,7 @@ pub fn attention_forward<T: Element>(
 ///
 /// # Panics
 /// When an operand does not hold its heads.
-pub fn attention_delta<T: Element>(
+fn attention_delta<T: Element>(
     out: HostHeads<'_, T>,
     dout: HostHeads<'_, T>,
     shape: &AttentionShape<'_>,
