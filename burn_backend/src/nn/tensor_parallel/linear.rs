@@ -8,7 +8,7 @@ use nvfp4_kernels::Nvfp4Error;
 
 use super::super::parts::LinearPart;
 use super::super::{Nvfp4Linear, rows};
-use super::{ShardAmax, ShardedParameter, TensorParallel, replaced};
+use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::sharding::{LinearSharding, ShardedDim};
 use crate::parallel::{ProcessGroup, functions, whole_dims};
@@ -429,7 +429,6 @@ impl Shard {
                 dim: self.dim,
                 segments: self.segments.clone(),
                 sequence_parallel: self.parallel.sequence_parallel,
-                group_amax: self.parallel.amax == ShardAmax::Group,
                 deterministic: self.parallel.deterministic,
             });
         }

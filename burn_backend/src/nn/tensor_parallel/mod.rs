@@ -50,23 +50,11 @@ pub use linear::{ColumnParallelLinear, RowParallelLinear};
 pub use moe::TensorParallelMoe;
 pub use norm::SequenceParallelRmsNorm;
 
-/// Whose amax an operand that is sharded is quantized with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ShardAmax {
-    /// That of all ranks: the bits of one device.
-    #[default]
-    Group,
-    /// That of the rank's own part, as in TransformerEngine; operands whose tokens are sharded,
-    /// which are gathered, still have that of all ranks.
-    Local,
-}
-
 /// How layers are sharded, and over which ranks.
 #[derive(Debug, Clone)]
 pub struct TensorParallel {
     pub(super) group: ProcessGroup,
     pub(super) sequence_parallel: bool,
-    pub(super) amax: ShardAmax,
     pub(super) deterministic: bool,
     pub(super) experts: ExpertRanks,
 }
@@ -81,8 +69,7 @@ pub(super) struct ExpertRanks {
 }
 
 impl TensorParallel {
-    /// Over the ranks of `group`; without sequence parallelism, with the amax of the group, adding
-    /// partial sums.
+    /// Over the ranks of `group`, without sequence parallelism and adding partial sums.
     pub fn new(group: ProcessGroup) -> Self {
         Self {
             experts: ExpertRanks {
@@ -91,7 +78,6 @@ impl TensorParallel {
             },
             group,
             sequence_parallel: false,
-            amax: ShardAmax::Group,
             deterministic: false,
         }
     }
@@ -105,12 +91,6 @@ impl TensorParallel {
             sequence_parallel,
             ..self
         }
-    }
-
-    /// Whose amax sharded operands are quantized with; the deterministic mode always takes that of
-    /// the group.
-    pub fn with_amax(self, amax: ShardAmax) -> Self {
-        Self { amax, ..self }
     }
 
     /// Whether all outputs and gradients have the bits of one device.

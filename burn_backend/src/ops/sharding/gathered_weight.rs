@@ -189,7 +189,6 @@ impl LinearSharding {
             dim: ShardedDim::Output,
             segments: Vec::new(),
             sequence_parallel: true,
-            group_amax: true,
             deterministic: false,
         }
     }

@@ -58,9 +58,6 @@ pub(crate) struct LinearSharding {
     /// Whether ranks have parts of the tokens where they have all columns: of the input with
     /// [`ShardedDim::Output`], of the output with [`ShardedDim::Input`].
     pub(crate) sequence_parallel: bool,
-    /// Whether the amax of every operand is that of the group; else only that of operands that are
-    /// gathered.
-    pub(crate) group_amax: bool,
     /// Whether no sum is reordered.
     pub(crate) deterministic: bool,
 }
@@ -105,6 +102,20 @@ enum Part {
     Cols(Vec<usize>),
     /// Some of its tokens: rows that are gathered as soon as they are quantized.
     Tokens(usize),
+}
+
+impl Part {
+    /// True if the amax of the operand is the largest of the group's.
+    fn shares_amax(&self, params: &QuantParams, usage: Usage) -> bool {
+        match (params.amax, usage, self) {
+            (_, _, Self::Whole) => false,
+            (AmaxGranularity::PerTensor, ..) => true,
+            // Where the contraction of a stored row is split.
+            (AmaxGranularity::PerRow, Usage::Rowwise, Self::Cols(_)) => true,
+            (AmaxGranularity::PerRow, Usage::Columnwise, Self::Rows(_) | Self::Tokens(_)) => true,
+            (AmaxGranularity::PerRow, ..) => false,
+        }
+    }
 }
 
 impl LinearSharding {
@@ -401,7 +412,7 @@ impl LinearSharding {
             return [0, 1]
                 .map(|i| {
                     let (own, params) = (found[i].clone()?, params[i].as_ref()?);
-                    Some(match self.shares_amax(part, params, usages[i]) {
+                    Some(match part.shares_amax(params, usages[i]) {
                         true => largest.clone(),
                         false => own,
                     })
@@ -413,7 +424,7 @@ impl LinearSharding {
             && row.shares_amax()
             && col.shares_amax()
         {
-            let amax = match self.shares_amax(part, row, Usage::Rowwise) {
+            let amax = match part.shares_amax(row, Usage::Rowwise) {
                 true => self.exchange::<B>(amax.clone(), Step::AllReduce(Reduction::Max)),
                 false => amax.clone(),
             };
@@ -423,7 +434,7 @@ impl LinearSharding {
         let found = [0, 1].map(|i| {
             let amax = found.next().expect("two")?;
             let params = params[i].as_ref().expect("it was found by them");
-            Some((amax, self.shares_amax(part, params, usages[i])))
+            Some((amax, part.shares_amax(params, usages[i])))
         });
         let shared: Vec<_> = found
             .iter()
@@ -448,20 +459,6 @@ impl LinearSharding {
             });
             amax.into()
         })
-    }
-
-    /// Whether the amax of this operand is the largest of the group's.
-    fn shares_amax(&self, part: &Part, params: &QuantParams, usage: Usage) -> bool {
-        let is_split = match (params.amax, usage, part) {
-            (_, _, Part::Whole) => false,
-            (AmaxGranularity::PerTensor, ..) => true,
-            // Where the contraction of a stored row is split.
-            (AmaxGranularity::PerRow, Usage::Rowwise, Part::Cols(_)) => true,
-            (AmaxGranularity::PerRow, Usage::Columnwise, Part::Rows(_) | Part::Tokens(_)) => true,
-            (AmaxGranularity::PerRow, ..) => false,
-        };
-        let is_gathered = matches!(part, Part::Tokens(_)) || self.deterministic;
-        is_split && (self.group_amax || is_gathered)
     }
 
     /// The quantized part, segment by segment where segments draw random bits at places that do not

@@ -74,7 +74,6 @@ impl Case {
                 dim: shares.dim,
                 segments: shares.segments.clone(),
                 sequence_parallel: shares.sequence_parallel,
-                group_amax: true,
                 deterministic: shares.deterministic,
             }),
             ..LinearContext::default()

@@ -5,9 +5,7 @@ use std::time::Duration;
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
-use burn_nvfp4::nn::tensor_parallel::{
-    ColumnParallelLinear, RowParallelLinear, ShardAmax, TensorParallel,
-};
+use burn_nvfp4::nn::tensor_parallel::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::{Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
@@ -296,24 +294,6 @@ presets!(
     mxfp4,
     bf16
 );
-
-/// With the amax of its own part alone, a rank whose part lacks the largest element has other bits:
-/// of the weight, of the input of row-parallel layers, of the output's gradient of column-parallel
-/// ones.
-#[test]
-fn the_amax_of_the_own_part_has_other_bits() {
-    let case = Case::new(&nearest(), SHAPES[0]);
-    for (kind, by_w_and_x, by_dy) in [(Kind::Column, "y", "dw"), (Kind::Row, "dx", "dw")] {
-        for by_tokens in [false, true] {
-            let local = |parallel: TensorParallel| parallel.with_amax(ShardAmax::Local);
-            let ranks = compare(&case, kind, 2, by_tokens, local);
-            for name in [by_w_and_x, by_dy] {
-                let differs = ranks.iter().any(|different| different.contains(&name));
-                assert!(differs, "{kind:?}: {name} of {ranks:?}");
-            }
-        }
-    }
-}
 
 /// Sums over ranks are those of one device up to the rounding of their terms.
 #[test]
