@@ -4,7 +4,6 @@ use cubecl::server::Handle;
 use nvfp4_kernels::{
     Format, Hadamard, HadamardSize, RandomStream, Usage, gemm,
     quantize::{self, EdenForm, EdenSource},
-    reference::EdenTarget,
     tensor::{FloatKind, Groups},
 };
 
@@ -75,12 +74,9 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         let name = format!("MS-EDEN, NVFP4 {from} to col, {form_name}");
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
         section.time(&name, n * (PACKED + 2.0), |i| {
-            let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
+            let random = RandomStream::new(1, 2, 3);
             let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
-            quantize::ms_eden_as(
-                &client, source, usage, amax, &hadamard, target, random, form,
-            )
-            .unwrap();
+            quantize::ms_eden_as(&client, source, usage, amax, &hadamard, random, form).unwrap();
         });
     }
     let [(_, a), (_, b)] = &quantized;
@@ -160,7 +156,7 @@ fn eden<'a>(
         quantize::ms_eden_amax(&client, source(i), usage, &hadamard).unwrap();
     });
     section.time(&format!("MS-EDEN, {name}"), read + written, |i| {
-        let (target, random) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
-        quantize::ms_eden(&client, source(i), usage, amax(), &hadamard, target, random).unwrap();
+        let random = RandomStream::new(1, 2, 3);
+        quantize::ms_eden(&client, source(i), usage, amax(), &hadamard, random).unwrap();
     });
 }

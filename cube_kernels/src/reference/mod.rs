@@ -69,12 +69,13 @@ pub use loss::{
 };
 #[cfg(feature = "cube")]
 pub(crate) use loss::{LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LOSS_LANES, SQRT_HALF};
-pub use ms_eden::{
-    EDEN_GROUP, EdenParams, EdenTarget, eden_amax, ms_eden, ms_eden_amax, ms_eden_at,
-    round_scale_stochastic,
-};
 #[cfg(feature = "cube")]
-pub(crate) use ms_eden::{check_hadamard as check_eden_hadamard, eden_position};
+pub(crate) use ms_eden::{
+    EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR, check_hadamard as check_eden_hadamard, eden_position,
+};
+pub use ms_eden::{
+    EDEN_GROUP, EdenParams, eden_amax, ms_eden, ms_eden_amax, ms_eden_at, round_scale_stochastic,
+};
 pub use mx::{mx_dequantize, mx_quantize};
 #[cfg(feature = "cube")]
 pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};

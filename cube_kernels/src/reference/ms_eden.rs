@@ -14,7 +14,7 @@
 //!    tensor is that much longer than the source.
 //! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to `T
 //!    · 255.99` where plain NVFP4 maps it to 6 · 448; `T = 6 / f` is where the largest element of a
-//!    block lands ([`EdenTarget`]). So that everything which reads a packed tensor may go on
+//!    block lands, `f = (17/16) · 0.93`. So that everything which reads a packed tensor may go on
 //!    decoding with `amax / 2688`, the tensor keeps `amax' = fl(amax · fl(448 f / 255.99))` in its
 //!    place, at most `f32::MAX` where `amax` is finite.
 //! 3. `S` and `D` follow from `amax'` as in section 4; `m = fl(S · fl(f / 6))`.
@@ -51,52 +51,30 @@ pub const EDEN_GROUP: usize = 128;
 /// Blocks in a group.
 const BLOCKS: usize = EDEN_GROUP / BLOCK;
 
-/// Where the largest element of a block lands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum EdenTarget {
-    /// On 6, as in plain NVFP4.
-    Forward,
-    /// On `6 / ((17/16) · 0.93)`: it saturates, by a little, and the grid is used where most
-    /// elements are. Quartet II's choice for the backward.
-    Backward,
-}
+/// `f`: 6 divided by where the largest element of a block lands, `6 / ((17/16) · 0.93)`. It
+/// saturates, by a little, and the grid is used where most elements are: Quartet II's choice for
+/// the backward.
+const FRACTION: f64 = 17.0 / 16.0 * 0.93;
 
-impl EdenTarget {
-    /// `f`: 6 divided by the target.
-    const fn fraction(self) -> f64 {
-        match self {
-            Self::Forward => 1.0,
-            Self::Backward => 17.0 / 16.0 * 0.93,
-        }
-    }
+/// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global scale.
+pub(crate) const EDEN_AMAX_FACTOR: f32 = (448.0 * FRACTION / 255.99) as f32;
 
-    /// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global
-    /// scale.
-    pub const fn amax_factor(self) -> f32 {
-        (448.0 * self.fraction() / 255.99) as f32
-    }
-
-    /// `fl(f / 6)`: the reciprocal of the target.
-    pub const fn block_factor(self) -> f32 {
-        (self.fraction() / 6.0) as f32
-    }
-}
+/// `fl(f / 6)`: the reciprocal of where the largest element lands.
+pub(crate) const EDEN_BLOCK_FACTOR: f32 = (FRACTION / 6.0) as f32;
 
 /// What one MS-EDEN quantization is made by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EdenParams {
     /// The transform, which mixes 128 elements.
     pub hadamard: Hadamard,
-    /// Where the largest element of a block lands.
-    pub target: EdenTarget,
     /// Where the random bits of the block scales come from.
     pub stream: RandomStream,
 }
 
 /// `amax'`, from which the scales of a tensor derive whose transformed values reach `amax`.
 #[inline]
-pub fn eden_amax(amax: f32, target: EdenTarget) -> f32 {
-    let scaled = amax * target.amax_factor();
+pub fn eden_amax(amax: f32) -> f32 {
+    let scaled = amax * EDEN_AMAX_FACTOR;
     if scaled > f32::MAX && amax <= f32::MAX {
         f32::MAX
     } else {
@@ -179,19 +157,15 @@ pub fn ms_eden_at<T: Element>(
     params: &EdenParams,
     first_group: u64,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    let EdenParams {
-        hadamard,
-        target,
-        stream,
-    } = params;
+    let EdenParams { hadamard, stream } = params;
     check_matrix(x.len(), rows, cols)?;
     check_hadamard(hadamard)?;
     let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
     let position = eden_position(&stream.position)?;
-    let amax = eden_amax(amax, *target);
+    let amax = eden_amax(amax);
     let global = GlobalScale::from_amax(amax);
-    let block_factor = global.encode * target.block_factor();
+    let block_factor = global.encode * EDEN_BLOCK_FACTOR;
     let mut codes = vec![0u8; outer * groups * BLOCKS * 8];
     let mut scales = vec![0u8; outer * groups * BLOCKS];
     codes
@@ -389,10 +363,9 @@ mod tests {
             .collect()
     }
 
-    fn draw(n: usize, target: EdenTarget) -> EdenParams {
+    fn draw(n: usize) -> EdenParams {
         EdenParams {
             hadamard: Hadamard::seeded_with_size(HadamardSize::H128, n as u64),
-            target,
             stream: RandomStream::new(5, 1, n as u64),
         }
     }
@@ -409,8 +382,8 @@ mod tests {
     }
 
     /// The decoded tensor, rotated back.
-    fn decoded(x: &[f32], n: usize, target: EdenTarget) -> Vec<f32> {
-        let params = draw(n, target);
+    fn decoded(x: &[f32], n: usize) -> Vec<f32> {
+        let params = draw(n);
         let shape = (x.len() / EDEN_GROUP, EDEN_GROUP);
         let mut values = dequantize(&quantize(x, shape, Usage::Rowwise, &params));
         for group in values.chunks_exact_mut(EDEN_GROUP) {
@@ -444,23 +417,21 @@ mod tests {
     fn the_mean_of_many_draws_is_the_source() {
         const DRAWS: usize = 4096;
         let x = normals(4 * EDEN_GROUP, 3);
-        for target in [EdenTarget::Forward, EdenTarget::Backward] {
-            let mut sum = vec![0f64; x.len()];
-            let mut squares = 0.0;
-            for n in 0..DRAWS {
-                for ((sum, value), &x) in sum.iter_mut().zip(decoded(&x, n, target)).zip(&x) {
-                    let error = value as f64 - x as f64;
-                    *sum += error;
-                    squares += error * error;
-                }
+        let mut sum = vec![0f64; x.len()];
+        let mut squares = 0.0;
+        for n in 0..DRAWS {
+            for ((sum, value), &x) in sum.iter_mut().zip(decoded(&x, n)).zip(&x) {
+                let error = value as f64 - x as f64;
+                *sum += error;
+                squares += error * error;
             }
-            let error = norm(sum.iter().map(|sum| sum / DRAWS as f64));
-            let expected = (squares / DRAWS as f64 / DRAWS as f64).sqrt();
-            assert!(
-                (0.85..1.15).contains(&(error / expected)),
-                "{target:?}: {error} instead of {expected}"
-            );
         }
+        let error = norm(sum.iter().map(|sum| sum / DRAWS as f64));
+        let expected = (squares / DRAWS as f64 / DRAWS as f64).sqrt();
+        assert!(
+            (0.85..1.15).contains(&(error / expected)),
+            "{error} instead of {expected}"
+        );
     }
 
     #[test]
@@ -507,7 +478,7 @@ mod tests {
         let transposed: Vec<f32> = (0..rows * cols)
             .map(|i| x[i % rows * cols + i / rows])
             .collect();
-        let params = draw(0, EdenTarget::Backward);
+        let params = draw(0);
         let by_col = quantize(&x, (rows, cols), Usage::Columnwise, &params);
         let by_row = quantize(&transposed, (cols, rows), Usage::Rowwise, &params);
         assert_eq!(
@@ -521,7 +492,7 @@ mod tests {
 
     #[test]
     fn special_values() {
-        let params = draw(3, EdenTarget::Backward);
+        let params = draw(3);
         let quantize = |x: &[f32]| quantize(x, (1, x.len()), Usage::Rowwise, &params);
         let zero = quantize(&[0.0; 128]);
         assert!(zero.scales().iter().all(|&scale| scale == ONE));
@@ -548,11 +519,8 @@ mod tests {
         // The largest finite values do not become infinite by a larger amax'.
         let large = quantize(&[f32::MAX / 256.0; 128]);
         assert!(dequantize(&large).iter().all(|value| value.is_finite()));
-        assert_eq!(eden_amax(f32::MAX, EdenTarget::Backward), f32::MAX);
-        assert_eq!(
-            eden_amax(f32::INFINITY, EdenTarget::Backward),
-            f32::INFINITY
-        );
+        assert_eq!(eden_amax(f32::MAX), f32::MAX);
+        assert_eq!(eden_amax(f32::INFINITY), f32::INFINITY);
     }
 
     #[test]

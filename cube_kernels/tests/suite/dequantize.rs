@@ -8,7 +8,7 @@ use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
     RandomStream, Rounding, Usage, quantize,
-    reference::{self, EdenParams, EdenTarget},
+    reference::{self, EdenParams},
     tensor::{DeviceQuantized, FloatKind},
 };
 
@@ -58,7 +58,7 @@ fn operands_are_requantized_by_what_scales_them() {
     let client = client!("operands_are_requantized_by_what_scales_them");
     let (rows, cols) = SHAPE;
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 9);
-    let (target, stream) = (EdenTarget::Backward, RandomStream::new(1, 2, 3));
+    let stream = RandomStream::new(1, 2, 3);
     for (from, per_row) in USAGES
         .into_iter()
         .flat_map(|usage| [(usage, false), (usage, true)])
@@ -87,15 +87,10 @@ fn operands_are_requantized_by_what_scales_them() {
                 cols,
                 to,
                 amax,
-                &EdenParams {
-                    hadamard,
-                    target,
-                    stream,
-                },
+                &EdenParams { hadamard, stream },
             )
             .unwrap();
-            let found =
-                quantize::ms_eden(&client, &device, to, &found, &hadamard, target, stream).unwrap();
+            let found = quantize::ms_eden(&client, &device, to, &found, &hadamard, stream).unwrap();
             let found = found.to_host(&client, *expected.origin()).unwrap();
             assert_bytes(found.codes(), expected.codes(), &what);
             assert_bytes(found.scales(), expected.scales(), &what);

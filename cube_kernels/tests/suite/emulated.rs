@@ -22,7 +22,7 @@ use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
     quantize::{self, EdenSource, GateUp, Prologue},
-    reference::{self, EdenParams, EdenTarget},
+    reference::{self, EdenParams},
     tensor::{DeviceQuantized, Groups},
 };
 
@@ -170,10 +170,7 @@ fn eden<T: reference::Element>(
     x: &[T],
     (rows, cols): (usize, usize),
 ) {
-    let (hadamard, target) = (
-        Hadamard::seeded_with_size(HadamardSize::H128, 7),
-        EdenTarget::Backward,
-    );
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         let amax = read_f32(client, &found);
@@ -185,13 +182,11 @@ fn eden<T: reference::Element>(
             amax,
             &EdenParams {
                 hadamard,
-                target,
                 stream: STREAM,
             },
         )
         .unwrap();
-        let found =
-            quantize::ms_eden(client, source, usage, &found, &hadamard, target, STREAM).unwrap();
+        let found = quantize::ms_eden(client, source, usage, &found, &hadamard, STREAM).unwrap();
         assert_packed(
             client,
             &found,

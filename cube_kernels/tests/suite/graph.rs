@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     moe::GroupOffsets,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     quantize::{self, EdenRandom, QuantRequest},
-    reference::{self, AdamWParams, AdamWSchedule, EdenParams, EdenTarget},
+    reference::{self, AdamWParams, AdamWSchedule, EdenParams},
     tensor::{
         AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
         Matrix,
@@ -207,7 +207,6 @@ fn graph_replays_ms_eden() {
     let ((rows, cols), x) = (SHAPE, elements());
     let matrix = upload(&client, &x);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
-    let target = EdenTarget::Backward;
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let replays = replay(&client, |offset| {
             let random = EdenRandom {
@@ -217,8 +216,7 @@ fn graph_replays_ms_eden() {
             };
             let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
             let packed =
-                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, target, random)
-                    .unwrap();
+                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, random).unwrap();
             written(&packed)
         });
         let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
@@ -230,11 +228,7 @@ fn graph_replays_ms_eden() {
                 cols,
                 usage,
                 amax,
-                &EdenParams {
-                    hadamard,
-                    target,
-                    stream,
-                },
+                &EdenParams { hadamard, stream },
             );
             let expected = expected.unwrap();
             assert!(found[0] == expected.codes(), "replay {i}, {usage:?}: codes");

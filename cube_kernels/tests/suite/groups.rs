@@ -13,13 +13,12 @@ use nvfp4_kernels::{
     Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
     RandomStream, Rounding, ScaleLayout, Usage,
     quantize::{self, EdenForm, EdenSource, QuantRequest},
-    reference::{self, EdenParams, EdenTarget, Element},
+    reference::{self, EdenParams, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
-const TARGET: EdenTarget = EdenTarget::Backward;
 
 fn hadamard() -> Hadamard {
     Hadamard::seeded_with_size(HadamardSize::H128, 77)
@@ -196,7 +195,6 @@ fn assert_eden<'a, T: Element>(
                 *amax,
                 &EdenParams {
                     hadamard,
-                    target: TARGET,
                     stream: STREAM,
                 },
                 first,
@@ -206,7 +204,7 @@ fn assert_eden<'a, T: Element>(
             packed
         })
         .collect();
-    let found = quantize::ms_eden(client, source, usage, &amax, &hadamard, TARGET, STREAM).unwrap();
+    let found = quantize::ms_eden(client, source, usage, &amax, &hadamard, STREAM).unwrap();
     let blocks = found.code_blocks();
     let codes = expected.iter().map(|packed| packed.codes().to_vec());
     let codes: Vec<_> = codes.collect();
@@ -218,13 +216,13 @@ fn assert_eden<'a, T: Element>(
     case.assert_lie(&read, &scales, usage, &format!("{what}: scales"));
     let decoding: Vec<f32> = maxima
         .iter()
-        .map(|amax| reference::eden_amax(*amax, TARGET))
+        .map(|amax| reference::eden_amax(*amax))
         .collect();
     assert_floats(&read_floats(client, &found.amax, count), &decoding, &what);
 
     let made = |form| {
         let (signs, random) = (&hadamard, STREAM);
-        quantize::ms_eden_as(client, source, usage, &amax, signs, TARGET, random, form)
+        quantize::ms_eden_as(client, source, usage, &amax, signs, random, form)
     };
     let found = made(EdenForm::Bf16Unscaled).unwrap();
     let values = expected.iter().map(|packed| {
@@ -573,7 +571,6 @@ fn errors_name_the_argument() {
     let source = EdenSource::Grouped(&x, &groups);
     let one = upload_bytes(&client, &[0; 4]);
     let usage = Usage::Columnwise;
-    let error =
-        quantize::ms_eden(&client, source, usage, &one, &hadamard(), TARGET, STREAM).unwrap_err();
+    let error = quantize::ms_eden(&client, source, usage, &one, &hadamard(), STREAM).unwrap_err();
     assert!(error.to_string().contains("amax"), "{error}");
 }

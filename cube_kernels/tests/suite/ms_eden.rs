@@ -19,7 +19,7 @@ use nvfp4_kernels::{
         kernels::{Sm90Tile, W4a16Tile},
     },
     quantize::{self, EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
-    reference::{self, EdenParams, EdenTarget, Element},
+    reference::{self, EdenParams, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -30,10 +30,9 @@ fn hadamard() -> Hadamard {
     Hadamard::seeded_with_size(HadamardSize::H128, 77)
 }
 
-fn params(target: EdenTarget, stream: RandomStream) -> EdenParams {
+fn params(stream: RandomStream) -> EdenParams {
     EdenParams {
         hadamard: hadamard(),
-        target,
         stream,
     }
 }
@@ -44,11 +43,10 @@ fn check<T: Element>(
     source: EdenSource,
     x: &[T],
     (rows, cols): (usize, usize),
-    target: EdenTarget,
     what: &str,
 ) {
     for usage in USAGES {
-        let what = format!("{what} {rows}x{cols} along {usage:?} {target:?}");
+        let what = format!("{what} {rows}x{cols} along {usage:?}");
         let amax = reference::ms_eden_amax(x, rows, cols, usage, &hadamard()).unwrap();
         let found = quantize::ms_eden_amax(client, source, usage, &hadamard()).unwrap();
         let read = read_f32(client, &found);
@@ -56,16 +54,13 @@ fn check<T: Element>(
             read.to_bits() == amax.to_bits() || (read.is_nan() && amax.is_nan()),
             "{what}: amax {read:e} != {amax:e}"
         );
-        let expected =
-            reference::ms_eden(x, rows, cols, usage, amax, &params(target, STREAM)).unwrap();
-        let found =
-            quantize::ms_eden(client, source, usage, &found, &hadamard(), target, STREAM).unwrap();
+        let expected = reference::ms_eden(x, rows, cols, usage, amax, &params(STREAM)).unwrap();
+        let found = quantize::ms_eden(client, source, usage, &found, &hadamard(), STREAM).unwrap();
         assert_packed(client, &found, &expected, &what);
         let hadamard = &hadamard();
         let amax = &quantize::ms_eden_amax(client, source, usage, hadamard).unwrap();
         let made = |form| {
-            quantize::ms_eden_as(client, source, usage, amax, hadamard, target, STREAM, form)
-                .unwrap()
+            quantize::ms_eden_as(client, source, usage, amax, hadamard, STREAM, form).unwrap()
         };
         let unscaled = made(EdenForm::Bf16Unscaled);
         assert_unscaled(client, &unscaled, &expected, &what);
@@ -139,14 +134,7 @@ fn assert_unscaled(
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
     let what = format!("{what} {:?}", T::KIND);
-    check(
-        client,
-        (&matrix).into(),
-        x,
-        (rows, cols),
-        EdenTarget::Backward,
-        &what,
-    );
+    check(client, (&matrix).into(), x, (rows, cols), &what);
     check_amax_pair(client, &matrix, x, &what);
 }
 
@@ -205,14 +193,7 @@ fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
         let device = DeviceQuantized::from_host(client, packed);
         let x = reference::dequantize(packed);
         let what = format!("{kind:?} packed along {:?}", packed.usage());
-        check(
-            client,
-            (&device).into(),
-            &x,
-            (rows, cols),
-            EdenTarget::Backward,
-            &what,
-        );
+        check(client, (&device).into(), &x, (rows, cols), &what);
     }
 }
 
@@ -250,22 +231,6 @@ fn packed_kinds() {
 }
 
 #[test]
-fn forward_target() {
-    let client = client!("forward_target");
-    let (rows, cols) = (200, 300);
-    let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 1));
-    let matrix = upload(&client, &x, rows, cols);
-    check(
-        &client,
-        (&matrix).into(),
-        &x,
-        (rows, cols),
-        EdenTarget::Forward,
-        "forward",
-    );
-}
-
-#[test]
 fn empty() {
     let client = client!("empty");
     for (rows, cols) in [(0, 128), (128, 0), (0, 0)] {
@@ -299,13 +264,12 @@ fn redrawn_signs() {
             assert_eq!(read_f32(&client, &found).to_bits(), amax.to_bits());
             let by = EdenParams {
                 hadamard,
-                ..params(EdenTarget::Backward, STREAM)
+                ..params(STREAM)
             };
             let expected = reference::ms_eden(&x, rows, cols, usage, amax, &by).unwrap();
             let transform = transform.clone();
-            let (target, stream) = (EdenTarget::Backward, STREAM);
-            let made =
-                quantize::ms_eden(&client, &matrix, usage, &found, transform, target, stream);
+            let stream = STREAM;
+            let made = quantize::ms_eden(&client, &matrix, usage, &found, transform, stream);
             let what = format!("{offset:?} along {usage:?}");
             assert_packed(&client, &made.unwrap(), &expected, &what);
         }
@@ -323,8 +287,7 @@ fn device_offset() {
     let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
     let offset: Handle = client.create_from_slice(bytemuck::cast_slice(&[5u32, 7]));
     let quantize = |random: EdenRandom| {
-        let target = EdenTarget::Backward;
-        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), random).unwrap()
     };
     let found = quantize(EdenRandom {
         stream: STREAM,
@@ -339,7 +302,7 @@ fn device_offset() {
         cols,
         usage,
         read_f32(&client, &amax),
-        &params(EdenTarget::Backward, stream),
+        &params(stream),
     )
     .unwrap();
     assert_packed(&client, &found, &expected, "device offset");
@@ -363,8 +326,7 @@ fn products_survive_the_rotation() {
         let usage = Usage::Rowwise;
         let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
         let random = RandomStream::new(1, stream, 0);
-        let target = EdenTarget::Backward;
-        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, random).unwrap()
+        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), random).unwrap()
     };
     let product = multiply(
         &client,
@@ -394,11 +356,9 @@ fn arranged_left_operand() {
         let matrix = upload(&client, &x, rows, cols);
         let (usage, hadamard) = (Usage::Columnwise, hadamard());
         let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
-        let (random, target) = (RandomStream::new(1, stream, 0), EdenTarget::Backward);
+        let random = RandomStream::new(1, stream, 0);
         let source = &matrix;
-        let made = quantize::ms_eden_as(
-            &client, source, usage, &amax, &hadamard, target, random, form,
-        );
+        let made = quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, random, form);
         made.unwrap()
     };
     let rows = EdenForm::Packed(ScaleLayout::Compact);
@@ -449,14 +409,11 @@ fn repeated_launches_agree() {
     let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 5));
     let matrix = upload(&client, &x, rows, cols);
     let usage = Usage::Columnwise;
-    let target = EdenTarget::Backward;
     let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard()).unwrap();
-    let expected =
-        reference::ms_eden(&x, rows, cols, usage, amax, &params(target, STREAM)).unwrap();
+    let expected = reference::ms_eden(&x, rows, cols, usage, amax, &params(STREAM)).unwrap();
     for _ in 0..100 {
         let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
-        let found =
-            quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), target, STREAM).unwrap();
+        let found = quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), STREAM).unwrap();
         assert_packed(&client, &found, &expected, "repeated");
     }
 }
@@ -522,10 +479,8 @@ fn more_elements_than_32_bits_index() {
     for usage in USAGES {
         let codes = |matrix: &Matrix| {
             let amax = quantize::ms_eden_amax(&client, matrix, usage, &hadamard()).unwrap();
-            let target = EdenTarget::Backward;
             let packed =
-                quantize::ms_eden(&client, matrix, usage, &amax, &hadamard(), target, STREAM)
-                    .unwrap();
+                quantize::ms_eden(&client, matrix, usage, &amax, &hadamard(), STREAM).unwrap();
             device::read_bytes(&client, &packed.codes, packed.outer() * packed.blocks() * 8)
         };
         let (large, small) = (codes(&matrix), codes(&small));
@@ -555,9 +510,7 @@ fn errors_name_the_argument() {
     let error = quantize::ms_eden_amax(&client, &x, usage, &Hadamard::default()).unwrap_err();
     assert!(error.to_string().contains("hadamard") && error.to_string().contains("128"));
     let small = client.create_from_slice(&[0u8; 2]);
-    let target = EdenTarget::Backward;
-    let error =
-        quantize::ms_eden(&client, &x, usage, &small, &hadamard(), target, STREAM).unwrap_err();
+    let error = quantize::ms_eden(&client, &x, usage, &small, &hadamard(), STREAM).unwrap_err();
     assert!(error.to_string().contains("amax"), "{error}");
     let amax = quantize::ms_eden_amax(&client, &x, usage, &hadamard()).unwrap();
     let random = EdenRandom {
@@ -565,7 +518,6 @@ fn errors_name_the_argument() {
         offset: Some(small),
         earlier: None,
     };
-    let error =
-        quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), target, random).unwrap_err();
+    let error = quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), random).unwrap_err();
     assert!(error.to_string().contains("random"), "{error}");
 }

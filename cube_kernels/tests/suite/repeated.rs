@@ -14,7 +14,6 @@ use nvfp4_kernels::{
     BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
     moe::{self, GroupOffsets},
     quantize::{self, AmaxRequest, GateUp, Prologue, QuantRequest},
-    reference::EdenTarget,
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -229,11 +228,9 @@ fn mxfp8_and_values() {
         }
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
         repeat(&client, &format!("MS-EDEN of NVFP4 {usage:?}"), || {
-            let target = EdenTarget::Backward;
             let amax = quantize::ms_eden_amax(&client, &packed, usage, &hadamard).unwrap();
             let found =
-                quantize::ms_eden(&client, &packed, usage, &amax, &hadamard, target, STREAM)
-                    .unwrap();
+                quantize::ms_eden(&client, &packed, usage, &amax, &hadamard, STREAM).unwrap();
             [vec![(amax, 4)], of_packed(found)].concat()
         });
     }

@@ -16,7 +16,7 @@ use nvfp4_kernels::{
     gemm::{Gemm, Operand, Scale},
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, EdenForm, EdenSource, QuantRequest},
-    reference::{EdenTarget, swizzle},
+    reference::swizzle,
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -241,11 +241,7 @@ fn ms_eden_of_groups_of_tokens() {
     let amax = quantize::ms_eden_amax(&client, source, usage, &hadamard).unwrap();
     let made = |layout| {
         let form = EdenForm::Packed(layout);
-        let target = EdenTarget::Backward;
-        quantize::ms_eden_as(
-            &client, source, usage, &amax, &hadamard, target, STREAM, form,
-        )
-        .unwrap()
+        quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, STREAM, form).unwrap()
     };
     let (own, tiles) = (made(ScaleLayout::Compact), made(ScaleLayout::Swizzled128x4));
     let place = SideBySide::new(&own, &sizes, 128);

@@ -9,7 +9,7 @@ use nvfp4_kernels::{
     RandomStream, Rounding, Usage,
     moe::{EarlierGroups, GroupOffsets},
     quantize::{self, EdenRandom, EdenSource, QuantRequest},
-    reference::{self, EdenParams, EdenTarget},
+    reference::{self, EdenParams},
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, Groups},
 };
 
@@ -23,7 +23,6 @@ const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const BLOCK: usize = 16;
 /// Elements of a transform of MS-EDEN.
 const GROUP: usize = 128;
-const TARGET: EdenTarget = EdenTarget::Backward;
 
 /// A matrix.
 struct Whole {
@@ -235,11 +234,7 @@ fn shards_by_ms_eden() {
     for usage in USAGES {
         let (rows, cols) = (whole.rows, whole.cols);
         let amax = reference::ms_eden_amax(&whole.x, rows, cols, usage, &hadamard).unwrap();
-        let by = |stream| EdenParams {
-            hadamard,
-            target: TARGET,
-            stream,
-        };
+        let by = |stream| EdenParams { hadamard, stream };
         let expected = reference::ms_eden(&whole.x, rows, cols, usage, amax, &by(STREAM)).unwrap();
         for shard in whole.shards() {
             let ((rows, cols), x) = (shard.shape, whole.values(shard));
@@ -250,8 +245,7 @@ fn shards_by_ms_eden() {
             let matrix = upload(&client, &x, rows, cols);
             let amax = device_amax(&client, &[Amax::Tensor(amax)]);
             let found =
-                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, TARGET, stream)
-                    .unwrap();
+                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, stream).unwrap();
             assert_part(&host(&client, &found), &expected, shard, &what);
         }
         let within = STREAM.at(BlockPosition {
@@ -446,11 +440,7 @@ fn pieces_with_gaps_by_ms_eden() {
             pieces: [(0, GROUP), (2 * GROUP, GROUP), (5 * GROUP, GROUP)],
         };
         let what = format!("{usage:?}, pieces of rows: {of_rows}");
-        let by = |stream| EdenParams {
-            hadamard,
-            target: TARGET,
-            stream,
-        };
+        let by = |stream| EdenParams { hadamard, stream };
         let (rows, cols) = (whole.rows, whole.cols);
         let amax = reference::ms_eden_amax(&whole.x, rows, cols, usage, &hadamard).unwrap();
         let expected = reference::ms_eden(&whole.x, rows, cols, usage, amax, &by(STREAM)).unwrap();
@@ -460,8 +450,7 @@ fn pieces_with_gaps_by_ms_eden() {
         pieces.assert(&found, &expected, &what);
         let matrix = upload(&client, &own.x, rows, cols);
         let amax = device_amax(&client, &[Amax::Tensor(amax)]);
-        let found =
-            quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, TARGET, stream).unwrap();
+        let found = quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, stream).unwrap();
         pieces.assert(&host(&client, &found), &expected, &what);
     }
 }
@@ -583,7 +572,7 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
         };
         let made = |random: EdenRandom| {
             let source = EdenSource::Grouped(&x, &groups);
-            let made = quantize::ms_eden(&client, source, usage, &amax, &hadamard, TARGET, random);
+            let made = quantize::ms_eden(&client, source, usage, &amax, &hadamard, random);
             let made = made.unwrap();
             (read(&client, &made.codes), read(&client, &made.scales))
         };

@@ -9,7 +9,7 @@ use nvfp4_kernels::quantize::{
     self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, MxForm,
     QuantRequest, RedrawnSigns,
 };
-use nvfp4_kernels::reference::{Activation, EdenTarget};
+use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups};
 use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 
@@ -640,9 +640,8 @@ fn ms_eden(
         let found = quantize::ms_eden_amax(client, source, usage, transform.clone());
         launched(found)
     });
-    let target = EdenTarget::Backward;
     launched(quantize::ms_eden_as(
-        client, source, usage, &amax, transform, target, random, form,
+        client, source, usage, &amax, transform, random, form,
     ))
 }
 

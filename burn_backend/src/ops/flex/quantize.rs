@@ -6,7 +6,7 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, EdenTarget, Element};
+use nvfp4_kernels::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
 use nvfp4_kernels::{
     Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
     Usage,
@@ -248,7 +248,6 @@ fn quantize_one<T: Element>(
         (QuantRounding::MsEden(draw), Some(hadamard)) => {
             let by = EdenParams {
                 hadamard: *hadamard,
-                target: EdenTarget::Backward,
                 stream: draw.stream,
             };
             // Numbered in groups of 128.

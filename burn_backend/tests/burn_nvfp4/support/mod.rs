@@ -12,7 +12,7 @@ use burn_nvfp4::ops::{
 };
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EdenParams, EdenTarget, Element};
+use nvfp4_kernels::reference::{self, EdenParams, Element};
 use nvfp4_kernels::{
     Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
@@ -277,7 +277,6 @@ impl Matrix {
             let amax = reference::ms_eden_amax(x, rows, cols, usage, hadamard).unwrap();
             let by = EdenParams {
                 hadamard: *hadamard,
-                target: EdenTarget::Backward,
                 stream: draw.stream,
             };
             reference::ms_eden_at(x, rows, cols, usage, amax, &by, first).unwrap()

@@ -162,7 +162,6 @@ mod tests {
         Hadamard, HadamardSize, RandomStream, Usage,
         gemm::{operand::OperandLayout, scheduler::GroupedDim},
         quantize::{self, EdenForm},
-        reference::EdenTarget,
         tensor::{FloatKind, Matrix},
     };
 
@@ -180,10 +179,9 @@ mod tests {
             let usage = Usage::Columnwise;
             let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
             let made = |form| {
-                let (random, target) = (RandomStream::new(1, 2, 3), EdenTarget::Backward);
-                let made = quantize::ms_eden_as(
-                    &client, &matrix, usage, &amax, &hadamard, target, random, form,
-                );
+                let random = RandomStream::new(1, 2, 3);
+                let made =
+                    quantize::ms_eden_as(&client, &matrix, usage, &amax, &hadamard, random, form);
                 made.unwrap()
             };
             let [unscaled, arranged] = [EdenForm::Bf16Unscaled, EdenForm::Bf16Arranged].map(made);

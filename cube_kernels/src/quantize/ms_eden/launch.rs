@@ -30,7 +30,9 @@ use crate::{
     launch::{buffer, multiprocessors, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
     moe::EarlierGroups,
-    reference::{EDEN_GROUP, EdenTarget, eden_position, padding::padded_bound},
+    reference::{
+        EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR, EDEN_GROUP, eden_position, padding::padded_bound,
+    },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
     zeroed::zeros_of_step,
 };
@@ -324,11 +326,10 @@ pub fn ms_eden<'a>(
     usage: Usage,
     amax: &Handle,
     transform: impl Into<EdenTransform>,
-    target: EdenTarget,
     random: impl Into<EdenRandom>,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let form = EdenForm::Packed(ScaleLayout::Compact);
-    ms_eden_as(client, source, usage, amax, transform, target, random, form)
+    ms_eden_as(client, source, usage, amax, transform, random, form)
 }
 
 /// What the result of MS-EDEN is stored as.
@@ -369,7 +370,6 @@ pub fn ms_eden_as<'a>(
     usage: Usage,
     amax: &Handle,
     transform: impl Into<EdenTransform>,
-    target: EdenTarget,
     random: impl Into<EdenRandom>,
     form: EdenForm,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
@@ -416,7 +416,7 @@ pub fn ms_eden_as<'a>(
     let row_groups = out.blocks() * BLOCK / EDEN_GROUP;
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
-    let from = EdenInputsLaunch::new(amax_arg, target.amax_factor(), target.block_factor());
+    let from = EdenInputsLaunch::new(amax_arg, EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR);
     let earlier = match &geometry.earlier {
         Some(units) => unsafe { buffer(units, 1) },
         // Not read.

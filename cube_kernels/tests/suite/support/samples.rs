@@ -14,7 +14,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
     Usage,
     quantize::{self, AmaxRequest, EdenSource, GateUp, Prologue, QuantRequest},
-    reference::{self, EDEN_GROUP, EdenParams, EdenTarget, swizzle},
+    reference::{self, EDEN_GROUP, EdenParams, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::{borrow::Cow, ops::Range};
@@ -416,7 +416,6 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
 pub fn ms_eden(client: &Client, sample: &Sample) {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
-    let target = EdenTarget::Backward;
     let plain = Nvfp4Params::new(NEAREST);
     let usage = Usage::Rowwise;
     let request = Request::new(client, sample, usage, (plain, AmaxGranularity::PerTensor));
@@ -447,8 +446,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
             let expected = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
             assert_eq!(read_f32(client, &amax), expected, "{what}");
         }
-        let found =
-            quantize::ms_eden(client, source, usage, &handle, &hadamard, target, STREAM).unwrap();
+        let found = quantize::ms_eden(client, source, usage, &handle, &hadamard, STREAM).unwrap();
         for band in sample.bands(usage) {
             let (rows, cols) = (band.rows, band.cols);
             let groups = usage.stored_shape(rows, cols).1.div_ceil(EDEN_GROUP);
@@ -462,7 +460,6 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
                 given,
                 &EdenParams {
                     hadamard,
-                    target,
                     stream: STREAM,
                 },
                 first,
