@@ -2,7 +2,7 @@
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
-    quantize::{self, Amaxes, GateUp, Prologue},
+    quantize::{self, Amaxes, Prologue},
     tensor::{DeviceNvfp4Params, DeviceRounding, Groups},
 };
 
@@ -44,10 +44,10 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
         rstd: &rstd,
         gain: &gain,
     };
-    let gated = |i| Prologue::SwiGlu(GateUp::Concatenated(gate_up.get(i)));
+    let gated = |i| Prologue::SwiGlu(gate_up.get(i));
     let backward = |i| Prologue::SwiGluBackward {
         grad: x.get(i),
-        inputs: GateUp::Concatenated(gate_up.get(i)),
+        gate_up: gate_up.get(i),
     };
     let n = x.elements();
     let copy = DeviceNvfp4Params::new(NEAREST);

@@ -9,8 +9,7 @@ use crate::{
     launch::{buffer, grid},
     memory::{address_type, is_aligned},
     quantize::{
-        AmaxRequest, Amaxes, GateUp, Prologue, amaxes, run_prologue_of_groups,
-        run_prologue_with_amaxes,
+        AmaxRequest, Amaxes, Prologue, amaxes, run_prologue_of_groups, run_prologue_with_amaxes,
     },
     reference::{Activation, Gelu},
     tensor::{Groups, Matrix},
@@ -46,14 +45,15 @@ pub fn activation_of_groups(
     if let Some(grad) = grad {
         check_grad(activation, grad, x)?;
     }
-    let inputs = GateUp::Concatenated(x);
     match (activation, grad) {
         (Activation::SwiGlu, None) if is_whole(&[x]) => {
-            run_prologue_of_groups(client, Prologue::SwiGlu(inputs), groups)
+            run_prologue_of_groups(client, Prologue::SwiGlu(x), groups)
         }
-        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
-            run_prologue_of_groups(client, Prologue::SwiGluBackward { grad, inputs }, groups)
-        }
+        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => run_prologue_of_groups(
+            client,
+            Prologue::SwiGluBackward { grad, gate_up: x },
+            groups,
+        ),
         (Activation::SwiGlu, _) => {
             let cols = match grad {
                 None => x.cols / 2,
@@ -108,11 +108,10 @@ pub fn activation_with_amaxes(
     groups: &Groups,
     request: &AmaxRequest,
 ) -> Result<(Matrix, Amaxes), Nvfp4Error> {
-    let inputs = GateUp::Concatenated(x);
     let prologue = match (activation, grad) {
-        (Activation::SwiGlu, None) if is_whole(&[x]) => Some(Prologue::SwiGlu(inputs)),
+        (Activation::SwiGlu, None) if is_whole(&[x]) => Some(Prologue::SwiGlu(x)),
         (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
-            Some(Prologue::SwiGluBackward { grad, inputs })
+            Some(Prologue::SwiGluBackward { grad, gate_up: x })
         }
         _ => None,
     };

@@ -62,7 +62,7 @@ pub use per_token::{
     quantize_per_token_rms_norm,
 };
 pub use plan::QuantRequest;
-pub use prologue::{GateUp, Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
+pub use prologue::{Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,

@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, Rounding, Usage,
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
-    quantize::{self, EdenSource, GateUp, Prologue},
+    quantize::{self, EdenSource, Prologue},
     reference::{self, EdenParams},
     tensor::{DeviceQuantized, Groups},
 };
@@ -134,7 +134,7 @@ fn prologues() {
     let x = reference::swiglu(&gate_up, rows, cols);
     let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
     for copy in per_token_policies() {
-        let source = Prologue::SwiGlu(GateUp::Concatenated(&matrix));
+        let source = Prologue::SwiGlu(&matrix);
         let found = quantize::quantize_per_token(&client, source, &copy.into()).unwrap();
         let expected =
             reference::quantize(&x, rows, cols, Usage::Rowwise, &amax, &copy, 0).unwrap();

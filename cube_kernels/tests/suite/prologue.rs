@@ -18,7 +18,7 @@ use nvfp4_kernels::{
         exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, Amaxes, GateUp, Prologue, QuantRequest},
+    quantize::{self, AmaxRequest, Amaxes, Prologue, QuantRequest},
     reference,
     tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix},
 };
@@ -42,26 +42,16 @@ enum Inputs {
         rstd: Handle,
         gain: Handle,
     },
-    SideBySide(Matrix),
-    Apart(Matrix, Matrix),
-    BackwardSideBySide(Matrix, Matrix),
-    BackwardApart(Matrix, Matrix, Matrix),
+    SwiGlu(Matrix),
+    SwiGluBackward(Matrix, Matrix),
 }
 
 impl<T: DeviceElement> Case<T> {
     fn source(&self) -> Prologue<'_> {
         match &self.inputs {
             Inputs::RmsNorm { x, rstd, gain } => Prologue::RmsNorm { x, rstd, gain },
-            Inputs::SideBySide(both) => Prologue::SwiGlu(GateUp::Concatenated(both)),
-            Inputs::Apart(gate, up) => Prologue::SwiGlu(GateUp::Separate { gate, up }),
-            Inputs::BackwardSideBySide(grad, both) => Prologue::SwiGluBackward {
-                grad,
-                inputs: GateUp::Concatenated(both),
-            },
-            Inputs::BackwardApart(grad, gate, up) => Prologue::SwiGluBackward {
-                grad,
-                inputs: GateUp::Separate { gate, up },
-            },
+            Inputs::SwiGlu(gate_up) => Prologue::SwiGlu(gate_up),
+            Inputs::SwiGluBackward(grad, gate_up) => Prologue::SwiGluBackward { grad, gate_up },
         }
     }
 
@@ -91,12 +81,6 @@ fn cases<T: DeviceElement>(
     );
     let gain = gains(width, seed);
     let rstd = reference::rms_norm_rstd(&x, rows, width, EPSILON);
-    let half = |second: bool| -> Vec<T> {
-        gate_up
-            .chunks(2 * width)
-            .flat_map(|row| row[if second { width } else { 0 }..][..width].to_vec())
-            .collect()
-    };
     let up = |x: &[T], cols| upload(client, x, rows, cols);
     let forward = reference::swiglu(&gate_up, rows, width);
     let backward = reference::swiglu_backward(&grad, &gate_up, rows, width);
@@ -122,29 +106,13 @@ fn cases<T: DeviceElement>(
             "SwiGLU",
             width,
             &forward,
-            Inputs::SideBySide(up(&gate_up, 2 * width)),
-        ),
-        case(
-            "SwiGLU apart",
-            width,
-            &forward,
-            Inputs::Apart(up(&half(false), width), up(&half(true), width)),
+            Inputs::SwiGlu(up(&gate_up, 2 * width)),
         ),
         case(
             "SwiGLU backward",
             2 * width,
             &backward,
-            Inputs::BackwardSideBySide(up(&grad, width), up(&gate_up, 2 * width)),
-        ),
-        case(
-            "SwiGLU backward apart",
-            2 * width,
-            &backward,
-            Inputs::BackwardApart(
-                up(&grad, width),
-                up(&half(false), width),
-                up(&half(true), width),
-            ),
+            Inputs::SwiGluBackward(up(&grad, width), up(&gate_up, 2 * width)),
         ),
     ]
 }
@@ -390,10 +358,7 @@ fn check_prologue(client: &Client, name: &str) {
     ) -> impl Iterator<Item = Case<T>> {
         let cases = cases::<T>(client, kind, shape, 100 + shape.0 as u32);
         let name = name.to_string();
-        cases.into_iter().filter(move |case| {
-            let base = case.name.trim_end_matches(" apart");
-            base == name
-        })
+        cases.into_iter().filter(move |case| case.name == name)
     }
     let (all, one) = (policies(), Groups::One);
     // A brief run has every policy, and every shape and kind of values, but not all pairs of them.
@@ -925,23 +890,14 @@ fn bad_sources_are_named() {
         found.contains("`gain`") && found.contains("16 bytes"),
         "{found}"
     );
-    let found = error(Prologue::SwiGlu(GateUp::Concatenated(&matrix(4, 48))));
+    let found = error(Prologue::SwiGlu(&matrix(4, 48)));
     assert!(
         found.contains("`gate_up`") && found.contains("32"),
         "{found}"
     );
-    let (gate, up) = (matrix(4, 32), matrix(4, 48));
-    let found = error(Prologue::SwiGlu(GateUp::Separate {
-        gate: &gate,
-        up: &up,
-    }));
-    assert!(
-        found.contains("`up`") && found.contains("4 x 32"),
-        "{found}"
-    );
     let found = error(Prologue::SwiGluBackward {
         grad: &matrix(4, 32),
-        inputs: GateUp::Concatenated(&matrix(4, 32)),
+        gate_up: &matrix(4, 32),
     });
     assert!(
         found.contains("`grad`") && found.contains("4 x 16"),

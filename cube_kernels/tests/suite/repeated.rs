@@ -13,7 +13,7 @@ use half::bf16;
 use nvfp4_kernels::{
     BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
     moe::{self, GroupOffsets},
-    quantize::{self, AmaxRequest, GateUp, Prologue, QuantRequest},
+    quantize::{self, AmaxRequest, Prologue, QuantRequest},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -305,10 +305,7 @@ fn prologues() {
         )]
     });
     let per_token = Nvfp4Params::new(STOCHASTIC);
-    for (name, source) in [
-        ("RMSNorm", norm),
-        ("SwiGLU", Prologue::SwiGlu(GateUp::Concatenated(&x))),
-    ] {
+    for (name, source) in [("RMSNorm", norm), ("SwiGLU", Prologue::SwiGlu(&x))] {
         repeat(&client, name, || {
             let maxima = AmaxRequest {
                 rows: Some(AmaxGranularity::PerTensor),

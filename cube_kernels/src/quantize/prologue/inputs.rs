@@ -65,7 +65,7 @@ pub struct NormInputs {
 pub struct GateInputs {
     /// The gate.
     pub gate: Box<[Vector<u32, Const<4>>]>,
-    /// What is multiplied with it; the same memory where both are concatenated.
+    /// What is multiplied with it: the same memory.
     pub up: Box<[Vector<u32, Const<4>>]>,
     /// Vectors from one row to the next.
     pub pitch: usize,

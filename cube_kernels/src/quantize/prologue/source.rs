@@ -15,21 +15,6 @@ use crate::{
     tensor::{FloatKind, Groups, Matrix},
 };
 
-/// The two inputs of a gated activation, both `rows` x `width`.
-#[derive(Debug, Clone, Copy)]
-pub enum GateUp<'a> {
-    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of
-    /// one projection.
-    Concatenated(&'a Matrix),
-    /// In two matrices.
-    Separate {
-        /// What goes through SiLU.
-        gate: &'a Matrix,
-        /// What is multiplied with it.
-        up: &'a Matrix,
-    },
-}
-
 /// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are
 /// read.
 ///
@@ -60,15 +45,16 @@ pub enum Prologue<'a> {
         /// One factor for each column, `f32`.
         gain: &'a Handle,
     },
-    /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
-    SwiGlu(GateUp<'a>),
+    /// `silu(gate) · up` of gate and up, `rows` x `2 width`, the gate in the first half of each
+    /// row: the output of one projection. See [`reference::swiglu`](crate::reference::swiglu).
+    SwiGlu(&'a Matrix),
     /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
     /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
     SwiGluBackward {
         /// The gradient by the output, `rows` x `width`.
         grad: &'a Matrix,
-        /// The inputs.
-        inputs: GateUp<'a>,
+        /// Gate and up.
+        gate_up: &'a Matrix,
     },
 }
 
@@ -91,61 +77,15 @@ pub(crate) struct Input {
 enum Operands {
     None,
     RmsNorm { rstd: Handle, gain: Handle },
-    SwiGlu(GateArgs),
-    SwiGluBackward(GateArgs),
+    SwiGlu(Matrix),
+    SwiGluBackward(Matrix),
 }
 
-/// A [`GateUp`] as a kernel finds it.
-struct GateArgs {
-    gate: Matrix,
-    up: Matrix,
-    /// Elements from one row to the next.
-    pitch: usize,
-    /// Elements of a row before its part of `up`.
-    up_start: usize,
-}
-
-impl GateArgs {
-    /// The inputs, which must be `rows` x `width`.
-    fn new(inputs: &GateUp<'_>) -> Result<Self, Nvfp4Error> {
-        match *inputs {
-            GateUp::Concatenated(both) => {
-                check_input("gate_up", both, 2)?;
-                Ok(Self {
-                    gate: both.clone(),
-                    up: both.clone(),
-                    pitch: both.cols,
-                    up_start: both.cols / 2,
-                })
-            }
-            GateUp::Separate { gate, up } => {
-                check_input("gate", gate, 1)?;
-                check_input("up", up, 1)?;
-                check_same("up", up, "gate", (gate.rows, gate.cols, gate.dtype))?;
-                Ok(Self {
-                    gate: gate.clone(),
-                    up: up.clone(),
-                    pitch: gate.cols,
-                    up_start: 0,
-                })
-            }
-        }
-    }
-
-    fn width(&self) -> usize {
-        self.pitch - self.up_start
-    }
-
-    fn launch(&self, variant: LaunchedVariant) -> GateInputsLaunch {
-        let per_vector = per_vector(self.gate.dtype);
-        GateInputsLaunch::new(
-            Words::of(&self.gate).arg(),
-            Words::of(&self.up).arg(),
-            self.pitch / per_vector,
-            self.up_start / per_vector,
-            variant,
-        )
-    }
+/// Gate and up, concatenated, as a kernel finds them.
+fn gate_args(gate_up: &Matrix, variant: LaunchedVariant) -> GateInputsLaunch {
+    let vectors = gate_up.cols / per_vector(gate_up.dtype);
+    let words = || Words::of(gate_up).arg();
+    GateInputsLaunch::new(words(), words(), vectors, vectors / 2, variant)
 }
 
 /// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes
@@ -204,26 +144,20 @@ impl Input {
                 let (rstd, gain) = (rstd.clone(), gain.clone());
                 (x, x.cols, Operands::RmsNorm { rstd, gain })
             }
-            Prologue::SwiGlu(inputs) => {
-                let args = GateArgs::new(&inputs)?;
-                let width = args.width();
-                let first = match inputs {
-                    GateUp::Concatenated(both) => both,
-                    GateUp::Separate { gate, .. } => gate,
-                };
-                (first, width, Operands::SwiGlu(args))
+            Prologue::SwiGlu(gate_up) => {
+                check_input("gate_up", gate_up, 2)?;
+                (gate_up, gate_up.cols / 2, Operands::SwiGlu(gate_up.clone()))
             }
-            Prologue::SwiGluBackward { grad, inputs } => {
-                let args = GateArgs::new(&inputs)?;
-                let width = args.width();
+            Prologue::SwiGluBackward { grad, gate_up } => {
+                check_input("gate_up", gate_up, 2)?;
                 check_input("grad", grad, 1)?;
-                check_same(
-                    "grad",
+                let (rows, width) = (gate_up.rows, gate_up.cols / 2);
+                check_same("grad", grad, "gate", (rows, width, gate_up.dtype))?;
+                (
                     grad,
-                    "gate",
-                    (args.gate.rows, width, args.gate.dtype),
-                )?;
-                (grad, 2 * width, Operands::SwiGluBackward(args))
+                    gate_up.cols,
+                    Operands::SwiGluBackward(gate_up.clone()),
+                )
             }
         };
         Ok(Self {
@@ -254,12 +188,13 @@ impl Input {
                     LaunchedVariant::RmsNorm,
                 ))
             }
-            Operands::SwiGlu(args) => {
-                PrologueInputsArgs::SwiGlu(args.launch(LaunchedVariant::SwiGlu))
+            Operands::SwiGlu(gate_up) => {
+                PrologueInputsArgs::SwiGlu(gate_args(gate_up, LaunchedVariant::SwiGlu))
             }
-            Operands::SwiGluBackward(args) => {
-                PrologueInputsArgs::SwiGluBackward(args.launch(LaunchedVariant::SwiGluBackward))
-            }
+            Operands::SwiGluBackward(gate_up) => PrologueInputsArgs::SwiGluBackward(gate_args(
+                gate_up,
+                LaunchedVariant::SwiGluBackward,
+            )),
         }
     }
 }

@@ -13,7 +13,7 @@ use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
     Usage,
-    quantize::{self, AmaxRequest, EdenSource, GateUp, Prologue, QuantRequest},
+    quantize::{self, AmaxRequest, EdenSource, Prologue, QuantRequest},
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
@@ -493,16 +493,15 @@ pub fn prologues(client: &Client, sample: &Sample) {
         rstd: &rstd,
         gain: &gain_handle,
     };
-    let gated = GateUp::Concatenated(x);
     let backward = Prologue::SwiGluBackward {
         grad: &grad,
-        inputs: gated,
+        gate_up: x,
     };
     let amax = 3.0 * sample.amax;
     let policy = Nvfp4Params::new(STOCHASTIC);
     for (name, source, cols) in [
         ("RMSNorm", norm, cols),
-        ("SwiGLU", Prologue::SwiGlu(gated), width),
+        ("SwiGLU", Prologue::SwiGlu(x), width),
         ("SwiGLU backward", backward, cols),
     ] {
         let what = format!("{:?} {name}", sample.shape());
