@@ -268,17 +268,9 @@ fn rht_of(size: HadamardSize) -> Option<Hadamard> {
     Some(Hadamard::seeded_with_size(size, 1))
 }
 
-/// With an amax for each column, which takes two passes in one call.
+/// With an amax for each row and column, which takes two passes.
 fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
-    for (name, copy) in [
-        ("per token columns RN", copy_of(NEAREST, None)),
-        ("per token columns RHT SR", copy_of(stochastic(), rht())),
-    ] {
-        section.time(name, inputs.bytes(1.0), |i| {
-            quantize::quantize_per_token_cols(&client, inputs.get(i), ONE, &copy).unwrap();
-        });
-    }
     // What each does from x on: amax values, and both tensors by them; then as in a step of
     // training, where one launch clears the amax values of many tensors.
     let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
@@ -302,8 +294,18 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
         let name = format!("per token rows RN + columns RHT SR{place}");
         section.time(&name, inputs.bytes(2.0), |i| {
             begin(i);
-            let [row, col] = &copies;
-            quantize::quantize_per_token_both(&client, inputs.get(i), ONE, row, col).unwrap();
+            let (x, scope) = (inputs.get(i), AmaxGranularity::PerRow);
+            let request = AmaxRequest {
+                rows: Some(scope),
+                cols: Some((scope, rht())),
+            };
+            let found = quantize::amaxes(&client, x, ONE, &request).unwrap();
+            let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);
+            let [row, col] = [(&rows, &copies[0]), (&cols, &copies[1])].map(|(amax, copy)| {
+                let copy = copy.clone();
+                QuantRequest { amax, scope, copy }
+            });
+            quantize::quantize_both(&client, x, ONE, &row, &col).unwrap();
         });
         zeroed::end_step(&client);
     }

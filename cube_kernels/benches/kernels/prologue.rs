@@ -55,9 +55,6 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
         quantize::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
     };
     section.time("row factors of RMSNorm", 2.0 * n, factors);
-    section.time("RMSNorm per token RN, one read", (2.0 + PACKED) * n, |i| {
-        quantize::quantize_per_token_rms_norm(&client, x.get(i), &gain, EPSILON, &copy).unwrap();
-    });
     section.time("RMSNorm, then per token RN", (2.0 + PACKED) * n, |i| {
         factors(i);
         let y = quantize::run_prologue(&client, norm(i)).unwrap();

@@ -57,10 +57,7 @@ pub use ms_eden::{
 };
 pub use mx::{MxForm, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
 pub use offset::advance_offset;
-pub use per_token::{
-    quantize_per_token, quantize_per_token_both, quantize_per_token_cols,
-    quantize_per_token_rms_norm,
-};
+pub use per_token::quantize_per_token;
 pub use plan::QuantRequest;
 pub use prologue::{Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
@@ -99,9 +96,7 @@ pub mod kernels {
         },
         offset::advance_offset_kernel,
         packed_source::{PackedRowsLaunch, SourcePlan},
-        per_token::{
-            FoundNormLaunch, PerTokenPlan, RowNormArgs, TokenRowsLaunch, quantize_per_token_kernel,
-        },
+        per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
             GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs,

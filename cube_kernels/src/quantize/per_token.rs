@@ -1,16 +1,11 @@
 //! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the
 //! row is quantized from registers.
 
-use cubecl::{prelude::*, server::Handle};
+use cubecl::prelude::*;
 
 use super::{
-    amax::{AmaxRequest, amaxes},
     plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
-    prologue::{
-        self, Input, LaunchedVariant, Prologue, PrologueInputs, PrologueInputsExpand, check_gain,
-        gain_arg, normalized_block, row_cubes,
-    },
-    request::{quantize, quantize_both},
+    prologue::{self, Input, Prologue, PrologueInputs, PrologueInputsExpand, row_cubes},
     rowwise::{row_amax_of, row_block},
     tile::MAX_UNITS,
 };
@@ -19,14 +14,13 @@ use crate::{
     BLOCK, Nvfp4Error, Storage, Usage,
     capabilities::{conversion_of, is_cpu},
     cube::{
-        activation::SquareSum,
         block::quantize_with_amax,
         codec::{canonical, magnitude_bits},
         scale::{GlobalScale, swizzled_at},
-        words::{block_words, load_block_words, unpack_block},
+        words::block_words,
     },
     memory::{address_type, allocate},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups},
 };
 
 /// The most blocks of a row that each unit keeps in registers between finding the maximum and
@@ -46,44 +40,10 @@ pub fn quantize_per_token<'a>(
     x: impl Into<Prologue<'a>>,
     copy: &DeviceNvfp4Params,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
-}
-
-/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of
-/// each row (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
-///
-/// # Errors
-/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16
-/// bytes.
-pub fn quantize_per_token_rms_norm(
-    client: &Client,
-    x: &Matrix,
-    gain: &Handle,
-    epsilon: f32,
-    copy: &DeviceNvfp4Params,
-) -> Result<(DeviceQuantized, Handle), Nvfp4Error> {
-    let input = Input::new(Prologue::Plain(x))?;
-    check_gain(gain, x.cols)?;
-    let rstd = allocate(client, x.rows * 4);
-    let norm = RowNormArgs::Found(FoundNormLaunch::new(
-        // SAFETY: allocated for it.
-        unsafe { buffer(&rstd, x.rows) },
-        gain_arg(gain, x.cols),
-        epsilon,
-        LaunchedVariant::FoundNorm,
-    ));
-    Ok((launch(client, &input, copy, norm)?, rstd))
-}
-
-fn launch(
-    client: &Client,
-    input: &Input,
-    copy: &DeviceNvfp4Params,
-    norm: RowNormArgs,
-) -> Result<DeviceQuantized, Nvfp4Error> {
+    let input = Input::new(x.into())?;
     let Input {
         matrix: x, words, ..
-    } = input;
+    } = &input;
     check_packed_cols(x)?;
     check_no_transform(copy)?;
     let amax = allocate(client, x.rows * 4);
@@ -125,7 +85,6 @@ fn launch(
             words.width,
             words.arg(),
             input.prologue_inputs(),
-            norm,
             buffer(&args.out.amax, x.rows),
             args.memory(),
             args.draw(),
@@ -139,69 +98,6 @@ fn launch(
         );
     }
     Ok(args.out)
-}
-
-/// The columnwise tensor of `x` with one amax for each column of each group, which it also finds;
-/// of the transformed values where `copy` has a transform. See
-/// [`reference::quantize`](crate::reference::quantize) with the amax values of
-/// [`reference::amax_cols`](crate::reference::amax_cols).
-///
-/// Two passes in one call: no code of a column can be written before its last row was seen, and a
-/// strip of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills
-/// the shared memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from
-/// one pass to the other.
-///
-/// # Errors
-/// As [`quantize`].
-pub fn quantize_per_token_cols<'a>(
-    client: &Client,
-    x: impl Into<Prologue<'a>>,
-    groups: &Groups,
-    copy: &DeviceNvfp4Params,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    let request = AmaxRequest {
-        rows: None,
-        cols: Some((AmaxGranularity::PerRow, copy.hadamard)),
-    };
-    let x = x.into();
-    let found = amaxes(client, x, groups, &request)?;
-    let request = QuantRequest {
-        amax: &found.cols.expect("asked for"),
-        scope: AmaxGranularity::PerRow,
-        copy: copy.clone(),
-    };
-    quantize(client, x, groups, Usage::Columnwise, &request)
-}
-
-/// Both quantized tensors of `x`, with one amax for each row and for each column of each group:
-/// `(rowwise, columnwise)`. One read of `x` finds all amax values, another makes both tensors.
-///
-/// # Errors
-/// As [`quantize`], and when the rowwise tensor has a transform.
-pub fn quantize_per_token_both<'a>(
-    client: &Client,
-    x: impl Into<Prologue<'a>>,
-    groups: &Groups,
-    row: &DeviceNvfp4Params,
-    col: &DeviceNvfp4Params,
-) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    check_no_transform(row)?;
-    let x = x.into();
-    let request = AmaxRequest {
-        rows: Some(AmaxGranularity::PerRow),
-        cols: Some((AmaxGranularity::PerRow, col.hadamard)),
-    };
-    let found = amaxes(client, x, groups, &request)?;
-    let (rows, cols) = (
-        found.rows.expect("asked for"),
-        found.cols.expect("asked for"),
-    );
-    let [row, col] = [(&rows, row), (&cols, col)].map(|(amax, copy)| QuantRequest {
-        amax,
-        scope: AmaxGranularity::PerRow,
-        copy: copy.clone(),
-    });
-    quantize_both(client, x, groups, &row, &col)
 }
 
 fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
@@ -245,127 +141,6 @@ struct RowBlock {
     row: usize,
     block: usize,
     blocks: usize,
-}
-
-/// Whether rows are normalised with a factor that the kernel finds first.
-#[derive(CubeType, CubeLaunch)]
-pub enum RowNorm {
-    /// No.
-    None,
-    /// Yes.
-    Found(FoundNorm),
-}
-
-/// See [`RowNorm`].
-#[derive(CubeType, CubeLaunch)]
-pub struct FoundNorm {
-    /// Where the factors are written.
-    pub rstd: Box<[f32]>,
-    /// A factor for each column.
-    pub gain: Box<[Vector<f32, Const<4>>]>,
-    /// Added to the mean square.
-    pub epsilon: f32,
-    /// [`LaunchedVariant::FoundNorm`].
-    #[cube(comptime)]
-    pub variant: LaunchedVariant,
-}
-
-#[cube]
-impl RowNorm {
-    /// The factor of `row`, whose first blocks are kept; the caller's cube reads the others.
-    fn find<N: Size>(
-        &mut self,
-        x: &[Vector<u32, N>],
-        kept: &Array<u32>,
-        row: usize,
-        blocks: usize,
-        #[comptime] plan: PerTokenPlan,
-    ) -> f32 {
-        let (kept_blocks, planes, kind) = comptime!((plan.kept_blocks, plan.planes, plan.kind));
-        let conversion = comptime!(plan.quant.policy.conversion);
-        #[comptime]
-        match self {
-            RowNorm::None => 0.0f32.runtime(),
-            RowNorm::Found(norm) => {
-                let mut sum = SquareSum::new(planes);
-                sum.clear(planes);
-                let width = N::value();
-                let per_block = comptime!(block_words(kind) / width);
-                let units = CUBE_DIM as usize;
-                #[unroll]
-                for k in 0..kept_blocks {
-                    let values = unpack_block(&kept_block(kept, k, kind), kind);
-                    // Blocks behind the last are zeros, and add nothing.
-                    sum.add(&values, UNIT_POS as usize + k * units, planes, conversion);
-                }
-                let mut block = UNIT_POS as usize + kept_blocks * units;
-                while block < blocks {
-                    let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
-                    sum.add(&unpack_block(&words, kind), block, planes, conversion);
-                    block += units;
-                }
-                let rstd = sum.rstd(blocks * 16usize, norm.epsilon, planes, conversion);
-                if UNIT_POS == 0u32 {
-                    norm.rstd[row] = rstd;
-                }
-                rstd
-            }
-        }
-    }
-
-    /// Normalises the blocks of a row that are kept.
-    fn apply(
-        &self,
-        kept: &mut Array<u32>,
-        rstd: f32,
-        blocks: usize,
-        #[comptime] plan: PerTokenPlan,
-    ) {
-        let (kept_blocks, kind) = comptime!((plan.kept_blocks, plan.kind));
-        let conversion = comptime!(plan.quant.policy.conversion);
-        #[comptime]
-        match self {
-            RowNorm::None => {}
-            RowNorm::Found(norm) => {
-                let count = comptime!(block_words(kind));
-                #[unroll]
-                for k in 0..kept_blocks {
-                    let block = UNIT_POS as usize + k * CUBE_DIM as usize;
-                    if block < blocks {
-                        let words = kept_block(&*kept, k, kind);
-                        let words =
-                            normalized_block(&words, &norm.gain, rstd, block, conversion, kind);
-                        #[unroll]
-                        for w in 0..count {
-                            kept[comptime!(k * count + w)] = words[w];
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// The words of a block that is not kept.
-    fn load<N: Size>(
-        &self,
-        x: &[Vector<u32, N>],
-        prologue: &PrologueInputs,
-        rstd: f32,
-        at: &RowBlock,
-        #[comptime] plan: PerTokenPlan,
-    ) -> Array<u32> {
-        let conversion = comptime!(plan.quant.policy.conversion);
-        let kind = comptime!(plan.kind);
-        let (row, block) = (at.row, at.block);
-        let words = prologue::load_block::<N>(x, prologue, row, block, at.blocks, conversion, kind);
-        #[comptime]
-        match self {
-            RowNorm::None => words,
-            RowNorm::Found(norm) => {
-                normalized_block(&words, &norm.gain, rstd, block, conversion, kind)
-            }
-        }
-    }
 }
 
 /// Loads block `block` of a row into place `k` of `kept`; zeros behind the last.
@@ -419,7 +194,6 @@ fn keep_block<N: Size>(
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
     prologue: PrologueInputs,
-    mut norm: RowNorm,
     amax: &mut [f32],
     mut out: QuantOut,
     draw: Draw,
@@ -429,6 +203,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     let (plan, kind) = comptime!((per_token.quant, per_token.kind));
     let (kept_blocks, planes) = comptime!((per_token.kept_blocks, per_token.planes));
     let policy = comptime!(plan.policy);
+    let conversion = comptime!(policy.conversion);
     let random = draw.resolve(policy);
     let (rows, blocks) = (of.rows, of.blocks);
     let words_per_block = comptime!(block_words(kind));
@@ -452,8 +227,6 @@ pub fn quantize_per_token_kernel<N: Size>(
                 let at = RowBlock { row, block, blocks };
                 keep_block::<N>(x, &prologue, &mut kept, &at, k, per_token);
             }
-            let rstd = norm.find::<N>(x, &kept, row, blocks, per_token);
-            norm.apply(&mut kept, rstd, blocks, per_token);
             #[unroll]
             for k in 0..kept_blocks {
                 let words = kept_block(&kept, k, kind);
@@ -464,8 +237,8 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let at = RowBlock { row, block, blocks };
-                let words = norm.load::<N>(x, &prologue, rstd, &at, per_token);
+                let words =
+                    prologue::load_block::<N>(x, &prologue, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
@@ -515,8 +288,8 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let at = RowBlock { row, block, blocks };
-                let words = norm.load::<N>(x, &prologue, rstd, &at, per_token);
+                let words =
+                    prologue::load_block::<N>(x, &prologue, row, block, blocks, conversion, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = draw.number(index, blocks, policy);

@@ -6,6 +6,7 @@ use crate::support::device::{assert_floats, read_f32s, read_matrix, upload_bytes
 use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Kind, convert, values};
 use crate::support::packed::Packed;
+use crate::support::policies::quantize_per_token_both;
 use crate::support::process::ran_in_own_process;
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
@@ -177,8 +178,7 @@ fn graph_replays_per_token() {
             ..at(offset)
         };
         let one = &Groups::One;
-        let (both_row, both_col) =
-            quantize::quantize_per_token_both(&client, &matrix, one, &at(offset), &col).unwrap();
+        let (both_row, both_col) = quantize_per_token_both(&client, &matrix, one, at(offset), col);
         let maxima = vec![(row.amax.clone(), rows * 4)];
         [
             written(&row),

@@ -514,7 +514,7 @@ fn fused_copies_are_the_oracles() {
     check::<f32>(&client, (33, 80));
 }
 
-/// Per token, in one read; and RMS normalisation with its factor found in that read.
+/// Per token, in one read.
 fn check_per_token(client: &Client, part: u32) {
     fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize), count: usize) {
         let copies = &[
@@ -533,20 +533,6 @@ fn check_per_token(client: &Client, part: u32) {
                 let found =
                     quantize::quantize_per_token(client, case.source(), &copy.into()).unwrap();
                 assert_copies(client, &found, &expected, &[], &what);
-                if let Inputs::RmsNorm { x, rstd, gain } = &case.inputs {
-                    let (found, factors) = quantize::quantize_per_token_rms_norm(
-                        client,
-                        x,
-                        gain,
-                        EPSILON,
-                        &copy.into(),
-                    )
-                    .unwrap();
-                    assert_copies(client, &found, &expected, &[], &format!("{what}, one read"));
-                    let [factors, rstd] =
-                        [&factors, rstd].map(|handle| read_floats(client, handle, case.rows));
-                    assert_floats(&factors, &rstd, &what);
-                }
             }
         }
     }
@@ -581,31 +567,6 @@ fn long_rows_per_token() {
 #[test]
 fn per_token_f32_and_f16() {
     check_per_token(&client!("per_token_f32_and_f16"), 2);
-}
-
-/// Both per-token copies, whose maxima are found in one read of the inputs.
-#[test]
-fn per_token_both_axes() {
-    let client = client!("per_token_both_axes");
-    let row = Nvfp4Params::new(Rounding::Nearest).into();
-    let col = Nvfp4Params {
-        hadamard: Some(Hadamard::default()),
-        ..Nvfp4Params::new(STOCHASTIC)
-    }
-    .into();
-    for case in cases::<bf16>(&client, Kind::Heavy, (50, 48), 41) {
-        let unfused = case.unfused(&client);
-        let (row_found, col_found) =
-            quantize::quantize_per_token_both(&client, case.source(), &Groups::One, &row, &col)
-                .unwrap();
-        let (row_expected, col_expected) =
-            quantize::quantize_per_token_both(&client, &unfused, &Groups::One, &row, &col).unwrap();
-        assert_copies(&client, &row_found, &row_expected, &[], case.name);
-        assert_copies(&client, &col_found, &col_expected, &[], case.name);
-        let alone =
-            quantize::quantize_per_token_cols(&client, case.source(), &Groups::One, &col).unwrap();
-        assert_copies(&client, &alone, &col_expected, &[], case.name);
-    }
 }
 
 /// `|found - expected| <= relative · |expected| + absolute`.

@@ -6,7 +6,8 @@ use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use crate::support::policies::{
     COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, assert_copies, check,
     check_per_token, check_policies, check_tiles, col_policies, device_amax, expected_copies,
-    floats, host_amax, per_token_policies, policy, read, row_policies, split, transformed,
+    floats, host_amax, per_token_policies, policy, quantize_per_token_both, read, row_policies,
+    split, transformed,
 };
 use cubecl::prelude::*;
 use half::{bf16, f16};
@@ -434,8 +435,7 @@ element_tests! {
         per_token_in_one_read_f16;
 }
 
-/// Per token along both axes: maxima in one read, copies in another; the column-wise copy alone,
-/// too.
+/// Per token along both axes: maxima in one read, copies in another.
 #[test]
 fn per_token_of_columns() {
     let client = client!("per_token_of_columns");
@@ -466,17 +466,8 @@ fn per_token_of_columns() {
             };
             let what = format!("{rows}x{cols} {sizes:?} {col:?}");
             let expected_col = expected(Usage::Columnwise, &col);
-            let alone =
-                quantize::quantize_per_token_cols(&client, &matrix, &groups, &col.into()).unwrap();
-            assert_copies(&client, &alone, &expected_col, &format!("{what}: alone"));
-            let (row_found, col_found) = quantize::quantize_per_token_both(
-                &client,
-                &matrix,
-                &groups,
-                &row.into(),
-                &col.into(),
-            )
-            .unwrap();
+            let (row_found, col_found) =
+                quantize_per_token_both(&client, &matrix, &groups, row, col);
             let expected_row = expected(Usage::Rowwise, &row);
             assert_copies(&client, &row_found, &expected_row, &format!("{what}: row"));
             assert_copies(&client, &col_found, &expected_col, &format!("{what}: col"));

@@ -6,7 +6,7 @@ use crate::support::device::{offsets, upload, upload_bytes};
 use crate::support::inputs::{Kind, convert, values};
 use crate::support::policies::{
     COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, per_token_policies, policy,
-    row_policies, transformed,
+    quantize_per_token_both, row_policies, transformed,
 };
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
@@ -159,9 +159,7 @@ fn per_token() {
     );
     repeat(&client, "per token, both", || {
         let one = &Groups::One;
-        of_two(
-            quantize::quantize_per_token_both(&client, &x, one, &row.into(), &col.into()).unwrap(),
-        )
+        of_two(quantize_per_token_both(&client, &x, one, row, col))
     });
 }
 

@@ -4,10 +4,10 @@ use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
     super::kernels::{
-        DrawLaunch, FoundNormLaunch, Grouping, LaunchedVariant, PackedOutLaunch, PerTokenPlan,
-        QuantOutArgs, QuantPlan, QuantTargetLaunch, RowGroupsLaunch, RowNormArgs, RowPlan,
-        ShapeLaunch, TileGridLaunch, TilePlan, TokenRowsLaunch, map_tiles_kernel,
-        quantize_per_token_kernel, quantize_row_kernel, quantize_tiles_kernel,
+        DrawLaunch, Grouping, PackedOutLaunch, PerTokenPlan, QuantOutArgs, QuantPlan,
+        QuantTargetLaunch, RowGroupsLaunch, RowPlan, ShapeLaunch, TileGridLaunch, TilePlan,
+        TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel, quantize_row_kernel,
+        quantize_tiles_kernel,
     },
     inputs::{BLOCKS, COLS, ELEMENTS, ROWS, prologue_inputs},
 };
@@ -150,17 +150,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (0, row_plans[0], "RmsNorm"),
             (0, row_plans[0], "SwiGlu"),
             (0, row_plans[0], "SwiGluBackward"),
-            (0, row_plans[0], "FoundNorm"),
         ] {
-            let norm = match computed {
-                "FoundNorm" => RowNormArgs::Found(FoundNormLaunch::new(
-                    b(ROWS),
-                    b(COLS / 4),
-                    1e-6,
-                    LaunchedVariant::FoundNorm,
-                )),
-                _ => RowNormArgs::None,
-            };
             all.push(instance!(
                 device,
                 quantize_per_token_kernel,
@@ -170,7 +160,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 4,
                 b(words / 4),
                 prologue_inputs(device, computed),
-                norm,
                 b(ROWS),
                 packed_out(),
                 draw(),

@@ -31,8 +31,6 @@ pub enum LaunchedVariant {
     SwiGlu,
     /// `PrologueInputs::SwiGluBackward`.
     SwiGluBackward,
-    /// `RowNorm::Found`.
-    FoundNorm,
 }
 
 /// What a kernel reads beside `x`, and what it makes of both.

@@ -278,35 +278,6 @@ pub fn load_block<N: Size>(
     }
 }
 
-/// The words of a block along a row, normalised.
-#[cube]
-pub fn normalized_block(
-    x: &Array<u32>,
-    gain: &[Vector<f32, Const<4>>],
-    rstd: f32,
-    block: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
-) -> Array<u32> {
-    let vectors = comptime!(block_words(kind) / VECTOR);
-    let mut words = Array::<u32>::new(comptime!(block_words(kind)));
-    #[unroll]
-    for v in 0..vectors {
-        let mut raw = Array::<u32>::new(VECTOR);
-        #[unroll]
-        for i in 0..VECTOR {
-            raw[i] = x[comptime!(v * VECTOR + i)];
-        }
-        let gains = load_gains(gain, block * vectors + v, kind);
-        let part = normalized(&raw, rstd, &gains, conversion, kind);
-        #[unroll]
-        for i in 0..VECTOR {
-            words[comptime!(v * VECTOR + i)] = part[i];
-        }
-    }
-    words
-}
-
 /// The comptime choices of [`prologue_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProloguePlan {

@@ -8,9 +8,9 @@ use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
     RandomStream, Rounding, ScaleLayout, Usage,
-    quantize::{self, QuantRequest},
+    quantize::{self, AmaxRequest, QuantRequest},
     reference,
-    tensor::{AmaxGranularity, DeviceQuantized, Groups},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, Groups, Matrix},
 };
 
 pub const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);
@@ -357,6 +357,28 @@ pub fn check_per_token<T: DeviceElement>(
     assert_copies(client, &found, &[expected], &what);
     let bytes = bytemuck::cast_slice(&maxima);
     assert_bytes(&read(client, &found.amax), bytes, &format!("{what}: amax"));
+}
+
+/// The rowwise and the columnwise tensor of `x`, with an amax for each row and column of each
+/// group.
+pub fn quantize_per_token_both(
+    client: &Client,
+    x: &Matrix,
+    groups: &Groups,
+    row: impl Into<DeviceNvfp4Params>,
+    col: impl Into<DeviceNvfp4Params>,
+) -> (DeviceQuantized, DeviceQuantized) {
+    let (row, col) = (row.into(), col.into());
+    let scope = AmaxGranularity::PerRow;
+    let request = AmaxRequest {
+        rows: Some(scope),
+        cols: Some((scope, col.hadamard)),
+    };
+    let found = quantize::amaxes(client, x, groups, &request).unwrap();
+    let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);
+    let [row, col] =
+        [(&rows, row), (&cols, col)].map(|(amax, copy)| QuantRequest { amax, scope, copy });
+    quantize::quantize_both(client, x, groups, &row, &col).unwrap()
 }
 
 /// The policies of a per-token copy.

@@ -6,7 +6,7 @@ use super::device::{read_f32, upload};
 use super::inputs::{Kind, convert, values};
 use super::policies::{
     self, COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, col_policies,
-    device_amax, per_token_policies, policy, row_policies, transformed,
+    device_amax, per_token_policies, policy, quantize_per_token_both, row_policies, transformed,
 };
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
@@ -343,8 +343,7 @@ pub fn per_token(client: &Client, sample: &Sample) {
         policy(NEAREST, MAE, COMPACT),
         transformed(HadamardSize::H16, STOCHASTIC),
     ] {
-        let copies =
-            quantize::quantize_per_token_both(client, x, ONE, &row.into(), &col.into()).unwrap();
+        let copies = quantize_per_token_both(client, x, ONE, row, col);
         compare(Usage::Rowwise, row, &copies.0);
         compare(Usage::Columnwise, col, &copies.1);
     }
