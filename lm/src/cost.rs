@@ -535,10 +535,6 @@ mod tests {
                 KernelClass::Quantize,
             ),
             (
-                "quantize::prologue::rms_norm_rstd_kernel::X",
-                KernelClass::Reduce,
-            ),
-            (
                 "norm::backward::norm_backward_kernel::X",
                 KernelClass::Elementwise,
             ),

@@ -9,19 +9,13 @@ use nvfp4_kernels::{
 use crate::{
     dense::copy,
     harness::Section,
-    inputs::{
-        Inputs, NEAREST, PACKED, copy_of, plain_and_transformed, rht, stochastic, with_amax, words,
-    },
+    inputs::{Inputs, NEAREST, PACKED, copy_of, plain_and_transformed, rht, stochastic, with_amax},
 };
-
-const EPSILON: f32 = 1e-6;
 
 /// A prologue, by the name of its operation.
 struct Case<'a> {
     name: &'a str,
     source: &'a dyn Fn(usize) -> Prologue<'a>,
-    /// What has to be found before it.
-    factors: &'a dyn Fn(usize),
     /// Bytes that it reads, and elements that it makes.
     sizes: [f64; 2],
     /// How its copies are rounded.
@@ -37,13 +31,6 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
         Inputs::bf16(&client, rows, 2 * cols),
     );
     copy(section, &x);
-    let gain = words(&client, (0..cols).map(|_| 1.0f32.to_bits()));
-    let rstd = quantize::rms_norm_rstd(&client, x.get(0), EPSILON).unwrap();
-    let norm = |i| Prologue::RmsNorm {
-        x: x.get(i),
-        rstd: &rstd,
-        gain: &gain,
-    };
     let gated = |i| Prologue::SwiGlu(gate_up.get(i));
     let backward = |i| Prologue::SwiGluBackward {
         grad: x.get(i),
@@ -51,15 +38,6 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     };
     let n = x.elements();
     let copy = DeviceNvfp4Params::new(NEAREST);
-    let factors = |i| {
-        quantize::rms_norm_rstd(&client, x.get(i), EPSILON).unwrap();
-    };
-    section.time("row factors of RMSNorm", 2.0 * n, factors);
-    section.time("RMSNorm, then per token RN", (2.0 + PACKED) * n, |i| {
-        factors(i);
-        let y = quantize::run_prologue(&client, norm(i)).unwrap();
-        quantize::quantize_per_token(&client, &y, &copy).unwrap();
-    });
     section.time("SwiGLU per token RN, one read", (4.0 + PACKED) * n, |i| {
         quantize::quantize_per_token(&client, gated(i), &copy).unwrap();
     });
@@ -69,23 +47,14 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     });
     let all = [
         Case {
-            name: "RMSNorm",
-            source: &norm,
-            factors: &factors,
-            sizes: [2.0 * n, n],
-            rounding: NEAREST,
-        },
-        Case {
             name: "SwiGLU",
             source: &gated,
-            factors: &|_| (),
             sizes: [4.0 * n, n],
             rounding: NEAREST,
         },
         Case {
             name: "SwiGLU backward",
             source: &backward,
-            factors: &|_| (),
             sizes: [6.0 * n, 2.0 * n],
             rounding: stochastic(),
         },
@@ -101,7 +70,6 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     let Case {
         name,
         source,
-        factors,
         sizes: [read, out],
         ref rounding,
     } = *case;
@@ -126,20 +94,17 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     });
     // All that stands between the inputs and both tensors, in three ways.
     section.time(&format!("{name}, all: computed twice"), quantized, |i| {
-        factors(i);
         let found = quantize::amaxes(&client, source(i), one, &request).unwrap();
         copies(&client, source(i), &found, rounding);
     });
     let kernel = format!("{name}, all: written with maxima");
     section.time(&kernel, quantized, |i| {
-        factors(i);
         let (y, found) =
             quantize::run_prologue_with_amaxes(&client, source(i), one, &request).unwrap();
         copies(&client, &y, &found, rounding);
     });
     let kernel = format!("{name}, all: one after the other");
     section.time(&kernel, quantized, |i| {
-        factors(i);
         let y = quantize::run_prologue(&client, source(i)).unwrap();
         let found = quantize::amaxes(&client, &y, one, &request).unwrap();
         copies(&client, &y, &found, rounding);

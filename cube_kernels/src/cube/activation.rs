@@ -1,17 +1,16 @@
-//! RMS normalisation and SwiGLU; see [`reference::rms_norm`](crate::reference::rms_norm) and
-//! [`reference::swiglu`](crate::reference::swiglu).
+//! SwiGLU and GELU; see [`reference::swiglu`](crate::reference::swiglu) and
+//! [`reference::gelu`](crate::reference::gelu()).
 
 use cubecl::prelude::*;
 
 use super::{
     codec::Conversion,
-    exact::{fma, reciprocal, reciprocal_of_1_to_2, sqrt},
-    ptx,
+    exact::{fma, reciprocal_of_1_to_2},
 };
 use crate::reference::{
     ERF_POLYNOMIAL, ERF_SPLIT, ERFC_POLYNOMIAL, EXP_CUTOFF, EXP_POLYNOMIAL, Gelu, INV_SQRT_2,
     INV_SQRT_2PI, LN_2_HIGH, LN_2_LOW, LN_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, SQRT_HALF,
-    SUM_LANES, TANH_CUBE, TANH_SCALE, TANH_SLOPE, TO_INTEGER,
+    TANH_CUBE, TANH_SCALE, TANH_SLOPE, TO_INTEGER,
 };
 
 /// See [`reference::exp_of_negative`](crate::reference::exp_of_negative).
@@ -169,131 +168,5 @@ pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conver
         // Of NaN the exponential may be a number, and the bell 0.
         let is_number = x <= 0.0f32 || x > 0.0f32;
         select(bell == 0.0f32 && is_number, sigmoid.value, slope)
-    }
-}
-
-/// The sum of the squares of a row, and what follows from it; see
-/// [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd). Units share a row: unit `u` adds
-/// the blocks `u`, `u + units`, ... in this order, where there are 256 units, or no more blocks
-/// than units, or one unit.
-#[derive(CubeType)]
-pub struct SquareSum {
-    /// The sums, where there are no planes; else those of planes, two sets in turn.
-    sums: Shared<[f32]>,
-    /// This unit's sum, where there are planes.
-    own: f32,
-    set: usize,
-}
-
-#[cube]
-impl SquareSum {
-    /// Memory for it.
-    pub fn new(#[comptime] planes: bool) -> SquareSum {
-        SquareSum {
-            sums: Shared::new_slice(comptime!(if planes { 16 } else { SUM_LANES })),
-            own: 0.0f32.runtime(),
-            set: 0usize.runtime(),
-        }
-    }
-
-    /// Starts a row.
-    pub fn clear(&mut self, #[comptime] planes: bool) {
-        self.own = 0.0f32;
-        if comptime!(!planes) {
-            sync_cube();
-            let mut lane = UNIT_POS as usize;
-            while lane < SUM_LANES {
-                self.sums[lane] = 0.0f32;
-                lane += CUBE_DIM as usize;
-            }
-            sync_cube();
-        }
-    }
-
-    /// Adds block `block` of the row.
-    pub fn add(
-        &mut self,
-        values: &Array<f32>,
-        block: usize,
-        #[comptime] planes: bool,
-        #[comptime] conversion: Conversion,
-    ) {
-        let lane = block % SUM_LANES;
-        let mut sum = if comptime!(planes) {
-            self.own
-        } else {
-            self.sums[lane]
-        };
-        #[unroll]
-        for i in 0..16usize {
-            sum = fma(values[i], values[i], sum, conversion);
-        }
-        if comptime!(planes) {
-            self.own = sum;
-        } else {
-            self.sums[lane] = sum;
-        }
-    }
-
-    /// `1 / sqrt(mean + epsilon)` of the row, for every unit, all of which must be here.
-    pub fn rstd(
-        &mut self,
-        cols: usize,
-        epsilon: f32,
-        #[comptime] planes: bool,
-        #[comptime] conversion: Conversion,
-    ) -> f32 {
-        let sum = if comptime!(planes) {
-            // Both of two units add the same two numbers, so all of them have the sum of the tree.
-            let mut sum = self.own;
-            #[unroll]
-            for stage in 0..5u32 {
-                let distance = comptime!(1u32 << stage);
-                sum += if comptime!(conversion.has_ptx()) {
-                    ptx::shfl_sync_bfly(sum, distance)
-                } else {
-                    plane_shuffle_xor(sum, distance)
-                };
-            }
-            let first = self.set * 8usize;
-            let plane = UNIT_POS as usize / 32usize;
-            if UNIT_POS_PLANE == 0u32 {
-                self.sums[first + plane] = sum;
-            }
-            sync_cube();
-            self.set = 1usize - self.set;
-            let planes_here = CUBE_DIM as usize / 32usize;
-            let mut sums = Array::<f32>::new(8usize);
-            #[unroll]
-            for p in 0..8usize {
-                let here = p < planes_here;
-                sums[p] = select(here, self.sums[first + select(here, p, 0usize)], 0.0f32);
-            }
-            #[unroll]
-            for stage in 0..3u32 {
-                let len = comptime!(4usize >> stage);
-                #[unroll]
-                for i in 0..len {
-                    sums[i] = sums[comptime!(2 * i)] + sums[comptime!(2 * i + 1)];
-                }
-            }
-            sums[0]
-        } else {
-            sync_cube();
-            if UNIT_POS == 0u32 {
-                let mut len = comptime!(SUM_LANES / 2).runtime();
-                while len > 0usize {
-                    for i in 0..len {
-                        let sum = self.sums[2usize * i] + self.sums[2usize * i + 1usize];
-                        self.sums[i] = sum;
-                    }
-                    len /= 2usize;
-                }
-            }
-            sync_cube();
-            self.sums[0]
-        };
-        let mean = sum / f32::cast_from(cols);
-        reciprocal(sqrt(mean + epsilon, conversion), conversion)
     }
 }

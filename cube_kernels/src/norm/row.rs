@@ -262,7 +262,7 @@ pub fn is_inside(at: &At, i: usize, #[comptime] plan: NormPlan) -> bool {
     }
 }
 
-/// Sums along rows, in the order of [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
+/// Sums along rows, in the order of [`reference::norm_forward`](crate::reference::norm_forward).
 ///
 /// Unit `u` of a row adds the blocks `u`, `u + units`, ... in this order. Where planes share a row,
 /// there are as many units as partial sums, or no more blocks than units.

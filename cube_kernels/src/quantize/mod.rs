@@ -59,7 +59,7 @@ pub use mx::{MxForm, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requanti
 pub use offset::advance_offset;
 pub use per_token::quantize_per_token;
 pub use plan::QuantRequest;
-pub use prologue::{Prologue, rms_norm_rstd, run_prologue, run_prologue_of_groups};
+pub use prologue::{Prologue, run_prologue, run_prologue_of_groups};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,
@@ -99,8 +99,8 @@ pub mod kernels {
         per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
-            GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs,
-            PrologueOutArgs, ProloguePlan, prologue_kernel, rms_norm_rstd_kernel,
+            GateInputsLaunch, LaunchedVariant, PrologueInputsArgs, PrologueOutArgs, ProloguePlan,
+            prologue_kernel,
         },
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},

@@ -1,4 +1,4 @@
-//! What stands before a quantized GEMM: RMS normalisation, and SwiGLU with its gradient.
+//! What stands before a quantized GEMM: SwiGLU and GELU, with their gradients.
 //!
 //! Kernels compute these while they read the inputs and quantize at once, so every operation here
 //! is one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
@@ -13,7 +13,6 @@ use super::{
     Element, Gelu, gelu, gelu_backward,
     simd::{rows_per_task, with_fma},
 };
-use crate::BLOCK;
 
 /// An activation between two linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,71 +61,6 @@ pub fn activation_backward<T: Element>(
         Activation::SwiGlu => swiglu_backward(grad, x, rows, cols / 2),
         Activation::Gelu(form) => gelu_backward(form, grad, x),
     }
-}
-
-/// Partial sums of a row's squares: block `b` of 16 elements goes to sum `b % 256`, element after
-/// element. Neighbouring sums are then added, then neighbouring pairs, and so on.
-pub const SUM_LANES: usize = 256;
-
-/// `1 / sqrt(mean(x²) + epsilon)` of each row of a `rows` x `cols` matrix, the sum in the order of
-/// [`SUM_LANES`].
-///
-/// # Panics
-/// When `x` does not hold `rows * cols` elements.
-pub fn rms_norm_rstd<T: Element>(x: &[T], rows: usize, cols: usize, epsilon: f32) -> Vec<f32> {
-    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
-    (0..rows)
-        .into_par_iter()
-        .map(|row| {
-            let mut sums = [0f32; SUM_LANES];
-            add_squares(&x[row * cols..][..cols], &mut sums);
-            let mut len = SUM_LANES;
-            while len > 1 {
-                len /= 2;
-                for i in 0..len {
-                    sums[i] = sums[2 * i] + sums[2 * i + 1];
-                }
-            }
-            1.0 / (sums[0] / cols as f32 + epsilon).sqrt()
-        })
-        .collect()
-}
-
-with_fma!(
-    fn add_squares[T: Element](row: &[T], sums: &mut [f32; SUM_LANES]) = add_squares_body
-);
-
-#[inline(always)]
-fn add_squares_body<T: Element>(row: &[T], sums: &mut [f32; SUM_LANES]) {
-    for (b, block) in row.chunks(BLOCK).enumerate() {
-        let sum = &mut sums[b % SUM_LANES];
-        for value in block {
-            let value = value.to_f32();
-            *sum = value.mul_add(value, *sum);
-        }
-    }
-}
-
-/// `x · rstd · gain`, `rstd` a factor for each row and `gain` one for each column, multiplied in
-/// this order and rounded to the type of `x`.
-///
-/// # Panics
-/// When `x` does not hold an element for each pair of a row and a column.
-pub fn rms_norm<T: Element>(x: &[T], rstd: &[f32], gain: &[f32]) -> Vec<T> {
-    assert_eq!(
-        x.len(),
-        rstd.len() * gain.len(),
-        "`x` must hold rows * cols elements"
-    );
-    let cols = gain.len().max(1);
-    x.par_chunks(cols)
-        .zip(rstd)
-        .flat_map_iter(|(row, rstd)| {
-            row.iter()
-                .zip(gain)
-                .map(move |(x, gain)| T::from_f32(x.to_f32() * rstd * gain))
-        })
-        .collect()
 }
 
 /// `silu(gate) · up`, rounded to the type of `gate_up`: `rows` x `width`, of a matrix of `rows` x

@@ -41,10 +41,7 @@ mod simd;
 pub mod philox;
 pub use crate::format::{padding, swizzle};
 
-pub use activation::{
-    Activation, SUM_LANES, activation, activation_backward, rms_norm, rms_norm_rstd, swiglu,
-    swiglu_backward,
-};
+pub use activation::{Activation, activation, activation_backward, swiglu, swiglu_backward};
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use choice_window::{ChoiceWindow, EARLIER_UNITS, sort_window};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
@@ -78,7 +75,7 @@ pub use ms_eden::{
 };
 pub use mx::{mx_dequantize, mx_quantize};
 #[cfg(feature = "cube")]
-pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, norm_planes};
+pub(crate) use norm::{GRAD_SUM_LANES, PART_LANES, SUM_LANES, norm_planes};
 pub use norm::{
     Norm, NormBackward, NormForward, norm_backward, norm_forward, norm_part_lanes, norm_parts,
     norm_parts_are_strips,

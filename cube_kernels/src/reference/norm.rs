@@ -1,18 +1,17 @@
 //! RMSNorm and LayerNorm of rows, with an addition before them, and their gradients.
 //!
-//! Sums along a row in the forward are those of [`rms_norm_rstd`](super::rms_norm_rstd): block `b`
-//! of 16 elements goes to partial sum `b % 256`, element after element, and neighbouring sums are
-//! added, then neighbouring pairs, and so on. Sums over rows (the gradients of gain and bias) are
-//! made of parts, whose number depends on the rows alone, see [`norm_parts`], and so does where they
-//! begin, see [`norm_parts_are_strips`]. No order depends on how a kernel is launched, so that
-//! kernels have the same bits on every device.
+//! Sums along a row in the forward: block `b` of 16 elements goes to partial sum `b % 256`, element
+//! after element, and neighbouring sums are added, then neighbouring pairs, and so on. Sums over
+//! rows (the gradients of gain and bias) are made of parts, whose number depends on the rows alone,
+//! see [`norm_parts`], and so does where they begin, see [`norm_parts_are_strips`]. No order depends
+//! on how a kernel is launched, so that kernels have the same bits on every device.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
 use super::{
-    Element, SUM_LANES,
+    Element,
     simd::{rows_per_task, with_fma},
 };
 use crate::BLOCK;
@@ -35,6 +34,8 @@ const LEAST_ROWS: usize = 8;
 pub(crate) const PART_LANES: usize = 16;
 /// Elements per task of an addition.
 const CHUNK: usize = 8192;
+/// Partial sums along a row in the forward.
+pub(crate) const SUM_LANES: usize = 256;
 /// Partial sums along a row in the backward, which needs more registers for each element.
 pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
 

@@ -317,22 +317,6 @@ fn gradients_are_slopes() {
     }
 }
 
-/// RMSNorm is the one that the quantization kernels fuse.
-#[test]
-fn rms_norm_is_the_prologues() {
-    let (rows, cols) = (7, 4128);
-    let x = convert::<bf16>(&values(Kind::Heavy, rows * cols, 1));
-    let gain = factors(cols, 2);
-    let made = reference::norm_forward(Norm::Rms, &x, None, (&gain, None), rows, EPSILON);
-    let rstd = reference::rms_norm_rstd(&x, rows, cols, EPSILON);
-    assert_floats(&made.stats, &rstd, "rstd");
-    assert_floats(
-        &made.normed,
-        &reference::rms_norm(&x, &rstd, &gain),
-        "normed",
-    );
-}
-
 fn check_activations<T: DeviceElement>(client: &Client) {
     let kinds = [
         Kind::Heavy,

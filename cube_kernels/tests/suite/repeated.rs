@@ -289,31 +289,17 @@ fn layouts() {
 fn prologues() {
     let client = client!("prologues");
     let x = matrix(&client);
-    let gain = amax(&client, COLS);
-    let rstd = quantize::rms_norm_rstd(&client, &x, 1e-6).unwrap();
-    let norm = Prologue::RmsNorm {
-        x: &x,
-        rstd: &rstd,
-        gain: &gain,
-    };
-    repeat(&client, "row factors", || {
-        vec![(
-            quantize::rms_norm_rstd(&client, &x, 1e-6).unwrap(),
-            ROWS * 4,
-        )]
-    });
     let per_token = Nvfp4Params::new(STOCHASTIC);
-    for (name, source) in [("RMSNorm", norm), ("SwiGLU", Prologue::SwiGlu(&x))] {
-        repeat(&client, name, || {
-            let maxima = AmaxRequest {
-                rows: Some(AmaxGranularity::PerTensor),
-                cols: Some((AmaxGranularity::PerTensor, Some(Hadamard::default()))),
-            };
-            let (written, found) =
-                quantize::run_prologue_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
-            let copy = quantize::quantize_per_token(&client, source, &per_token.into()).unwrap();
-            let maxima = vec![(found.rows.unwrap(), 4), (found.cols.unwrap(), 4)];
-            [of_matrix(written), maxima, of_packed(copy)].concat()
-        });
-    }
+    let source = Prologue::SwiGlu(&x);
+    repeat(&client, "SwiGLU", || {
+        let maxima = AmaxRequest {
+            rows: Some(AmaxGranularity::PerTensor),
+            cols: Some((AmaxGranularity::PerTensor, Some(Hadamard::default()))),
+        };
+        let (written, found) =
+            quantize::run_prologue_with_amaxes(&client, source, &Groups::One, &maxima).unwrap();
+        let copy = quantize::quantize_per_token(&client, source, &per_token.into()).unwrap();
+        let maxima = vec![(found.rows.unwrap(), 4), (found.cols.unwrap(), 4)];
+        [of_matrix(written), maxima, of_packed(copy)].concat()
+    });
 }

@@ -112,7 +112,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (None, Grouping::Offsets(16), "Plain"),
             (Some(HadamardSize::H16), Grouping::One, "Plain"),
             (Some(HadamardSize::H128), Grouping::Batch, "Plain"),
-            (Some(HadamardSize::H16), Grouping::One, "RmsNorm"),
             (Some(HadamardSize::H16), Grouping::Offsets(16), "SwiGlu"),
             (Some(HadamardSize::H16), Grouping::One, "SwiGluBackward"),
         ] {

@@ -4,8 +4,8 @@ use cubecl::prelude::*;
 
 use crate::{
     quantize::kernels::{
-        GateInputsLaunch, Grouping, LaunchedVariant, NormInputsLaunch, PackedRowsLaunch,
-        PrologueInputsArgs, ShapeLaunch, SourcePlan,
+        GateInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch, PrologueInputsArgs,
+        ShapeLaunch, SourcePlan,
     },
     registry::instance::DummyDevice,
     tensor::FloatKind,
@@ -65,9 +65,7 @@ pub(super) fn packed(device: &DummyDevice) -> PackedRowsLaunch {
 pub(super) fn prologue_inputs(device: &DummyDevice, name: &str) -> PrologueInputsArgs {
     let b = |len| device.buffer(len);
     let gates = |variant| GateInputsLaunch::new(b(64), b(64), 8, 4, variant);
-    let norm = || NormInputsLaunch::new(b(ROWS), b(COLS / 4), LaunchedVariant::RmsNorm);
     match name {
-        "RmsNorm" => PrologueInputsArgs::RmsNorm(norm()),
         "SwiGlu" => PrologueInputsArgs::SwiGlu(gates(LaunchedVariant::SwiGlu)),
         "SwiGluBackward" => {
             PrologueInputsArgs::SwiGluBackward(gates(LaunchedVariant::SwiGluBackward))

@@ -1,7 +1,7 @@
 //! Instances of the kernels that compute a matrix without quantizing it.
 
 use super::{
-    super::kernels::{ProloguePlan, prologue_kernel, rms_norm_rstd_kernel},
+    super::kernels::{ProloguePlan, prologue_kernel},
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
@@ -12,24 +12,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     for (dtype, address) in ELEMENTS {
         let tag = format!("{dtype:?}-{address:?}");
         let words = ROWS * COLS * dtype.size() / 4;
-        all.push(instance!(
-            device,
-            rms_norm_rstd_kernel,
-            &tag,
-            Expected::default(),
-            address,
-            4,
-            b(words / 4),
-            b(ROWS),
-            ROWS,
-            COLS / 16,
-            1e-6,
-            true,
-            device.conversion,
-            dtype
-        ));
-        for computed in ["RmsNorm", "SwiGlu", "SwiGluBackward"] {
-            let bounded = computed != "RmsNorm";
+        for computed in ["SwiGlu", "SwiGluBackward"] {
             all.push(instance!(
                 device,
                 prologue_kernel,
@@ -44,7 +27,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ROWS,
                 COLS * dtype.size() / 16,
                 ProloguePlan {
-                    bounded,
+                    bounded: true,
                     overlaps: device.overlaps,
                     conversion: device.conversion,
                     kind: dtype,

@@ -25,8 +25,6 @@ pub(super) const fn per_vector(kind: FloatKind) -> usize {
 /// see it, and finds compiled kernels that are kept by the hash alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LaunchedVariant {
-    /// `PrologueInputs::RmsNorm`.
-    RmsNorm,
     /// `PrologueInputs::SwiGlu`.
     SwiGlu,
     /// `PrologueInputs::SwiGluBackward`.
@@ -38,24 +36,10 @@ pub enum LaunchedVariant {
 pub enum PrologueInputs {
     /// `x` as it is.
     Plain,
-    /// `x` normalised.
-    RmsNorm(NormInputs),
     /// A gated activation; `x` is not read.
     SwiGlu(GateInputs),
     /// The gradients of a gated activation, concatenated; `x` is that of its output.
     SwiGluBackward(GateInputs),
-}
-
-/// Factors of a normalisation.
-#[derive(CubeType, CubeLaunch)]
-pub struct NormInputs {
-    /// One for each row.
-    pub rstd: Box<[f32]>,
-    /// One for each column.
-    pub gain: Box<[Vector<f32, Const<4>>]>,
-    /// [`LaunchedVariant::RmsNorm`].
-    #[cube(comptime)]
-    pub variant: LaunchedVariant,
 }
 
 /// Inputs of a gated activation.
@@ -77,8 +61,6 @@ pub struct GateInputs {
 /// What vectors of one column of vectors have in common.
 #[derive(CubeType)]
 pub struct Column {
-    /// Gains of its elements.
-    pub gains: Array<f32>,
     /// Where its inputs stand in a row.
     pub vector: usize,
     /// Of two concatenated gradients, whether it belongs to the second.
@@ -91,7 +73,6 @@ pub struct Loaded {
     first: Array<u32>,
     gate: Array<u32>,
     up: Array<u32>,
-    rstd: f32,
 }
 
 #[cube]
@@ -109,86 +90,33 @@ pub(super) fn no_words() -> Array<u32> {
     Array::<u32>::new(VECTOR)
 }
 
-/// The gains of the elements of vector `vector` of a row.
-#[cube]
-pub(super) fn load_gains(
-    gain: &[Vector<f32, Const<4>>],
-    vector: usize,
-    #[comptime] kind: FloatKind,
-) -> Array<f32> {
-    let parts = comptime!(per_vector(kind) / 4);
-    let mut gains = Array::<f32>::new(comptime!(per_vector(kind)));
-    #[unroll]
-    for part in 0..parts {
-        let loaded = gain[vector * parts + part];
-        #[unroll]
-        for i in 0..4usize {
-            gains[comptime!(part * 4 + i)] = loaded.extract(i);
-        }
-    }
-    gains
-}
-
-/// The words of a vector of normalised elements.
-#[cube]
-pub(super) fn normalized(
-    x: &Array<u32>,
-    rstd: f32,
-    gains: &Array<f32>,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
-) -> Array<u32> {
-    let per_word = comptime!(4 / kind.size());
-    let unrolled = comptime!(conversion.has_ptx());
-    let mut words = Array::<u32>::new(VECTOR);
-    #[unroll(unrolled)]
-    for w in 0..VECTOR {
-        let low = unpack(x[w], 0u32, kind) * rstd * gains[w * per_word];
-        let high = if comptime!(per_word == 2) {
-            unpack(x[w], 1u32, kind) * rstd * gains[w * per_word + comptime!(per_word - 1)]
-        } else {
-            0.0f32.runtime()
-        };
-        words[w] = pack(low, high, kind, conversion);
-    }
-    words
-}
-
 #[cube]
 impl PrologueInputs {
     /// What the vectors at `vector` of all rows have in common. Computed rows have `row_vectors`
     /// vectors.
-    pub fn column(&self, vector: usize, row_vectors: usize, #[comptime] kind: FloatKind) -> Column {
+    pub fn column(&self, vector: usize, row_vectors: usize) -> Column {
         #[comptime]
         match self {
-            PrologueInputs::RmsNorm(norm) => Column {
-                gains: load_gains(&norm.gain, vector, kind),
-                vector,
-                of_up: false.runtime(),
-            },
             PrologueInputs::SwiGluBackward(_) => {
                 let half = row_vectors / 2usize;
                 let of_up = vector >= half;
                 Column {
-                    gains: Array::<f32>::new(1usize),
                     vector: vector - select(of_up, half, 0usize),
                     of_up,
                 }
             }
             _ => Column {
-                gains: Array::<f32>::new(1usize),
                 vector,
                 of_up: false.runtime(),
             },
         }
     }
 
-    /// Kernels in front of this one may write what is read beside `x`, but for gains.
+    /// Kernels before this one may write what is read beside `x`.
     pub fn written_before(&self, #[comptime] overlaps: bool) {
         #[comptime]
         match self {
             PrologueInputs::Plain => {}
-            PrologueInputs::RmsNorm(norm) => written_before(&norm.rstd, overlaps),
             PrologueInputs::SwiGlu(inputs) | PrologueInputs::SwiGluBackward(inputs) => {
                 written_before(&inputs.gate, overlaps);
                 written_before(&inputs.up, overlaps);
@@ -211,13 +139,6 @@ impl PrologueInputs {
                 first: words_of::<F, N>(x[row * row_vectors + vector]),
                 gate: no_words(),
                 up: no_words(),
-                rstd: 0.0f32.runtime(),
-            },
-            PrologueInputs::RmsNorm(norm) => Loaded {
-                first: words_of::<F, N>(x[row * row_vectors + vector]),
-                gate: no_words(),
-                up: no_words(),
-                rstd: norm.rstd[row],
             },
             PrologueInputs::SwiGlu(inputs) => {
                 let start = row * inputs.pitch + vector;
@@ -225,7 +146,6 @@ impl PrologueInputs {
                     first: no_words(),
                     gate: words_of::<u32, Const<4>>(inputs.gate[start]),
                     up: words_of::<u32, Const<4>>(inputs.up[start + inputs.up_start]),
-                    rstd: 0.0f32.runtime(),
                 }
             }
             PrologueInputs::SwiGluBackward(inputs) => {
@@ -234,7 +154,6 @@ impl PrologueInputs {
                     first: words_of::<F, N>(x[row * (row_vectors / 2usize) + vector]),
                     gate: words_of::<u32, Const<4>>(inputs.gate[start]),
                     up: words_of::<u32, Const<4>>(inputs.up[start + inputs.up_start]),
-                    rstd: 0.0f32.runtime(),
                 }
             }
         }
@@ -259,9 +178,6 @@ impl PrologueInputs {
                     words[w] = loaded.first[w];
                 }
                 words
-            }
-            PrologueInputs::RmsNorm(_) => {
-                normalized(&loaded.first, loaded.rstd, &column.gains, conversion, kind)
             }
             PrologueInputs::SwiGlu(_) => {
                 let mut words = Array::<u32>::new(VECTOR);

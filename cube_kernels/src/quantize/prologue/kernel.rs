@@ -8,10 +8,9 @@ use super::{
 };
 use crate::{
     cube::{
-        activation::SquareSum,
         codec::Conversion,
         overlap::{let_next_begin, wait_for_previous, written_before},
-        words::{block_words, load_block_words, unpack_block},
+        words::{block_words, load_block_words},
     },
     tensor::FloatKind,
 };
@@ -91,7 +90,6 @@ fn prologue_tile<F: Numeric, N: Size>(
         let column = prologue.column(
             min(vector0 + first % per_row, row_vectors - 1usize),
             row_vectors,
-            kind,
         );
         while first < comptime!(tile::ROWS * per_row) {
             let run = VectorRun {
@@ -109,7 +107,6 @@ fn prologue_tile<F: Numeric, N: Size>(
             let column = prologue.column(
                 min(vector0 + first % per_row, row_vectors - 1usize),
                 row_vectors,
-                kind,
             );
             let run = VectorRun {
                 row0: tile.row0,
@@ -211,7 +208,6 @@ fn prologue_pairs<F: Numeric, N: Size>(
             let item = first + j * units;
             let row = min(tile.row0 + item / per_row, tile.row_end - 1usize);
             let column = Column {
-                gains: Array::<f32>::new(1usize),
                 vector: min(vector0 + item % per_row, half - 1usize),
                 of_up: false.runtime(),
             };
@@ -265,7 +261,7 @@ pub fn load_block<N: Size>(
             let mut words = Array::<u32>::new(comptime!(block_words(kind)));
             #[unroll]
             for v in 0..vectors {
-                let column = prologue.column(block * vectors + v, blocks * vectors, kind);
+                let column = prologue.column(block * vectors + v, blocks * vectors);
                 let loaded = prologue.load::<u32, N>(x, row, &column, blocks * vectors);
                 let part = prologue.words(&loaded, &column, conversion, kind);
                 #[unroll]
@@ -323,7 +319,7 @@ pub fn prologue_kernel<N: Size>(
             let half = row_vectors / 2usize;
             while item < rows * half {
                 let row = item / half;
-                let column = prologue.column(item - row * half, row_vectors, kind);
+                let column = prologue.column(item - row * half, row_vectors);
                 let loaded = prologue.load::<u32, N>(x, row, &column, row_vectors);
                 let both = gradients(&loaded, conversion, kind);
                 let index = item + row * half;
@@ -335,43 +331,11 @@ pub fn prologue_kernel<N: Size>(
         _ => {
             while item < rows * row_vectors {
                 let row = item / row_vectors;
-                let column = prologue.column(item - row * row_vectors, row_vectors, kind);
+                let column = prologue.column(item - row * row_vectors, row_vectors);
                 let loaded = prologue.load::<u32, N>(x, row, &column, row_vectors);
                 out[item] = vector_of(&prologue.words(&loaded, &column, conversion, kind));
                 item += CUBE_COUNT * CUBE_DIM as usize;
             }
         }
-    }
-}
-
-/// One cube takes a row at a time.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn rms_norm_rstd_kernel<N: Size>(
-    x: &[Vector<u32, N>],
-    out: &mut [f32],
-    rows: usize,
-    blocks: usize,
-    epsilon: f32,
-    #[comptime] planes: bool,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
-) {
-    let width = N::value();
-    let per_block = comptime!(block_words(kind) / width);
-    let mut sum = SquareSum::new(planes);
-    let mut row = CUBE_POS;
-    while row < rows {
-        sum.clear(planes);
-        let mut block = UNIT_POS as usize;
-        while block < blocks {
-            let words = load_block_words::<N>(x, (row * blocks + block) * per_block, kind);
-            sum.add(&unpack_block(&words, kind), block, planes, conversion);
-            block += CUBE_DIM as usize;
-        }
-        let rstd = sum.rstd(blocks * 16usize, epsilon, planes, conversion);
-        if UNIT_POS == 0u32 {
-            out[row] = rstd;
-        }
-        row += CUBE_COUNT;
     }
 }

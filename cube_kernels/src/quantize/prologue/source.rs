@@ -3,14 +3,14 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    inputs::{GateInputsLaunch, LaunchedVariant, NormInputsLaunch, PrologueInputsArgs, per_vector},
-    kernel::{ProloguePlan, prologue_kernel, rms_norm_rstd_kernel},
+    inputs::{GateInputsLaunch, LaunchedVariant, PrologueInputsArgs, per_vector},
+    kernel::{ProloguePlan, prologue_kernel},
 };
 use crate::{
     BLOCK, Nvfp4Error,
     capabilities::{conversion_of, is_cpu, overlaps_kernels},
     launch::{Words, buffer, cubes, grid},
-    memory::{address_type, allocate, check_memory, is_aligned},
+    memory::{address_type, is_aligned},
     moe::GroupOffsets,
     tensor::{FloatKind, Groups, Matrix},
 };
@@ -23,28 +23,15 @@ use crate::{
 /// that a fused kernel gives the bytes of [`run_prologue()`] followed by the same kernel.
 ///
 /// Fusing pays where amax and quantized tensors are both needed. These calls move the fewest bytes:
-/// - RMSNorm: [`amaxes`](crate::quantize::amaxes) and
-///   [`quantize_both`](crate::quantize::quantize_both) of the prologue, which compute it twice and
-///   never write it.
-/// - SwiGLU and its gradients:
-///   [`run_prologue_with_amaxes`](crate::quantize::run_prologue_with_amaxes), then the quantized
-///   tensors of what was written. Two inputs read again are as many bytes as one
-///   output written and read, and take the exponential again.
+/// - [`run_prologue_with_amaxes`](crate::quantize::run_prologue_with_amaxes), then the quantized
+///   tensors of what was written. Two inputs read again are as many bytes as one output written
+///   and read, and take the exponential again.
 /// - Per row, in one read: [`quantize_per_token`](fn@crate::quantize::quantize_per_token) of the
 ///   prologue.
 #[derive(Debug, Clone, Copy)]
 pub enum Prologue<'a> {
     /// The matrix itself.
     Plain(&'a Matrix),
-    /// `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
-    RmsNorm {
-        /// What is normalised.
-        x: &'a Matrix,
-        /// `1 / sqrt(mean(x²) + ε)` of each row, `f32`: see [`rms_norm_rstd`].
-        rstd: &'a Handle,
-        /// One factor for each column, `f32`.
-        gain: &'a Handle,
-    },
     /// `silu(gate) · up` of gate and up, `rows` x `2 width`, the gate in the first half of each
     /// row: the output of one projection. See [`reference::swiglu`](crate::reference::swiglu).
     SwiGlu(&'a Matrix),
@@ -76,7 +63,6 @@ pub(crate) struct Input {
 /// The inputs beside the first.
 enum Operands {
     None,
-    RmsNorm { rstd: Handle, gain: Handle },
     SwiGlu(Matrix),
     SwiGluBackward(Matrix),
 }
@@ -137,13 +123,6 @@ impl Input {
                 x.check("x")?;
                 (x, x.cols, Operands::None)
             }
-            Prologue::RmsNorm { x, rstd, gain } => {
-                check_input("x", x, 1)?;
-                check_memory("rstd", rstd, x.rows * 4)?;
-                check_gain(gain, x.cols)?;
-                let (rstd, gain) = (rstd.clone(), gain.clone());
-                (x, x.cols, Operands::RmsNorm { rstd, gain })
-            }
             Prologue::SwiGlu(gate_up) => {
                 check_input("gate_up", gate_up, 2)?;
                 (gate_up, gate_up.cols / 2, Operands::SwiGlu(gate_up.clone()))
@@ -179,15 +158,6 @@ impl Input {
     pub fn prologue_inputs(&self) -> PrologueInputsArgs {
         match &self.operands {
             Operands::None => PrologueInputsArgs::Plain,
-            Operands::RmsNorm { rstd, gain } => {
-                // SAFETY: both were checked.
-                let rstd = unsafe { buffer(rstd, self.matrix.rows) };
-                PrologueInputsArgs::RmsNorm(NormInputsLaunch::new(
-                    rstd,
-                    gain_arg(gain, self.matrix.cols),
-                    LaunchedVariant::RmsNorm,
-                ))
-            }
             Operands::SwiGlu(gate_up) => {
                 PrologueInputsArgs::SwiGlu(gate_args(gate_up, LaunchedVariant::SwiGlu))
             }
@@ -197,18 +167,6 @@ impl Input {
             )),
         }
     }
-}
-
-/// An error unless `gain` holds a factor for each column, in aligned vectors.
-pub(crate) fn check_gain(gain: &Handle, cols: usize) -> Result<(), Nvfp4Error> {
-    check_memory("gain", gain, cols * 4)?;
-    check_aligned("gain", gain)
-}
-
-/// The gains of a kernel, in vectors.
-pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
-    // SAFETY: checked by `check_gain`.
-    unsafe { buffer(gain, cols / 4) }
 }
 
 /// The matrix that `prologue` computes, in memory.
@@ -271,41 +229,6 @@ pub fn run_prologue_of_groups(
                 conversion: conversion_of(client),
                 kind: x.dtype,
             },
-        );
-    }
-    Ok(out)
-}
-
-/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its
-/// backward. See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
-///
-/// # Errors
-/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or
-/// its memory is smaller than its shape.
-pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
-    check_input("x", x, 1)?;
-    let out = allocate(client, x.rows * 4);
-    if x.is_empty() {
-        return Ok(out);
-    }
-    let words = Words::of(x);
-    let (count, dim) = row_cubes(client, x.rows, x.cols / BLOCK);
-    // SAFETY: the kernel stays below the shape, for which the memory was checked.
-    unsafe {
-        rms_norm_rstd_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(x.len()),
-            words.width,
-            words.arg(),
-            buffer(&out, x.rows),
-            x.rows,
-            x.cols / BLOCK,
-            epsilon,
-            !is_cpu(client),
-            conversion_of(client),
-            x.dtype,
         );
     }
     Ok(out)

@@ -472,25 +472,17 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
 }
 
 /// What is computed while its inputs are read: written, quantized per token, and in both copies.
-/// The matrix is the input of RMS normalisation, and gate and up of SwiGLU side by side.
+/// The matrix is gate and up of SwiGLU, concatenated.
 pub fn prologues(client: &Client, sample: &Sample) {
     let (_, cols) = sample.shape();
-    let (width, epsilon) = (cols / 2, 1e-6);
+    let width = cols / 2;
     if !width.is_multiple_of(16) {
         return;
     }
     let x = &sample.matrix;
-    let gain = values(Kind::Normal, cols, 3);
-    let gain_handle = client.create_from_slice(bytemuck::cast_slice(&gain));
-    let rstd = quantize::rms_norm_rstd(client, x, epsilon).unwrap();
     let grad = Matrix {
         cols: width,
         ..x.clone()
-    };
-    let norm = Prologue::RmsNorm {
-        x,
-        rstd: &rstd,
-        gain: &gain_handle,
     };
     let backward = Prologue::SwiGluBackward {
         grad: &grad,
@@ -499,7 +491,6 @@ pub fn prologues(client: &Client, sample: &Sample) {
     let amax = 3.0 * sample.amax;
     let policy = Nvfp4Params::new(STOCHASTIC);
     for (name, source, cols) in [
-        ("RMSNorm", norm, cols),
         ("SwiGLU", Prologue::SwiGlu(x), width),
         ("SwiGLU backward", backward, cols),
     ] {
@@ -516,10 +507,6 @@ pub fn prologues(client: &Client, sample: &Sample) {
         for band in sample.bands(Usage::Rowwise) {
             let first = band.first;
             let computed = match name {
-                "RMSNorm" => {
-                    let rstd = reference::rms_norm_rstd(&band.x, band.rows, band.cols, epsilon);
-                    reference::rms_norm(&band.x, &rstd, &gain)
-                }
                 "SwiGLU" => reference::swiglu(&band.x, band.rows, width),
                 _ => {
                     let grad = &sample.x[first * width..][..band.rows * width];
