@@ -25,10 +25,6 @@ pub enum Storage {
     /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global
     /// scale. For a GEMM that would dequantize a packed operand to bf16 first.
     Bf16Unscaled,
-    /// The same values, with the columns of each 128 in the order in which the W4A16 GEMM of Hopper
-    /// reads a left operand. Rows along the contraction are padded to a multiple of 128. Nothing
-    /// else reads it.
-    Bf16Arranged,
 }
 
 /// Order of the block scales in memory.
@@ -51,9 +47,6 @@ pub enum PackedReads {
     Swizzled,
     /// Code times block scale in bf16, as [`Storage::Bf16Unscaled`] has it.
     Bf16,
-    /// Of the right operand codes, and block scales in rows; of the left one the values of
-    /// [`Storage::Bf16Arranged`], which a pass makes of whatever else it is.
-    LeftArranged,
 }
 
 /// Elements that share one block scale.

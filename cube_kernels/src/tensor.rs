@@ -215,7 +215,7 @@ impl DeviceQuantized {
         Self {
             scales: match layout.storage {
                 Storage::Packed => allocate(client, scale_bytes(&layout, &groups)),
-                Storage::Bf16Unscaled | Storage::Bf16Arranged => codes.clone(),
+                Storage::Bf16Unscaled => codes.clone(),
             },
             amax: amax.clone(),
             codes,
@@ -409,7 +409,7 @@ fn code_bytes(layout: &Layout, groups: &Groups) -> usize {
 fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
     let block = layout.format.block();
     match (layout.storage, layout.scale_layout, layout.usage) {
-        (Storage::Bf16Unscaled | Storage::Bf16Arranged, ..) => 0,
+        (Storage::Bf16Unscaled, ..) => 0,
         (_, ScaleLayout::Compact, _) => layout.outer() * blocks(layout, groups),
         (_, ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
             let blocks = layout.blocks().next_multiple_of(4);

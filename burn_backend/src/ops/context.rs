@@ -338,13 +338,7 @@ pub(crate) mod tests {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
             let bytes = |reads| (case.run(spec, reads)).map(|x| x.into_data().as_bytes().to_vec());
             let expected = bytes(Some(PackedReads::Compact));
-            // A device without the W4A16 kernel takes no operand in its order, which Flex does not
-            // store.
-            let device = std::env::var("NVFP4_TEST_DEVICE");
-            let is_flex = device.map_or(true, |device| device == "flex");
-            let arranged = is_flex.then_some(Some(PackedReads::LeftArranged));
-            let others = [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None];
-            for reads in others.into_iter().chain(arranged) {
+            for reads in [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None] {
                 let same = bytes(reads) == expected;
                 assert!(same, "{reads:?}, {tokens} x {d_in} x {d_out}");
             }

@@ -16,8 +16,6 @@ impl StoredForm {
     pub(super) fn of(self, params: &QuantParams) -> Self {
         match (self, params.format) {
             (Self::Bf16Unscaled, _) if !params.has_bf16_storage() => Self::ROWS,
-            // What other quantizers write, the GEMM brings into its order.
-            (Self::Bf16Arranged, _) if !params.is_ms_eden() => Self::ROWS,
             // No GEMM multiplies its codes: they are dequantized, from rows.
             (_, Format::Mxfp4) => Self::ROWS,
             // A block is what an instruction multiplies: groups of tokens begin within tiles.
@@ -118,8 +116,7 @@ impl LayerGemm<'_> {
         let is_one_matrix = self.grouped == GroupedAxis::None;
         match reads {
             PackedReads::Bf16 if is_one_matrix => Forms::BF16,
-            PackedReads::LeftArranged if is_one_matrix => Forms::LEFT_ARRANGED,
-            PackedReads::Bf16 | PackedReads::LeftArranged | PackedReads::Compact => Forms::ROWS,
+            PackedReads::Bf16 | PackedReads::Compact => Forms::ROWS,
             PackedReads::Swizzled if self.along_tokens => Forms::both(StoredForm::WholeTiles),
             PackedReads::Swizzled => Forms::both(StoredForm::TILES),
         }
@@ -131,8 +128,6 @@ impl LayerGemm<'_> {
 pub(super) struct Forms {
     /// Of one that only this GEMM reads.
     pub once: StoredForm,
-    /// The same of the left one.
-    pub left_once: StoredForm,
     /// Of one that is kept.
     pub kept: StoredForm,
 }
@@ -144,21 +139,13 @@ impl Forms {
     /// Values for one GEMM, and rows of codes and scales.
     pub const BF16: Self = Self {
         once: StoredForm::Bf16Unscaled,
-        left_once: StoredForm::Bf16Unscaled,
         kept: StoredForm::ROWS,
-    };
-
-    /// Rows of codes and scales, and values of a left operand for one GEMM, in its order.
-    pub const LEFT_ARRANGED: Self = Self {
-        left_once: StoredForm::Bf16Arranged,
-        ..Self::ROWS
     };
 
     /// The same of both.
     pub const fn both(form: StoredForm) -> Self {
         Self {
             once: form,
-            left_once: form,
             kept: form,
         }
     }

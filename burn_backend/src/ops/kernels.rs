@@ -498,7 +498,6 @@ pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
         data: match quantized.data {
             QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
             QuantizedData::Bf16Unscaled(values) => QuantizedData::Bf16Unscaled(outer(values)),
-            QuantizedData::Bf16Arranged(values) => QuantizedData::Bf16Arranged(outer(values)),
         },
         amax: quantized.amax.map(outer),
         layout: quantized.layout,
@@ -514,9 +513,6 @@ pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
             QuantizedData::Packed { codes, scales } => QuantizedData::Packed { codes, scales },
             QuantizedData::Bf16Unscaled(values) => {
                 QuantizedData::Bf16Unscaled(values.into_primitive())
-            }
-            QuantizedData::Bf16Arranged(values) => {
-                QuantizedData::Bf16Arranged(values.into_primitive())
             }
         },
         amax: quantized.amax.map(|amax| amax.into_primitive()),

@@ -251,10 +251,6 @@ pub(super) fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMe
             let shape = Shape::new([outer, layout.padded_inner()]);
             QuantizedDataMetadata::Bf16Unscaled(TensorSpec::new(shape, DType::BF16))
         }
-        Storage::Bf16Arranged => {
-            let shape = Shape::new([outer, layout.padded_inner()]);
-            QuantizedDataMetadata::Bf16Arranged(TensorSpec::new(shape, DType::BF16))
-        }
     };
     let amax = match layout.format.has_global_scale() {
         true => {

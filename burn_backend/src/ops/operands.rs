@@ -380,7 +380,7 @@ mod tests {
         let mut tensors = vec![Tensor::<1>::from_dispatch(amax).into_data()];
         match data {
             QuantizedData::Packed { codes, scales } => tensors.extend([int(codes), int(scales)]),
-            QuantizedData::Bf16Unscaled(values) | QuantizedData::Bf16Arranged(values) => {
+            QuantizedData::Bf16Unscaled(values) => {
                 tensors.push(float(values));
             }
         }

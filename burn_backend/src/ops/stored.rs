@@ -25,9 +25,6 @@ pub enum StoredForm {
     WholeTiles,
     /// Code times block scale in bf16; of one matrix.
     Bf16Unscaled,
-    /// The same by MS-EDEN, in the order in which the W4A16 GEMM of Hopper reads its left operand.
-    /// The Flex backend stores the order of the matrix.
-    Bf16Arranged,
 }
 
 impl StoredForm {
@@ -42,7 +39,6 @@ impl StoredForm {
         match self {
             Self::Packed(_) | Self::WholeTiles => Storage::Packed,
             Self::Bf16Unscaled => Storage::Bf16Unscaled,
-            Self::Bf16Arranged => Storage::Bf16Arranged,
         }
     }
 
@@ -51,7 +47,7 @@ impl StoredForm {
         match self {
             Self::Packed(layout) => layout,
             Self::WholeTiles => ScaleLayout::Swizzled128x4,
-            Self::Bf16Unscaled | Self::Bf16Arranged => ScaleLayout::Compact,
+            Self::Bf16Unscaled => ScaleLayout::Compact,
         }
     }
 
@@ -74,7 +70,7 @@ impl StoredForm {
     pub(super) fn unit(self, unit: usize) -> usize {
         match self {
             Self::WholeTiles => unit.max(TILE_INNER),
-            Self::Packed(_) | Self::Bf16Unscaled | Self::Bf16Arranged => unit,
+            Self::Packed(_) | Self::Bf16Unscaled => unit,
         }
     }
 }

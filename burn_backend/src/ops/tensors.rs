@@ -101,9 +101,6 @@ pub enum QuantizedData<B: Backend> {
     /// `bf16[outer, blocks * 16]`. A GEMM without FP4 instructions multiplies these; an operand of
     /// one such GEMM need not be packed before. In dense GEMMs only.
     Bf16Unscaled(FloatTensor<B>),
-    /// The same in the order in which the W4A16 GEMM of Hopper reads its left operand, which alone
-    /// reads it: `bf16[outer, blocks * 16]`, rows of whole 128 columns.
-    Bf16Arranged(FloatTensor<B>),
 }
 
 /// A quantized matrix on a backend, in any format.
@@ -140,7 +137,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
-            QuantizedData::Bf16Unscaled(_) | QuantizedData::Bf16Arranged(_) => {
+            QuantizedData::Bf16Unscaled(_) => {
                 panic!("the tensor is stored as bf16 values")
             }
         }

@@ -64,21 +64,15 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             });
         }
     }
-    // As the backward makes the left operand of a weight gradient, for either GEMM of bf16.
+    // As the backward makes the left operand of a weight gradient, for a GEMM of bf16.
     let (from, packed) = &quantized[0];
-    let forms = [
-        ("unscaled bf16", EdenForm::Bf16Unscaled),
-        ("arranged bf16", EdenForm::Bf16Arranged),
-    ];
-    for (form_name, form) in forms {
-        let name = format!("MS-EDEN, NVFP4 {from} to col, {form_name}");
-        let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
-        section.time(&name, n * (PACKED + 2.0), |i| {
-            let random = RandomStream::new(1, 2, 3);
-            let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
-            quantize::ms_eden_as(&client, source, usage, amax, &hadamard, random, form).unwrap();
-        });
-    }
+    let name = format!("MS-EDEN, NVFP4 {from} to col, unscaled bf16");
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+    section.time(&name, n * (PACKED + 2.0), |i| {
+        let (random, form) = (RandomStream::new(1, 2, 3), EdenForm::Bf16Unscaled);
+        let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
+        quantize::ms_eden_as(&client, source, usage, amax, &hadamard, random, form).unwrap();
+    });
     let [(_, a), (_, b)] = &quantized;
     if n < 1e8 {
         let operations = 2.0 * n * inputs.rows as f64;

@@ -115,7 +115,7 @@ impl Layout {
     pub const fn block_bytes(&self) -> usize {
         match self.storage {
             Storage::Packed => self.format.block() * self.format.code_bits() / 8,
-            Storage::Bf16Unscaled | Storage::Bf16Arranged => self.format.block() * 2,
+            Storage::Bf16Unscaled => self.format.block() * 2,
         }
     }
 
@@ -127,7 +127,7 @@ impl Layout {
     /// Bytes of the block scales, in their order; bf16 values have none.
     pub const fn scale_bytes(&self) -> usize {
         match (self.storage, self.scale_layout) {
-            (Storage::Bf16Unscaled | Storage::Bf16Arranged, _) => 0,
+            (Storage::Bf16Unscaled, _) => 0,
             (Storage::Packed, ScaleLayout::Compact) => self.outer() * self.blocks(),
             (Storage::Packed, ScaleLayout::Swizzled128x4) => {
                 swizzle::padded_len(self.outer(), self.blocks())

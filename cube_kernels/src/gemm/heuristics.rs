@@ -56,7 +56,6 @@ fn dequantize(operand: OperandLayout, rows: usize) -> f64 {
         OperandLayout::Packed => rows as f64 * DEQUANTIZE_ROW,
         OperandLayout::Mxfp8
         | OperandLayout::KMajor
-        | OperandLayout::Arranged
         | OperandLayout::MnMajor
         | OperandLayout::PackedMnMajor => 0.0,
     }

@@ -104,7 +104,6 @@ pub(crate) fn materialize(
     match operand.elements {
         Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
         Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
-        Elements::Bf16Arranged(packed) => Ok(dense(OperandLayout::Arranged, &packed.codes)),
         Elements::Bf16MnMajor(matrix) => {
             if reads.mn_major && layout == OperandLayout::MnMajor {
                 return Ok(Materialized {
@@ -196,10 +195,7 @@ fn block_scales(
                 tiled.map(|(scales, _)| scales)
             }
         },
-        (
-            ScaleLayout::Swizzled128x4,
-            PackedReads::Compact | PackedReads::Bf16 | PackedReads::LeftArranged,
-        ) => {
+        (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
             let scales = &packed.scales;
             match tiling {

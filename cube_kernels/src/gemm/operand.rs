@@ -5,7 +5,6 @@ use cubecl::server::Handle;
 use super::epilogue::Factor;
 use crate::{
     BLOCK, Format, Nvfp4Error, ScaleLayout, Storage, Usage,
-    cube::w4a16_order::SPAN,
     format::swizzle::{TILE_INNER, padded_len, row_group_tiles},
     memory::{check_memory, is_aligned},
     moe::GroupOffsets,
@@ -22,9 +21,6 @@ pub enum Elements<'a> {
     /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of
     /// codes and scales.
     Bf16Unscaled(&'a DeviceQuantized),
-    /// The same of `a` in the order of the W4A16 kernel of Hopper, [`Storage::Bf16Arranged`], for a
-    /// dense GEMM that takes that kernel: it then makes no arranged copy. All others refuse it.
-    Bf16Arranged(&'a DeviceQuantized),
     /// A K-major bf16 matrix: its columns are K, as long as that of the other operand is in memory.
     /// Where a packed one pads K with zeros, its columns there may hold anything finite.
     Bf16(&'a Matrix),
@@ -107,9 +103,6 @@ pub enum OperandLayout {
     Mxfp8,
     /// bf16, in rows along K.
     KMajor,
-    /// The same, in the order in which the W4A16 kernel of Hopper reads `a`:
-    /// [`Storage::Bf16Arranged`].
-    Arranged,
     /// bf16, columns along K.
     MnMajor,
     /// NVFP4 codes and block scales, columns along K.
@@ -170,7 +163,6 @@ impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
             elements: match packed.layout.storage {
                 Storage::Packed => Elements::Packed(packed),
                 Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
-                Storage::Bf16Arranged => Elements::Bf16Arranged(packed),
             },
             scale: match packed.layout.amax {
                 _ if !packed.layout.format.has_global_scale() => Scale::One,
@@ -217,7 +209,6 @@ impl<'a> Operand<'a> {
         match self.elements {
             Elements::Packed(packed) => Ok(packed),
             Elements::Bf16Unscaled(_)
-            | Elements::Bf16Arranged(_)
             | Elements::Bf16(_)
             | Elements::Bf16MnMajor(_)
             | Elements::PackedMnMajor(_) => Err(Nvfp4Error::value(
@@ -231,9 +222,7 @@ impl<'a> Operand<'a> {
     /// Rows, which become rows or columns of the output.
     pub fn outer(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed)
-            | Elements::Bf16Unscaled(packed)
-            | Elements::Bf16Arranged(packed) => packed.outer(),
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
             Elements::Bf16MnMajor(matrix) => matrix.cols,
             Elements::PackedMnMajor(packed) => packed.inner(),
@@ -244,9 +233,7 @@ impl<'a> Operand<'a> {
     pub fn inner(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
-            Elements::Bf16Unscaled(packed) | Elements::Bf16Arranged(packed) => {
-                packed.blocks() * BLOCK
-            }
+            Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
             Elements::Bf16MnMajor(matrix) => matrix.rows,
             Elements::PackedMnMajor(packed) => packed.outer(),
@@ -257,9 +244,9 @@ impl<'a> Operand<'a> {
     /// zeros.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed)
-            | Elements::Bf16Unscaled(packed)
-            | Elements::Bf16Arranged(packed) => packed.blocks() * packed.layout.format.block(),
+            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => {
+                packed.blocks() * packed.layout.format.block()
+            }
             Elements::Bf16(_) | Elements::Bf16MnMajor(_) | Elements::PackedMnMajor(_) => {
                 self.inner()
             }
@@ -275,7 +262,6 @@ impl<'a> Operand<'a> {
                 Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
             },
             Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
-            Elements::Bf16Arranged(_) => OperandLayout::Arranged,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
             Elements::PackedMnMajor(_) => OperandLayout::PackedMnMajor,
         }
@@ -294,7 +280,6 @@ impl<'a> Operand<'a> {
         match self.elements {
             Elements::Packed(packed) => packed.layout.format.block(),
             Elements::Bf16Unscaled(_)
-            | Elements::Bf16Arranged(_)
             | Elements::Bf16(_)
             | Elements::Bf16MnMajor(_)
             | Elements::PackedMnMajor(_) => BLOCK,
@@ -308,9 +293,7 @@ impl<'a> Operand<'a> {
             Elements::Packed(packed) | Elements::PackedMnMajor(packed) => {
                 is_aligned(&packed.codes) && is_aligned(&packed.scales)
             }
-            Elements::Bf16Unscaled(packed) | Elements::Bf16Arranged(packed) => {
-                is_aligned(&packed.codes)
-            }
+            Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
     }
@@ -320,7 +303,6 @@ impl<'a> Operand<'a> {
         match self.elements {
             Elements::Packed(packed)
             | Elements::Bf16Unscaled(packed)
-            | Elements::Bf16Arranged(packed)
             | Elements::PackedMnMajor(packed) => &packed.codes,
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
@@ -391,11 +373,6 @@ impl<'a> Operand<'a> {
                 packed.check(argument)?;
                 packed.check_no_groups(argument)?;
             }
-            Elements::Bf16Arranged(packed) => {
-                packed.check(argument)?;
-                packed.check_no_groups(argument)?;
-                check_arranged(argument, packed, groups)?;
-            }
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
                 matrix.check(argument)?;
                 if matrix.dtype != FloatKind::Bf16 {
@@ -432,27 +409,6 @@ impl<'a> Operand<'a> {
         }
         Ok(())
     }
-}
-
-/// Fails unless `packed` may be the left operand of a dense GEMM in the order of the W4A16 kernel.
-fn check_arranged(
-    argument: &'static str,
-    packed: &DeviceQuantized,
-    groups: Option<usize>,
-) -> Result<(), Nvfp4Error> {
-    let columns = packed.blocks() * packed.layout.format.block();
-    let (found, expected) = match groups {
-        _ if argument != "a" => ("the right operand", "the left one"),
-        Some(_) => ("an operand of groups", "one of a dense GEMM"),
-        None if !columns.is_multiple_of(SPAN) => ("no rows of whole 128 columns", "such rows"),
-        None => return Ok(()),
-    };
-    let storage = packed.layout.storage;
-    Err(Nvfp4Error::value(
-        argument,
-        format!("{storage:?}, {found}"),
-        expected,
-    ))
 }
 
 /// Checks codes and block scales of `format`, those in 128x4 tiles against `tiling`. Where a kernel

@@ -70,10 +70,7 @@ impl Problem {
         let shape = shape.into();
         let factor = |operand| match operand {
             OperandLayout::Packed | OperandLayout::PackedMnMajor => Factor::Tensor,
-            OperandLayout::Mxfp8
-            | OperandLayout::KMajor
-            | OperandLayout::Arranged
-            | OperandLayout::MnMajor => Factor::One,
+            OperandLayout::Mxfp8 | OperandLayout::KMajor | OperandLayout::MnMajor => Factor::One,
         };
         Self {
             shape,
@@ -373,11 +370,6 @@ pub(crate) trait Kernel: Sync {
     /// Whether it reads MXFP8. For other kernels such operands are dequantized to bf16, exactly,
     /// and [`Problem::without_mxfp8`] is what they are asked about.
     fn takes_mxfp8(&self) -> bool {
-        false
-    }
-
-    /// Whether it reads an `a` that is [arranged](OperandLayout::Arranged).
-    fn takes_arranged(&self) -> bool {
         false
     }
 

@@ -162,7 +162,6 @@ pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
             let scales = unsafe { buffer(&out.scales, out.scale_bytes()) };
             QuantOutArgs::Packed(PackedOutLaunch::new(codes, scales))
         }
-        Storage::Bf16Arranged => unreachable!("refused with the request"),
     }
 }
 
@@ -225,13 +224,6 @@ impl QuantArgs {
         let unscaled = form == Storage::Bf16Unscaled;
         if unscaled {
             check_values_layout(copy)?;
-        }
-        if form == Storage::Bf16Arranged {
-            return Err(Nvfp4Error::value(
-                "storage",
-                format!("{form:?}"),
-                "Packed or Bf16Unscaled: MS-EDEN alone writes that order",
-            ));
         }
         let maxima = amax_len(&layout, groups);
         check_memory("amax", amax, maxima * 4)?;

@@ -3,21 +3,15 @@
 
 use crate::support::device;
 use crate::support::device::{
-    DeviceElement, assert_bytes, assert_floats, assert_packed, read_bytes, read_f32, read_matrix,
-    upload,
+    DeviceElement, assert_bytes, assert_floats, assert_packed, read_f32, read_matrix, upload,
 };
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, ScaleLayout,
-    Storage, Usage,
-    capabilities::{Capabilities, GemmBackend},
-    gemm::{
-        Gemm, Plan,
-        kernels::{Sm90Tile, W4a16Tile},
-    },
+    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, Usage,
+    gemm::Gemm,
     quantize::{self, EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
     reference::{self, EdenParams, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -64,52 +58,7 @@ fn check<T: Element>(
         };
         let unscaled = made(EdenForm::Bf16Unscaled);
         assert_unscaled(client, &unscaled, &expected, &what);
-        if rows * cols > 0 {
-            let found = made(EdenForm::Bf16Arranged);
-            assert_arranged(client, &found, &unscaled, &what);
-        }
     }
-}
-
-/// The bytes of `found` are those of `unscaled`, with columns in the order of the W4A16 kernel.
-fn assert_arranged(
-    client: &Client,
-    found: &DeviceQuantized,
-    unscaled: &DeviceQuantized,
-    what: &str,
-) {
-    assert_eq!(found.layout.storage, Storage::Bf16Arranged, "{what}");
-    assert!(
-        found.values().is_none(),
-        "{what}: values are not in their order"
-    );
-    let bytes = found.code_bytes();
-    assert_eq!(bytes, unscaled.code_bytes(), "{what}");
-    let read = |tensor: &DeviceQuantized| {
-        let bytes = read_bytes(client, &tensor.codes, bytes);
-        let values = bytes.chunks_exact(2);
-        values
-            .map(|value| u16::from_le_bytes([value[0], value[1]]))
-            .collect::<Vec<_>>()
-    };
-    let expected = arranged(&read(unscaled));
-    assert_eq!(read(found), expected, "{what}, arranged");
-    let [read, expected] = [found, unscaled].map(|tensor| read_f32(client, &tensor.amax).to_bits());
-    assert_eq!(read, expected, "{what}, arranged: amax");
-}
-
-/// Rows of whole 128 columns in the order of the W4A16 kernel: eight elements `8 h + 4 w + j` of
-/// 16 to a span are columns `c + j` and `c + j + 4` with `c = 32 q + 16 h + 8 w`, for four `q`.
-fn arranged(values: &[u16]) -> Vec<u16> {
-    let vector = |span: &[u16], vector: usize| {
-        let (h, w, j) = (vector / 8, vector / 4 % 2, vector % 4);
-        let column = |q: usize| 32 * q + 16 * h + 8 * w + j;
-        let pair = |q| [span[column(q)], span[column(q) + 4]];
-        (0..4).flat_map(pair).collect::<Vec<_>>()
-    };
-    let spans = values.chunks_exact(128);
-    let vectors = spans.flat_map(|span| (0..16).flat_map(move |at| vector(span, at)));
-    vectors.collect()
 }
 
 /// The values of `found` are those of the codes and scales of `expected`, exactly.
@@ -344,62 +293,6 @@ fn products_survive_the_rotation() {
     }
     // Two operands of relative error 0.1 or so each.
     assert!(error / power < 0.04, "{}", error / power);
-}
-
-/// A left operand in the order of the W4A16 kernel gives the bits of its codes there; whatever does
-/// not know that order names it.
-#[test]
-fn arranged_left_operand() {
-    let client = client!("arranged_left_operand");
-    let made = |rows: usize, cols: usize, form, stream| {
-        let x = convert::<bf16>(&values(Kind::Normal, rows * cols, stream as u32));
-        let matrix = upload(&client, &x, rows, cols);
-        let (usage, hadamard) = (Usage::Columnwise, hadamard());
-        let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
-        let random = RandomStream::new(1, stream, 0);
-        let source = &matrix;
-        let made = quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, random, form);
-        made.unwrap()
-    };
-    let rows = EdenForm::Packed(ScaleLayout::Compact);
-    let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
-    for (m, n, k) in [(128, 256, 256), (200, 72, 130), (33, 136, 1000)] {
-        let [codes, arranged] = [rows, EdenForm::Bf16Arranged].map(|form| made(k, m, form, 1));
-        let right = made(k, n, rows, 2);
-        let run = |a: &DeviceQuantized, b: &DeviceQuantized, plan| {
-            let request = Gemm::new(a, b).out(FloatKind::F32).plan(plan);
-            multiply(&client, request)
-        };
-        if hopper {
-            for tile in W4a16Tile::ALL {
-                let plan = Some(Plan::W4a16(tile, 4));
-                let [found, expected] = [&arranged, &codes].map(|a| {
-                    let found = run(a, &right, plan).unwrap();
-                    device::read_matrix::<f32>(&client, &found)
-                });
-                assert_floats(&found, &expected, &format!("{m} x {n} x {k}, {tile:?}"));
-            }
-            run(&arranged, &right, None).unwrap();
-        }
-        let refused = |a, b, plan, word: &str| {
-            let error = run(a, b, plan).unwrap_err().to_string();
-            assert!(error.contains(word), "{error}");
-        };
-        let wrong = made(k, n, EdenForm::Bf16Arranged, 2);
-        refused(&codes, &wrong, None, "the right operand");
-        let decoded = Plan::DequantThenBf16(Sm90Tile::N128, 4);
-        match hopper {
-            true => refused(
-                &arranged,
-                &right,
-                Some(decoded),
-                "order of the W4A16 kernel",
-            ),
-            false => refused(&arranged, &right, None, "order of the W4A16 kernel"),
-        }
-        let error = quantize::dequantize(&client, &arranged, FloatKind::F32).unwrap_err();
-        assert!(error.to_string().contains("Bf16Arranged"), "{error}");
-    }
 }
 
 #[test]

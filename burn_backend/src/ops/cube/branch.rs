@@ -32,7 +32,7 @@ fn hold(operand: &Operand<CubeBackend>, branch: &Branch) {
             branch.hold(&codes.handle);
             branch.hold(&scales.handle);
         }
-        QuantizedData::Bf16Unscaled(values) | QuantizedData::Bf16Arranged(values) => {
+        QuantizedData::Bf16Unscaled(values) => {
             branch.hold(&values.handle);
         }
     }

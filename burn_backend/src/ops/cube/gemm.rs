@@ -116,9 +116,6 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
         Operand::Quantized(quantized) if quantized.layout.format == Format::Mxfp8 => {
             OperandLayout::Mxfp8
         }
-        Operand::Quantized(quantized) if quantized.layout.storage == Storage::Bf16Arranged => {
-            OperandLayout::Arranged
-        }
         Operand::QuantizedMnMajor(_) => OperandLayout::PackedMnMajor,
         Operand::Quantized(_) | Operand::Float(_, Usage::Rowwise) => OperandLayout::KMajor,
         Operand::Float(_, Usage::Columnwise) => OperandLayout::MnMajor,

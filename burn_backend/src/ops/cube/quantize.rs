@@ -374,7 +374,7 @@ impl GroupedSource {
             (_, Storage::Packed) => {
                 launched(quantize::quantize(client, matrix, groups, usage, &request))
             }
-            (_, Storage::Bf16Unscaled | Storage::Bf16Arranged) => {
+            (_, Storage::Bf16Unscaled) => {
                 let asked = Some((&request, storage));
                 let (row, col) = match usage {
                     Usage::Rowwise => (asked, None),
@@ -623,7 +623,6 @@ fn ms_eden(
         // Rotation groups are whole tiles of scales.
         Storage::Packed => EdenForm::Packed(form.scale_layout()),
         Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
-        Storage::Bf16Arranged => EdenForm::Bf16Arranged,
     };
     let QuantRounding::MsEden(draw) = params.rounding else {
         unreachable!("parameters of MS-EDEN");

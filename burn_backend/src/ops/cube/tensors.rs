@@ -138,10 +138,6 @@ pub(in crate::ops) fn to_burn(
             let shape = Shape::new([outer, layout.padded_inner()]);
             QuantizedData::Bf16Unscaled(new_tensor(like, made.codes, shape, DType::BF16))
         }
-        Storage::Bf16Arranged => {
-            let shape = Shape::new([outer, layout.padded_inner()]);
-            QuantizedData::Bf16Arranged(new_tensor(like, made.codes, shape, DType::BF16))
-        }
     };
     QuantizedMatrix { data, amax, layout }
 }
@@ -153,7 +149,7 @@ pub(in crate::ops) fn to_device(
 ) -> DeviceQuantized {
     let (codes, scales) = match source.data {
         QuantizedData::Packed { codes, scales } => (codes, Some(scales)),
-        QuantizedData::Bf16Unscaled(values) | QuantizedData::Bf16Arranged(values) => (values, None),
+        QuantizedData::Bf16Unscaled(values) => (values, None),
     };
     let handle = |tensor| into_contiguous(tensor).handle;
     let codes = handle(codes);
@@ -181,7 +177,7 @@ pub(in crate::ops) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
 pub(in crate::ops) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
     match &quantized.data {
         QuantizedData::Packed { codes, .. } => codes.clone(),
-        QuantizedData::Bf16Unscaled(values) | QuantizedData::Bf16Arranged(values) => values.clone(),
+        QuantizedData::Bf16Unscaled(values) => values.clone(),
     }
 }
 

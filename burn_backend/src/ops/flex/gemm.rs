@@ -196,9 +196,6 @@ impl StoredOperand {
                 factors,
                 ..Self::new(Operand::Float(values, Usage::Rowwise))
             },
-            QuantizedData::Bf16Arranged(_) => {
-                panic!("the operand is in the order of the W4A16 kernel, which Flex does not make")
-            }
         }
     }
 

@@ -158,7 +158,7 @@ fn trace(groups: &GroupedRows, usages: &QuantUsages) {
 fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
     match storage {
         Storage::Packed => packed,
-        Storage::Bf16Unscaled | Storage::Bf16Arranged => {
+        Storage::Bf16Unscaled => {
             let (amax, layout) = (packed.amax.clone(), packed.layout);
             let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
             QuantizedMatrix {

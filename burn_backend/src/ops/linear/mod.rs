@@ -119,7 +119,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let made = MadeBeside::new(
             (self.w.as_ref(), self.x.as_ref()),
             (&spec, &self.context, groups),
-            [dgrad_forms.once, wgrad_forms.left_once],
+            [dgrad_forms.once, wgrad_forms.once],
             dtype,
         );
         let (row, col) = self.quantize_dy(dy, dgrad_forms, wgrad_forms);
@@ -147,7 +147,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             }
         });
         let w = saved_x.zip(col).map(|(x, dy)| {
-            let asked = (&spec.wgrad_x, wgrad_forms.left_once);
+            let asked = (&spec.wgrad_x, wgrad_forms.once);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
             let written = (self.context.reduce_dtype).of_wgrad(dtype, self.w_dtype);
             B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written)
@@ -181,9 +181,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             Some(SavedOperand::Forward(_)) => wgrad.once,
             _ => match wgrad.once {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
-                StoredForm::Packed(_) | StoredForm::WholeTiles | StoredForm::Bf16Arranged => {
-                    StoredForm::ROWS
-                }
+                StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
             },
         };
         if let Some(sharding) = &self.context.sharding {

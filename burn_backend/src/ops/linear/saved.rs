@@ -52,9 +52,7 @@ mod tests {
     use super::super::{LinearRequest, RequiresGrad};
     use super::*;
     use crate::ops::context::tests::{device, spec};
-    use crate::ops::float_dtype;
-    use crate::ops::form::Forms;
-    use crate::ops::operands::{QuantSource, quantize};
+    use crate::ops::operands::QuantSource;
     use crate::ops::{LinearContext, MaybeTensor};
 
     fn storage(operand: &Operand<Dispatch>) -> Storage {
@@ -96,34 +94,6 @@ mod tests {
             let (fprop, saved) = request(false).quantize(kept);
             assert_eq!(storage(&fprop.x), expected, "kept: {kept}, a frozen weight");
             assert!(saved.x.is_none());
-        }
-    }
-
-    /// Where wgrad reads values of its left operand in an order of its own, MS-EDEN writes them so;
-    /// `dy`, and what another quantizer makes, is packed.
-    #[test]
-    fn the_left_operand_of_wgrad_is_arranged() {
-        let (device, dtype, _) = device();
-        let ones = |rows, cols| Tensor::<2>::ones([rows, cols], (&device, DType::F32)).cast(dtype);
-        let (forms, float) = (Forms::LEFT_ARRANGED, float_dtype(dtype));
-        let packed = [forms.once, forms.kept].map(StoredForm::storage);
-        assert_eq!(packed, [Storage::Packed; 2]);
-        // Flex, which has one order, stores that.
-        let is_cubecl = std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|device| device != "flex");
-        let arranged = match is_cubecl {
-            true => Storage::Bf16Arranged,
-            false => Storage::Bf16Unscaled,
-        };
-        for (preset, expected) in [("quartet2", arranged), ("nvidia", Storage::Packed)] {
-            let spec = spec(preset);
-            let x = QuantSource::<Dispatch>::Matrix(ones(40, 48).into_dispatch());
-            let (whole, form) = (RowGroups::Whole, StoredForm::ROWS);
-            let usage = Usage::Rowwise;
-            let x = quantize(x, &whole, &spec.fprop_x, usage, float, form);
-            let saved = SavedOperand::Forward(x);
-            let asked = (&spec.wgrad_x, forms.left_once);
-            let made = saved.operand(&whole, asked, Usage::Columnwise, float);
-            assert_eq!(storage(&made), expected, "{preset}");
         }
     }
 }

@@ -350,7 +350,7 @@ impl LinearSharding {
             match form {
                 _ if is_gathered => (spec, StoredForm::ROWS),
                 // Parts are packed.
-                StoredForm::Bf16Unscaled | StoredForm::Bf16Arranged => (spec, StoredForm::ROWS),
+                StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
                 form => (spec, form),
             }
         };

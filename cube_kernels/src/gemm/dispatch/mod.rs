@@ -83,7 +83,7 @@ pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
         if problem.backend.is_some_and(|asked| asked != backend) {
             continue;
         }
-        if let Err(refusal) = supports(kernel, device, problem) {
+        if let Err(refusal) = kernel.supports(device, problem) {
             refusals.push((kernel.name(), refusal));
             continue;
         }
@@ -133,17 +133,6 @@ fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
     }
 }
 
-/// Whether `kernel` takes `problem` as it is [seen by](seen_by) it.
-///
-/// # Errors
-/// Why not.
-fn supports(kernel: &dyn Kernel, device: &Device, problem: &Problem) -> Result<(), Refusal> {
-    if problem.a == OperandLayout::Arranged && !kernel.takes_arranged() {
-        return Err(Refusal::Operands("`a` is in the order of the W4A16 kernel"));
-    }
-    kernel.supports(device, problem)
-}
-
 /// The error of a backend that was asked for and takes nothing.
 fn refused(
     device: &Device,
@@ -186,7 +175,7 @@ pub(crate) fn with_plan(
         return Ok(choice);
     }
     let kernel = kernel_of(plan);
-    if let Err(refusal) = supports(kernel, device, &seen_by(kernel, problem)) {
+    if let Err(refusal) = kernel.supports(device, &seen_by(kernel, problem)) {
         let GemmShape { m, n, k } = problem.shape;
         return Err(Nvfp4Error::value(
             "plan",
@@ -231,8 +220,6 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
 ///
 /// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
-/// - [`PackedReads::LeftArranged`]: the left operand of a dense GEMM that nothing else reads may be
-///   [`Storage::Bf16Arranged`](crate::Storage::Bf16Arranged), if it is by MS-EDEN.
 /// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. Where tokens are the contraction, so
 ///   that it has any length, that of NVFP4 operands is to be padded to whole tiles
 ///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so is that of `problem`.

@@ -348,51 +348,11 @@ fn the_library_and_what_it_refuses() {
     assert!(refused.refusals.iter().any(is_library));
 }
 
-/// An `a` in the order of the W4A16 kernel is for that kernel, with the tile that it takes anyway,
-/// also where another one would take less time.
-#[test]
-fn arranged_left_operands_take_one_kernel() {
-    let arranged = [OperandLayout::Arranged, OperandLayout::Packed];
-    for (m, n, k) in [(4096, 4096, 4096), (768, 2304, 16384), (768, 4096, 16384)] {
-        let found = sm90(&Problem::new(arranged, (m, n, k)));
-        assert_eq!(found, dense(m, n, k), "{m} x {n} x {k}");
-        assert!(matches!(found, Plan::W4a16(..)), "{found}");
-    }
-    let large = sm90(&Problem::new(arranged, (8192, 8192, 8192)));
-    assert!(matches!(large, Plan::W4a16(..)), "{large}");
-    let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
-    let refused = |capabilities: &Capabilities, problem: &Problem| {
-        let device = Device {
-            capabilities,
-            sms: 132,
-            cublaslt: &|_: &CublasLtProblem| Ok(()),
-            tcgen05: &|_| Ok(()),
-        };
-        plan(&device, problem).unwrap_err().to_string()
-    };
-    let groups = Problem::new(arranged, (4096, 4096, 4096)).grouped(GroupedDim::M, 8);
-    assert!(refused(&hopper, &groups).contains("`a` is arranged and has groups"));
-    let values = Problem::new(
-        [OperandLayout::Arranged, OperandLayout::KMajor],
-        (64, 64, 64),
-    );
-    for (capability, backend) in [
-        (Some(100), GemmBackend::CublasLt),
-        (Some(120), GemmBackend::Sm120BlockScaled),
-        (Some(80), GemmBackend::Cmma),
-        (None, GemmBackend::Scalar),
-    ] {
-        let error = refused(&device(capability, backend), &values);
-        assert!(error.contains("order of the W4A16 kernel"), "{error}");
-    }
-    assert!(refused(&hopper, &values).contains("`b` is not packed"));
-}
-
 /// FP4 tensor cores of data-center Blackwell read block scales in 128x4 tiles, in every GEMM of
 /// theirs; other kernels read them in rows, or bf16.
 #[test]
 fn who_reads_tiles_of_scales() {
-    use PackedReads::{Bf16, Compact, LeftArranged, Swizzled};
+    use PackedReads::{Bf16, Compact, Swizzled};
     let shape = (4096, 4096, 4096);
     let dense = Problem::new(PACKED, shape);
     let mut per_row = dense;
@@ -424,7 +384,7 @@ fn who_reads_tiles_of_scales() {
     assert_eq!(reads(&hopper, &large), Bf16);
     let large = Problem::new([OperandLayout::Mxfp8; 2], (8192, 8192, 8192));
     assert_eq!(reads(&hopper, &large), Compact);
-    assert_eq!(reads(&hopper, &dense), LeftArranged);
+    assert_eq!(reads(&hopper, &dense), Compact);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),

@@ -5,8 +5,7 @@
 //! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns
 //! along the contraction) and multiplies them with the rows of `a` that lie in shared memory as
 //! bf16. The columns of `a` have been brought into the order in which lanes hold the codes of `b`
-//! ([`w4a16_order`](crate::cube::w4a16_order)): by a pass before (`w4a16_arrange::arrange`), or by
-//! what quantized `a`, which then is [arranged](OperandLayout::Arranged).
+//! ([`w4a16_order`](crate::cube::w4a16_order)) by a pass before (`w4a16_arrange::arrange`).
 //!
 //! The first warp issues the TMA copies of codes and `a`; the three next ones copy block scales, as
 //! they are: the consumers decode them. Tiles have the same height, but the instructions of a tile
@@ -24,7 +23,7 @@ use super::{
     w4a16_arrange,
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error,
     capabilities::GemmBackend,
     cube::{
         ptx::{
@@ -44,7 +43,6 @@ use crate::{
         arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
         epilogue::Epilogue,
         heuristics,
-        materialize::Reads,
         operand::OperandLayout,
         problem::{
             Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
@@ -532,9 +530,6 @@ impl Kernel for Sm90W4a16 {
             }
             _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
             _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
-            _ if problem.a == OperandLayout::Arranged && problem.grouped != GroupedDim::None => {
-                Err(Refusal::Operands("`a` is arranged and has groups"))
-            }
             // TMA reads rows of whole 16 bytes of codes.
             _ if k == 0 || !k.is_multiple_of(32) => {
                 Err(Refusal::Operands("k is no multiple of 32"))
@@ -555,17 +550,6 @@ impl Kernel for Sm90W4a16 {
         }
     }
 
-    fn reads(&self, _plan: Plan) -> Reads {
-        Reads {
-            packed: PackedReads::LeftArranged,
-            ..Reads::COMPACT
-        }
-    }
-
-    fn takes_arranged(&self) -> bool {
-        true
-    }
-
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
         match plan {
             Plan::W4a16(tile, band)
@@ -580,7 +564,7 @@ impl Kernel for Sm90W4a16 {
 }
 
 /// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as
-/// bf16, unless it has that.
+/// bf16.
 fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let Launch {
         client,
@@ -604,11 +588,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let cubes = tiles.min(sms(client));
     // One more, with their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = match a.layout {
-        // A dense GEMM, which reads no schedule.
-        OperandLayout::Arranged => (a.dense.clone(), a.dense.clone()),
-        _ => w4a16_arrange::arrange(client, a, k, groups, entries, schedule),
-    };
+    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
     let out = &output.matrix().handle;
     let sum_scale = if a.is_packed() { 65536.0 } else { 256.0 };
     let width = k.next_multiple_of(SPAN);

@@ -38,9 +38,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         let values = match form {
             EdenForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
             EdenForm::Packed(_) => packed(EdenScalesArgs::Swizzled(b(BLOCKS))),
-            EdenForm::Bf16Unscaled | EdenForm::Bf16Arranged => {
-                EdenValuesArgs::Bf16Unscaled(b(BLOCKS))
-            }
+            EdenForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
         };
         EdenOutLaunch::new(values, b(8))
     };
@@ -57,7 +55,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         },
         redrawn_signs: across,
         unscaled: form.is_bf16(),
-        arranged: form == EdenForm::Bf16Arranged,
         planes_of_tile: 1,
         conversion: device.conversion,
     };
@@ -75,7 +72,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         planes => format!("-{planes}-planes"),
     };
     let of_packed = |all: &mut Vec<Instance>, address, planes, across, (name, source)| {
-        let (form, others) = forms(device, source);
+        let (form, others) = forms(source);
         let tag = format!("packed-{address:?}-{across}{name}{}", tag_of(planes));
         let policy = |form| EdenPolicy {
             planes_of_tile: planes,
@@ -120,7 +117,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     };
     let of_matrix = |all: &mut Vec<Instance>, (dtype, address), across, (name, source)| {
         let (dtype, source): (FloatKind, SourcePlan) = (dtype, source);
-        let (form, others) = forms(device, source);
+        let (form, others) = forms(source);
         // A matrix has neither amax values nor scales.
         let source = SourcePlan {
             grouping: source.grouping,
@@ -240,19 +237,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
 }
 
 /// How the result of a source is stored, and the other forms that it has, with their names.
-fn forms(
-    device: &DummyDevice,
-    source: SourcePlan,
-) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
-    const VALUES: [(&str, EdenForm); 2] = [
-        ("-unscaled", EdenForm::Bf16Unscaled),
-        ("-arranged", EdenForm::Bf16Arranged),
-    ];
+fn forms(source: SourcePlan) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
     let others: &[_] = match source.swizzled || source.grouping != Grouping::One {
         true => &[],
-        // The order is that of a kernel of Hopper.
-        false if device.has_nearest() => &VALUES[..1],
-        false => &VALUES,
+        false => &[("-unscaled", EdenForm::Bf16Unscaled)],
     };
     let scales = match source.swizzled {
         true => ScaleLayout::Swizzled128x4,

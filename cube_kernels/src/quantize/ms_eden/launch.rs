@@ -25,7 +25,6 @@ use crate::{
     cube::{
         eden::LINES,
         philox::{Numbering, RandomLaunch},
-        w4a16_order::SPAN,
     },
     launch::{buffer, multiprocessors, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
@@ -341,13 +340,7 @@ pub enum EdenForm {
     Packed(ScaleLayout),
     /// Codes times scales, [`Storage::Bf16Unscaled`].
     Bf16Unscaled,
-    /// The same values in the order in which the W4A16 GEMM of Hopper reads its left operand,
-    /// [`Storage::Bf16Arranged`].
-    Bf16Arranged,
 }
-
-// Rows of the result are whole spans of that order.
-const _: () = assert!(EDEN_GROUP == SPAN);
 
 impl EdenForm {
     fn is_swizzled(self) -> bool {
@@ -356,7 +349,7 @@ impl EdenForm {
 
     /// Whether it is values.
     pub(in crate::quantize) fn is_bf16(self) -> bool {
-        matches!(self, Self::Bf16Unscaled | Self::Bf16Arranged)
+        self == Self::Bf16Unscaled
     }
 }
 
@@ -390,7 +383,7 @@ pub fn ms_eden_as<'a>(
     let map = geometry.map(client, amax);
     let words = out.scale_bytes() / 4;
     let values = match form {
-        EdenForm::Bf16Unscaled | EdenForm::Bf16Arranged => {
+        EdenForm::Bf16Unscaled => {
             EdenValuesArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
         }
         EdenForm::Packed(layout) => {
@@ -470,7 +463,6 @@ fn result(
     let (scale_layout, storage) = match form {
         EdenForm::Packed(layout) => (layout, Storage::Packed),
         EdenForm::Bf16Unscaled => (ScaleLayout::Compact, Storage::Bf16Unscaled),
-        EdenForm::Bf16Arranged => (ScaleLayout::Compact, Storage::Bf16Arranged),
     };
     let layout = Layout {
         scale_layout,
@@ -533,7 +525,6 @@ impl<'a> Geometry<'a> {
         let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
         let swizzled = quantize.is_some_and(|(_, form)| form.is_swizzled());
         let unscaled = quantize.is_some_and(|(_, form)| form.is_bf16());
-        let arranged = quantize.is_some_and(|(_, form)| form == EdenForm::Bf16Arranged);
         if let Some(offset) = offset {
             check_memory("random", offset, 8)?;
         }
@@ -574,7 +565,7 @@ impl<'a> Geometry<'a> {
         let conversion = Capabilities::of(client).conversion;
         // Planes alone know words.
         let words = conversion.has_ptx()
-            && (across || quantize.is_none() || (unscaled && !arranged))
+            && (across || quantize.is_none() || unscaled)
             && match &source {
                 Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
                 Stored::Packed(_) => false,
@@ -589,7 +580,6 @@ impl<'a> Geometry<'a> {
             numbering,
             redrawn_signs: transform.redrawn.is_some(),
             unscaled,
-            arranged,
             planes_of_tile: 1,
             conversion,
         };

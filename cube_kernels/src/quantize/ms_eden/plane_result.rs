@@ -13,7 +13,6 @@ use crate::cube::{
     eden::{EdenSums, SUMS, eden_correction, round_scale_stochastic},
     philox::{Random, block_words},
     ptx,
-    w4a16_order::word_of,
 };
 
 /// Vectors of eight values that a line of a tile has in shared memory: 16, and one against bank
@@ -30,8 +29,7 @@ pub(super) struct PlaneBlocks {
     /// What the scale bytes stand for: before the correction, and behind it where the result is
     /// not packed.
     scales: Shared<[f32]>,
-    /// What codes stand for, as bf16, where the result is not packed. In the order of the W4A16
-    /// kernel a word of eight elements has pairs of those that are four apart.
+    /// What codes stand for, as bf16, where the result is not packed.
     values: Shared<[Vector<u32, Const<4>>]>,
 }
 
@@ -57,27 +55,14 @@ impl PlaneBlocks {
     }
 
     /// Takes what the codes of a block stand for, pairs of bf16.
-    pub fn take_values(
-        &mut self,
-        pairs: &Array<u32>,
-        slot: usize,
-        segment: usize,
-        #[comptime] arranged: bool,
-    ) {
+    pub fn take_values(&mut self, pairs: &Array<u32>, slot: usize, segment: usize) {
         let at = (self.plane * HALF + slot) * VECTORS + segment * 2usize;
         #[unroll]
         for half in 0..2usize {
             let mut vector = Vector::<u32, Const<4>>::empty();
             #[unroll]
             for i in 0..4usize {
-                if comptime!(arranged) {
-                    let low = pairs[comptime!(half * 4 + i / 2)];
-                    let high = pairs[comptime!(half * 4 + 2 + i / 2)];
-                    let halves = comptime!(if i % 2 == 0 { 0x5410u32 } else { 0x7632u32 });
-                    vector.insert(i, ptx::prmt(low, high, halves));
-                } else {
-                    vector.insert(i, pairs[comptime!(half * 4 + i)]);
-                }
+                vector.insert(i, pairs[comptime!(half * 4 + i)]);
             }
             self.values[at + half] = vector;
         }
@@ -169,22 +154,6 @@ impl PlaneBlocks {
         scaled
     }
 
-    /// The same in the order of the W4A16 kernel, of words whose pairs are in it. Neighbouring
-    /// units read neighbouring pairs.
-    fn arranged_vector(&self, slot: usize, vector: usize) -> Vector<u32, Const<4>> {
-        let pairs = self.values.as_slice().with_vector_size::<Const<1>>();
-        let mut scaled = Vector::<u32, Const<4>>::empty();
-        #[unroll]
-        for pair in 0..4u32 {
-            let word = word_of(vector as u32, pair) as usize;
-            let at = (slot * VECTORS + word) * 4usize + vector % 4usize;
-            let scale = self.scale_pair(slot, word / 2usize);
-            let scaled_pair = ptx::mul_bf16x2(pairs[at].extract(0usize), scale);
-            scaled.insert(comptime!(pair as usize), scaled_pair);
-        }
-        scaled
-    }
-
     /// Writes the values of the lines taken from turn `turn` on, times their scales.
     fn write_values(
         &self,
@@ -201,11 +170,7 @@ impl PlaneBlocks {
             let vector = unit % 16usize;
             let row = at.line0 + line_of_slot(slot, half, policy);
             if is_taken(slot, turn, policy) && row < at.lines {
-                let scaled = if comptime!(policy.arranged) {
-                    self.arranged_vector(first + slot, vector)
-                } else {
-                    self.scaled_vector(first + slot, vector)
-                };
+                let scaled = self.scaled_vector(first + slot, vector);
                 let group = row * at.pitch + at.first;
                 out.values.store_unscaled(scaled, group * 16usize + vector);
             }

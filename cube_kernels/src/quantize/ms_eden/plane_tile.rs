@@ -648,7 +648,7 @@ pub(super) fn take_segments(
         if comptime!(policy.unscaled) {
             let found = round_pairs(&pairs, multiplier);
             blocks.take_sums(&found.sums, scale, slot, segment);
-            blocks.take_values(&found.pairs, slot, segment, policy.arranged);
+            blocks.take_values(&found.pairs, slot, segment);
         } else {
             let found = quantize_pairs(&pairs, multiplier, policy.conversion);
             blocks.take_sums(&found.sums, scale, slot, segment);

@@ -16,7 +16,7 @@ pub struct EdenPolicy {
     /// The source is an NVFP4 tensor.
     pub packed: bool,
     /// Elements of 16 bits of a matrix are loaded in words of two. Along rows they are
-    /// not, to a packed or an arranged result: ptxas would spill registers for it.
+    /// not, to a packed result: ptxas would spill registers for it.
     pub words: bool,
     /// How the source is stored; of one that is not packed, how its groups are given.
     pub source: SourcePlan,
@@ -30,9 +30,6 @@ pub struct EdenPolicy {
     pub redrawn_signs: bool,
     /// The result is codes times scales in bf16.
     pub unscaled: bool,
-    /// That result is in the order of the W4A16 kernel,
-    /// [`w4a16_order`](crate::cube::w4a16_order).
-    pub arranged: bool,
     /// The planes that share a tile, each of which takes some of its turns: 1, 2 or 4. More than
     /// one where tiles of a packed source without groups are few.
     pub planes_of_tile: usize,

@@ -10,7 +10,6 @@ use crate::cube::{
     eden::{EdenBlock, LINES, SUMS, correct_group},
     philox::Random,
     unscaled::{scale_pair, unscaled_word},
-    w4a16_order::word_of,
 };
 
 /// Words of codes of a line of a tile.
@@ -127,11 +126,7 @@ impl Blocks {
                 let word = item % WORDS;
                 let row = at.line0 + line;
                 if row < at.lines {
-                    let values = if comptime!(policy.arranged) {
-                        self.arranged_vector(line, word, policy)
-                    } else {
-                        self.values_of_word(line, word, 0u32, policy)
-                    };
+                    let values = self.values_of_word(line, word, policy);
                     let group = row * at.pitch + at.first;
                     out.values
                         .store_unscaled(values, group * comptime!(WORDS) + word);
@@ -144,40 +139,16 @@ impl Blocks {
 
 #[cube]
 impl Blocks {
-    /// What the codes of word `word` of a line stand for, from the code at bit `shift` on, in
-    /// order.
+    /// What the codes of word `word` of a line stand for, in order.
     fn values_of_word(
         &self,
         line: usize,
         word: usize,
-        shift: u32,
         #[comptime] policy: EdenPolicy,
     ) -> Vector<u32, Const<4>> {
-        let codes = self.codes[line * comptime!(WORDS) + word] >> shift;
+        let codes = self.codes[line * comptime!(WORDS) + word];
         let scale = self.scales[line * comptime!(SUMS) + word / 2usize];
         unscaled_word(codes, scale_pair(scale), policy.conversion)
-    }
-
-    /// Vector `vector` of a line in the order of the W4A16 kernel.
-    fn arranged_vector(
-        &self,
-        line: usize,
-        vector: usize,
-        #[comptime] policy: EdenPolicy,
-    ) -> Vector<u32, Const<4>> {
-        let vector = vector as u32;
-        let shift = vector % 4u32 * 4u32;
-        let mut arranged = Vector::<u32, Const<4>>::empty();
-        #[unroll]
-        for pair in 0..4u32 {
-            let word = word_of(vector, pair) as usize;
-            let values = self.values_of_word(line, word, shift, policy);
-            // Elements 0 and 4 from there on are the first of these pairs.
-            let first = values.extract(0usize) & 0xFFFFu32;
-            let fifth = values.extract(2usize) << 16u32;
-            arranged.insert(comptime!(pair as usize), first | fifth);
-        }
-        arranged
     }
 }
 
