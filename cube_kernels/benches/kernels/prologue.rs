@@ -1,9 +1,9 @@
-//! The operation before a GEMM, fused with quantization and as an operation of its own.
+//! The operation before a GEMM, fused with what finds amax values and as an operation of its own.
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
     quantize::{self, Amaxes, Prologue},
-    tensor::{DeviceNvfp4Params, DeviceRounding, Groups},
+    tensor::{DeviceRounding, Groups, Matrix},
 };
 
 use crate::{
@@ -37,14 +37,6 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
         gate_up: gate_up.get(i),
     };
     let n = x.elements();
-    let copy = DeviceNvfp4Params::new(NEAREST);
-    section.time("SwiGLU per token RN, one read", (4.0 + PACKED) * n, |i| {
-        quantize::quantize_per_token(&client, gated(i), &copy).unwrap();
-    });
-    section.time("SwiGLU, then per token RN", (4.0 + PACKED) * n, |i| {
-        let y = quantize::run_prologue(&client, gated(i)).unwrap();
-        quantize::quantize_per_token(&client, &y, &copy).unwrap();
-    });
     let all = [
         Case {
             name: "SwiGLU",
@@ -79,24 +71,11 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     section.time(name, written, |i| {
         quantize::run_prologue(&client, source(i)).unwrap();
     });
-    let amaxes = "amax plain + RHT";
-    section.time(&format!("{name}: {amaxes}"), read, |i| {
-        quantize::amaxes(&client, source(i), one, &request).unwrap();
-    });
-    section.time(&format!("{name} written, {amaxes}"), written, |i| {
+    section.time(&format!("{name} written, amax plain + RHT"), written, |i| {
         quantize::run_prologue_with_amaxes(&client, source(i), one, &request).unwrap();
     });
+    // All that stands between the inputs and both tensors, in two ways.
     let quantized = read + 2.0 * PACKED * out;
-    let found =
-        std::cell::LazyCell::new(|| quantize::amaxes(&client, source(0), one, &request).unwrap());
-    section.time(&format!("{name}: row + col RHT"), quantized, |i| {
-        copies(&client, source(i), &found, rounding);
-    });
-    // All that stands between the inputs and both tensors, in three ways.
-    section.time(&format!("{name}, all: computed twice"), quantized, |i| {
-        let found = quantize::amaxes(&client, source(i), one, &request).unwrap();
-        copies(&client, source(i), &found, rounding);
-    });
     let kernel = format!("{name}, all: written with maxima");
     section.time(&kernel, quantized, |i| {
         let (y, found) =
@@ -112,12 +91,7 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
 }
 
 /// The rowwise tensor and the transformed columnwise one, in one read.
-fn copies<'a>(
-    client: &Client,
-    x: impl Into<Prologue<'a>>,
-    found: &Amaxes,
-    rounding: &DeviceRounding,
-) {
+fn copies(client: &Client, x: &Matrix, found: &Amaxes, rounding: &DeviceRounding) {
     let copy = |hadamard| copy_of(rounding.clone(), hadamard);
     let row = with_amax(found.rows.as_ref().unwrap(), copy(None));
     let col = with_amax(found.cols.as_ref().unwrap(), copy(rht()));

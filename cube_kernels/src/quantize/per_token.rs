@@ -5,11 +5,9 @@ use cubecl::prelude::*;
 
 use super::{
     plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
-    prologue::{self, Input, Prologue, PrologueInputs, PrologueInputsExpand, row_cubes},
     rowwise::{row_amax_of, row_block},
     tile::MAX_UNITS,
 };
-use crate::launch::buffer;
 use crate::{
     BLOCK, Nvfp4Error, Storage, Usage,
     capabilities::{conversion_of, is_cpu},
@@ -17,33 +15,31 @@ use crate::{
         block::quantize_with_amax,
         codec::{canonical, magnitude_bits},
         scale::{GlobalScale, swizzled_at},
-        words::block_words,
+        words::{block_words, load_block_words},
     },
+    launch::{Words, buffer, cubes},
     memory::{address_type, allocate},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups},
+    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// The most blocks of a row that each unit keeps in registers between finding the maximum and
 /// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
 const KEPT: usize = 4;
 
-/// The rowwise tensor of `x` (or of what is computed from its inputs) with one amax for each row,
-/// which it also finds: rows are tokens. See [`reference::quantize`](crate::reference::quantize)
-/// with the amax values of [`reference::amax_rows`](crate::reference::amax_rows).
+/// The rowwise tensor of `x` with one amax for each row, which it also finds: rows are tokens. See
+/// [`reference::quantize`](crate::reference::quantize) with the amax values of
+/// [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
 /// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape; for a computed `x` as
-/// [`run_prologue`](super::run_prologue()), too.
-pub fn quantize_per_token<'a>(
+/// six, or a buffer is smaller than its shape.
+pub fn quantize_per_token(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     copy: &DeviceNvfp4Params,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let input = Input::new(x.into())?;
-    let Input {
-        matrix: x, words, ..
-    } = &input;
+    x.check("x")?;
+    let words = Words::of(x);
     check_packed_cols(x)?;
     check_no_transform(copy)?;
     let amax = allocate(client, x.rows * 4);
@@ -84,7 +80,6 @@ pub fn quantize_per_token<'a>(
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
-            input.prologue_inputs(),
             buffer(&args.out.amax, x.rows),
             args.memory(),
             args.draw(),
@@ -98,6 +93,17 @@ pub fn quantize_per_token<'a>(
         );
     }
     Ok(args.out)
+}
+
+/// Cubes that take a row at a time, with no more units than a row has blocks.
+fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
+    let (count, dim) = cubes(client, rows);
+    let dim = if is_cpu(client) {
+        dim
+    } else {
+        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
+    };
+    (count, dim)
 }
 
 fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
@@ -147,53 +153,47 @@ struct RowBlock {
 #[cube]
 fn keep_block<N: Size>(
     x: &[Vector<u32, N>],
-    prologue: &PrologueInputs,
     kept: &mut Array<u32>,
     at: &RowBlock,
     #[comptime] k: usize,
-    #[comptime] plan: PerTokenPlan,
+    #[comptime] kind: FloatKind,
 ) {
-    let conversion = comptime!(plan.quant.policy.conversion);
-    let kind = comptime!(plan.kind);
     let (row, block, blocks) = (at.row, at.block, at.blocks);
     let count = comptime!(block_words(kind));
-    #[comptime]
-    match prologue {
-        PrologueInputs::Plain => {
-            let width = N::value();
-            let start = (row * blocks + block) * comptime!(count / width);
-            #[unroll]
-            for v in 0..comptime!(count / width) {
-                let vector = if block < blocks {
-                    x[start + v]
-                } else {
-                    Vector::<u32, N>::zero()
-                };
-                #[unroll]
-                for w in 0..width {
-                    kept[comptime!(k * count + v * width + w)] = vector.extract(w);
-                }
-            }
-        }
-        _ => {
-            // The last one again, without a branch, which would keep loads apart.
-            let inside = block < blocks;
-            let block = min(block, blocks - 1usize);
-            let words =
-                prologue::load_block::<N>(x, prologue, row, block, blocks, conversion, kind);
-            #[unroll]
-            for w in 0..count {
-                kept[comptime!(k * count + w)] = select(inside, words[w], 0u32);
-            }
+    let width = N::value();
+    let start = (row * blocks + block) * comptime!(count / width);
+    #[unroll]
+    for v in 0..comptime!(count / width) {
+        let vector = if block < blocks {
+            x[start + v]
+        } else {
+            Vector::<u32, N>::zero()
+        };
+        #[unroll]
+        for w in 0..width {
+            kept[comptime!(k * count + v * width + w)] = vector.extract(w);
         }
     }
+}
+
+/// The words of a block that is not kept.
+#[cube]
+fn load_block<N: Size>(
+    x: &[Vector<u32, N>],
+    row: usize,
+    block: usize,
+    blocks: usize,
+    #[comptime] kind: FloatKind,
+) -> Array<u32> {
+    let width = N::value();
+    let per_block = comptime!(block_words(kind) / width);
+    load_block_words::<N>(x, (row * blocks + block) * per_block, kind)
 }
 
 /// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
-    prologue: PrologueInputs,
     amax: &mut [f32],
     mut out: QuantOut,
     draw: Draw,
@@ -203,7 +203,6 @@ pub fn quantize_per_token_kernel<N: Size>(
     let (plan, kind) = comptime!((per_token.quant, per_token.kind));
     let (kept_blocks, planes) = comptime!((per_token.kept_blocks, per_token.planes));
     let policy = comptime!(plan.policy);
-    let conversion = comptime!(policy.conversion);
     let random = draw.resolve(policy);
     let (rows, blocks) = (of.rows, of.blocks);
     let words_per_block = comptime!(block_words(kind));
@@ -225,7 +224,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             for k in 0..kept_blocks {
                 let block = unit + k * units;
                 let at = RowBlock { row, block, blocks };
-                keep_block::<N>(x, &prologue, &mut kept, &at, k, per_token);
+                keep_block::<N>(x, &mut kept, &at, k, kind);
             }
             #[unroll]
             for k in 0..kept_blocks {
@@ -237,8 +236,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words =
-                    prologue::load_block::<N>(x, &prologue, row, block, blocks, conversion, kind);
+                let words = load_block::<N>(x, row, block, blocks, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
@@ -288,8 +286,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
             let mut block = unit + kept_blocks * units;
             while block < blocks {
-                let words =
-                    prologue::load_block::<N>(x, &prologue, row, block, blocks, conversion, kind);
+                let words = load_block::<N>(x, row, block, blocks, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
                 let index = row * blocks + block;
                 let logical = draw.number(index, blocks, policy);

@@ -4,7 +4,6 @@ use cubecl::{client::Client, server::Handle};
 
 use super::{
     plan::QuantRequest,
-    prologue::Prologue,
     rowwise::{by_rows, quantize_rows, quantize_rows_in_both_storages},
     tiles::{Kind, launch_tiles},
 };
@@ -68,34 +67,30 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     }
 }
 
-/// One copy of `x` (or of what is computed from its inputs), along `usage`. See
-/// [`reference::quantize`](crate::reference::quantize); with groups, each group is quantized as a
-/// matrix of its own, but for the block indices of stochastic rounding, which go on from group to
-/// group.
+/// One copy of `x`, along `usage`. See [`reference::quantize`](crate::reference::quantize); with
+/// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
+/// rounding, which go on from group to group.
 ///
 /// # Errors
 /// When the contraction of a rowwise tensor is no multiple of 16 (with a transform, of its size),
 /// four over six is asked to round stochastically, the groups do not fit, or a buffer is smaller
-/// than its shape; for a computed `x` as [`run_prologue`](super::run_prologue()), too.
-pub fn quantize<'a>(
+/// than its shape.
+pub fn quantize(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     groups: &Groups,
     usage: Usage,
     request: &QuantRequest<'_>,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let source = x.into();
     let request = (request, Storage::Packed);
-    if let (Prologue::Plain(x), Usage::Rowwise) = (source, usage)
-        && by_rows(groups, &request.0.copy)
-    {
+    if usage == Usage::Rowwise && by_rows(groups, &request.0.copy) {
         return quantize_rows(client, x, groups, request);
     }
     let (row, col) = match usage {
         Usage::Rowwise => (Some(request), None),
         Usage::Columnwise => (None, Some(request)),
     };
-    let (row, col) = launch_tiles(client, source, groups, row, col, Kind::Blocks)?;
+    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
     Ok(row.or(col).expect("one was asked for"))
 }
 
@@ -105,18 +100,16 @@ pub fn quantize<'a>(
 ///
 /// # Errors
 /// As [`quantize`], and when scales of values are to be swizzled.
-pub fn quantize_operands<'a>(
+pub fn quantize_operands(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    match (x.into(), row, col) {
-        (_, None, None) => Ok((None, None)),
-        (Prologue::Plain(x), Some(row), None) => {
-            Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None))
-        }
-        (source, row, col) => launch_tiles(client, source, &Groups::One, row, col, Kind::Blocks),
+    match (row, col) {
+        (None, None) => Ok((None, None)),
+        (Some(row), None) => Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None)),
+        (row, col) => launch_tiles(client, x, &Groups::One, row, col, Kind::Blocks),
     }
 }
 
@@ -138,15 +131,15 @@ pub fn quantize_in_both_storages(
 ///
 /// # Errors
 /// As [`quantize`].
-pub fn quantize_both<'a>(
+pub fn quantize_both(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     groups: &Groups,
     row: &QuantRequest<'_>,
     col: &QuantRequest<'_>,
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let [row, col] = [row, col].map(|request| Some((request, Storage::Packed)));
-    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Blocks)?;
+    let copies = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
     let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
     Ok((row, col))
 }
@@ -168,9 +161,9 @@ pub fn quantize_both<'a>(
 /// # Errors
 /// As [`quantize`], and when scales of a columnwise tensor are to be swizzled without
 /// [`whole_tiles`](DeviceNvfp4Params::whole_tiles).
-pub fn quantize_side_by_side<'a>(
+pub fn quantize_side_by_side(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     groups: &GroupOffsets,
     row: Option<&QuantRequest<'_>>,
     col: Option<&QuantRequest<'_>>,
@@ -183,11 +176,11 @@ pub fn quantize_side_by_side<'a>(
         return Ok((None, None));
     }
     let [row, col] = [row, col].map(|request| request.map(|request| (request, Storage::Packed)));
-    let (row, col) = match (x.into(), row, col) {
-        (Prologue::Plain(x), Some(row), None) if by_rows(&groups, &row.0.copy) => {
+    let (row, col) = match (row, col) {
+        (Some(row), None) if by_rows(&groups, &row.0.copy) => {
             (Some(quantize_rows(client, x, &groups, row)?), None)
         }
-        (source, row, col) => launch_tiles(client, source, &groups, row, col, Kind::SideBySide)?,
+        (row, col) => launch_tiles(client, x, &groups, row, col, Kind::SideBySide)?,
     };
     // Rows of codes, and of compact scales, are those of one matrix.
     let row = row.map(|row| match row.layout.scale_layout {
@@ -237,7 +230,7 @@ pub fn quantize_tile_with(
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
     let [row, col] = [&row, &col].map(|request| Some((request, Storage::Packed)));
-    let copies = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    let copies = launch_tiles(client, x, groups, row, col, Kind::Tiles)?;
     let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
     Ok((row, col))
 }
@@ -262,7 +255,7 @@ pub fn quantize_tile_copy(
         Usage::Rowwise => (request, None),
         Usage::Columnwise => (None, request),
     };
-    let (row, col) = launch_tiles(client, x.into(), groups, row, col, Kind::Tiles)?;
+    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Tiles)?;
     Ok(row.or(col).expect("asked for"))
 }
 

@@ -84,7 +84,6 @@ impl TilePlan {
     /// How tiles are loaded.
     pub(super) fn load(&self) -> LoadPlan {
         LoadPlan {
-            paired: false,
             elements: self.elements,
             units: self.units,
             conversion: self.either().policy.conversion,

@@ -7,7 +7,6 @@ use super::{
     block_2d::{choose_tile_scales, code_at, write_transposed},
     columnwise::{quantize_columns, write_columns},
     plan::{QuantArgs, QuantRequest, QuantTarget, check_packed_cols},
-    prologue::{self, Input, Prologue, PrologueInputs, PrologueOut},
     rowwise::{check_row_transform, row_amax_of, row_block},
     scale_table::{BlockRule, Lines, ScaleTable, TablePlan, quantize_by_table},
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile, tile_bands},
@@ -18,9 +17,10 @@ use crate::{
     capabilities::conversion_of,
     cube::{block::Encoded, scale::swizzled_at},
     format::swizzle::TILE_INNER,
+    launch::Words,
     memory::address_type,
     reference::padding::padded_bound,
-    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// What [`launch_tiles`] makes.
@@ -61,16 +61,14 @@ fn check_kind(
 
 pub(super) fn launch_tiles(
     client: &Client,
-    source: Prologue<'_>,
+    x: &Matrix,
     groups: &Groups,
     row: Option<(&QuantRequest<'_>, Storage)>,
     col: Option<(&QuantRequest<'_>, Storage)>,
     kind: Kind,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    let input = Input::new(source)?;
-    let Input {
-        matrix: x, words, ..
-    } = &input;
+    x.check("x")?;
+    let words = Words::of(x);
     groups.check(x.rows)?;
     check_kind(groups, col.map(|(col, _)| &col.copy), kind)?;
     if row.is_some() || kind == Kind::Tiles {
@@ -152,7 +150,6 @@ pub(super) fn launch_tiles(
             address_type(elements),
             words.width,
             words.arg(),
-            input.prologue_inputs(),
             TileGridLaunch::new(map, shape, row_tiles, row_blocks),
             target(&row, c),
             target(&col, r),
@@ -170,7 +167,6 @@ pub(super) fn launch_tiles(
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
-    prologue: PrologueInputs,
     grid: TileGrid,
     mut row: QuantTarget,
     mut col: QuantTarget,
@@ -196,16 +192,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
             &grid.map, row_tile, tile_col, shape, span, grouping, plan.kind,
         );
         if tile.row0 < tile.row_end {
-            let mut written = PrologueOut::new_None();
-            prologue::start_load::<F, N>(
-                x,
-                &prologue,
-                &mut written,
-                &mut memory.data,
-                &tile,
-                shape,
-                load,
-            );
+            tile::start_load::<F, N>(x, &mut memory.data, &tile, shape, load);
             // Half of the units for each table, where there are two to fill.
             let row_tabled = comptime!(plan.tiles || plan.row.is_some_and(|row| !row.per_row));
             let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_row) && !plan.tiles);

@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     Amax, BlockScaling, Hadamard, HadamardSize, Rounding, Usage,
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
-    quantize::{self, EdenSource, Prologue},
+    quantize::{self, EdenSource},
     reference::{self, EdenParams},
     tensor::{DeviceQuantized, Groups},
 };
@@ -121,24 +121,6 @@ fn per_token() {
             check_per_token(&client, &convert::<bf16>(&x), (rows, cols), &copy);
             check_per_token(&client, &x, (rows, cols), &copy);
         }
-    }
-}
-
-/// Quantization of what is computed while it is read.
-#[test]
-fn prologues() {
-    let client = emulated!("prologues");
-    let (rows, cols) = (130, 96);
-    let gate_up = convert::<bf16>(&values(Kind::Normal, rows * 2 * cols, 4));
-    let matrix = upload(&client, &gate_up, rows, 2 * cols);
-    let x = reference::swiglu(&gate_up, rows, cols);
-    let amax = Amax::PerRow(reference::amax_rows(&x, rows, cols));
-    for copy in per_token_policies() {
-        let source = Prologue::SwiGlu(&matrix);
-        let found = quantize::quantize_per_token(&client, source, &copy.into()).unwrap();
-        let expected =
-            reference::quantize(&x, rows, cols, Usage::Rowwise, &amax, &copy, 0).unwrap();
-        assert_packed(&client, &found, &expected, "SwiGLU per token");
     }
 }
 

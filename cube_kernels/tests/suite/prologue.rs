@@ -10,20 +10,17 @@ use crate::support::inputs::{ALL_KINDS, Generator, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding,
-    ScaleLayout, Usage,
+    Hadamard, HadamardSize,
     capabilities::Capabilities,
     cube::{
         codec::Conversion,
         exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },
-    moe::GroupOffsets,
-    quantize::{self, AmaxRequest, Amaxes, Prologue, QuantRequest},
+    quantize::{self, AmaxRequest, Prologue},
     reference,
-    tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix},
+    tensor::{AmaxGranularity, Groups, Matrix},
 };
 
-const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(99, 5, 0xffff_ffff));
 const SHAPES: [(usize, usize); 6] = [(1, 16), (3, 48), (0, 16), (33, 80), (130, 64), (257, 144)];
 
 /// One computed matrix: what it should be, and its inputs on the device.
@@ -117,116 +114,34 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Equal copies: codes, scales, maxima. The buffers of a column-wise copy of groups have room for
-/// groups of any sizes; only what these fill is compared.
-fn assert_copies(
-    client: &Client,
-    found: &DeviceQuantized,
-    expected: &DeviceQuantized,
-    sizes: &[usize],
-    what: &str,
-) {
-    let blocks = match (found.usage(), found.layout.scale_layout) {
-        (Usage::Columnwise, ScaleLayout::Compact) if sizes.len() > 1 => {
-            let unit = found.unit();
-            let units: usize = sizes.iter().map(|size| size.div_ceil(unit)).sum();
-            units * (unit / 16) * found.cols()
-        }
-        _ => found.code_blocks(),
-    };
-    let scales = match found.layout.scale_layout {
-        ScaleLayout::Compact => blocks,
-        ScaleLayout::Swizzled128x4 => found.scale_bytes(),
-    };
-    let parts = |packed: &DeviceQuantized| {
-        [
-            read_bytes(client, &packed.scales, scales),
-            read_bytes(client, &packed.codes, blocks * 8),
-            read_bytes(client, &packed.amax, packed.amax_len() * 4),
-        ]
-    };
-    for ((found, expected), part) in parts(found)
-        .iter()
-        .zip(&parts(expected))
-        .zip(["scales", "codes", "maxima"])
-    {
-        assert_bytes(found, expected, &format!("{what}: {part}"));
-    }
-}
-
-/// Copies with a row-wise policy, a column-wise one, and what an amax stands for.
-fn policies() -> Vec<(Nvfp4Params, Nvfp4Params, AmaxGranularity)> {
-    let nearest = Nvfp4Params::new(Rounding::Nearest);
-    let stochastic = Nvfp4Params::new(STOCHASTIC);
-    let transformed = |size, copy: Nvfp4Params| Nvfp4Params {
-        hadamard: Some(Hadamard::seeded_with_size(size, 3)),
-        ..copy
-    };
-    let default = |copy: Nvfp4Params| Nvfp4Params {
-        hadamard: Some(Hadamard::default()),
-        ..copy
-    };
-    let swizzled = |copy: Nvfp4Params| Nvfp4Params {
-        layout: ScaleLayout::Swizzled128x4,
-        ..copy
-    };
-    let scaled = |scaling, copy: Nvfp4Params| Nvfp4Params { scaling, ..copy };
-    let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
+/// What amax values stand for, and the transform of the columns.
+fn requests() -> Vec<(AmaxGranularity, Option<Hadamard>)> {
+    let transform = |size| Some(Hadamard::seeded_with_size(size, 3));
     vec![
-        // What training does to activations, and to gradients.
-        (nearest, default(nearest), AmaxGranularity::PerTensor),
-        (stochastic, default(stochastic), AmaxGranularity::PerTensor),
-        (
-            swizzled(nearest),
-            swizzled(transformed(HadamardSize::H128, stochastic)),
-            AmaxGranularity::PerTensor,
-        ),
-        (
-            scaled(four_over_six, nearest),
-            scaled(BlockScaling::Headroom, stochastic),
-            AmaxGranularity::PerTensor,
-        ),
-        (
-            stochastic,
-            transformed(HadamardSize::H16, nearest),
-            AmaxGranularity::PerRow,
-        ),
+        (AmaxGranularity::PerTensor, Some(Hadamard::default())),
+        (AmaxGranularity::PerTensor, transform(HadamardSize::H128)),
+        (AmaxGranularity::PerTensor, None),
+        (AmaxGranularity::PerRow, transform(HadamardSize::H16)),
     ]
 }
 
-fn maxima<'a>(
-    client: &Client,
-    source: impl Into<Prologue<'a>>,
-    groups: &Groups,
-    scope: AmaxGranularity,
-    hadamard: Option<Hadamard>,
-) -> Amaxes {
-    let request = AmaxRequest {
-        rows: Some(scope),
-        cols: Some((scope, hadamard)),
-    };
-    quantize::amaxes(client, source, groups, &request).unwrap()
-}
-
-/// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed
-/// on the way and once from memory.
+/// The matrix, and its amax values beside it: those of the matrix from memory.
 fn check_fused<T: DeviceElement>(
     client: &Client,
     case: &Case<T>,
-    (groups, sizes): (&Groups, &[usize]),
-    policies: &[(Nvfp4Params, Nvfp4Params, AmaxGranularity)],
+    groups: &Groups,
+    requests: &[(AmaxGranularity, Option<Hadamard>)],
     what: &str,
 ) {
     let unfused = case.unfused(client);
-    for &(row, col, scope) in policies {
-        let what = format!("{what} {} {:?} {row:?} {col:?}", case.name, T::KIND);
-        let found = maxima(client, case.source(), groups, scope, col.hadamard);
-        let expected = maxima(client, &unfused, groups, scope, col.hadamard);
+    for &(scope, hadamard) in requests {
+        let what = format!("{what} {} {:?} {scope:?} {hadamard:?}", case.name, T::KIND);
         let request = AmaxRequest {
             rows: Some(scope),
-            cols: Some((scope, col.hadamard)),
+            cols: Some((scope, hadamard)),
         };
-        let (written, beside) =
+        let expected = quantize::amaxes(client, &unfused, groups, &request).unwrap();
+        let (written, found) =
             quantize::run_prologue_with_amaxes(client, case.source(), groups, &request).unwrap();
         if matches!(groups, Groups::One) {
             assert_floats(&read_matrix::<T>(client, &written), &case.expected, &what);
@@ -235,58 +150,18 @@ fn check_fused<T: DeviceElement>(
             AmaxGranularity::PerTensor => (groups.count(), groups.count()),
             AmaxGranularity::PerRow => (case.rows, groups.count() * case.cols),
         };
-        for found in [&found, &beside] {
-            for (found, expected, len) in [
-                (&found.rows, &expected.rows, rows_len),
-                (&found.cols, &expected.cols, cols_len),
-            ] {
-                let [found, expected] = [found, expected]
-                    .map(|handle| read_bytes(client, handle.as_ref().unwrap(), len * 4));
-                assert_bytes(&found, &expected, &format!("{what}: maxima"));
-            }
-        }
-        let (row_amax, col_amax) = (expected.rows.unwrap(), expected.cols.unwrap());
-        let request = |amax, copy: Nvfp4Params| QuantRequest {
-            amax,
-            scope,
-            copy: copy.into(),
-        };
-        let (row, col) = (request(&row_amax, row), request(&col_amax, col));
-        let (expected_row, expected_col) =
-            quantize::quantize_both(client, &unfused, groups, &row, &col).unwrap();
-        let (found_row, found_col) =
-            quantize::quantize_both(client, case.source(), groups, &row, &col).unwrap();
-        assert_copies(
-            client,
-            &found_row,
-            &expected_row,
-            sizes,
-            &format!("{what}: row"),
-        );
-        assert_copies(
-            client,
-            &found_col,
-            &expected_col,
-            sizes,
-            &format!("{what}: col"),
-        );
-        for (usage, request, expected) in [
-            (Usage::Rowwise, &row, &expected_row),
-            (Usage::Columnwise, &col, &expected_col),
+        for (found, expected, len) in [
+            (&found.rows, &expected.rows, rows_len),
+            (&found.cols, &expected.cols, cols_len),
         ] {
-            let alone = quantize::quantize(client, case.source(), groups, usage, request).unwrap();
-            assert_copies(
-                client,
-                &alone,
-                expected,
-                sizes,
-                &format!("{what}: {usage:?} alone"),
-            );
+            let [found, expected] = [found, expected]
+                .map(|handle| read_bytes(client, handle.as_ref().unwrap(), len * 4));
+            assert_bytes(&found, &expected, &format!("{what}: maxima"));
         }
     }
 }
 
-/// Every policy in bf16; what training asks for in the other types and of special values.
+/// Every request in bf16; what training asks for in the other types and of special values.
 fn check_prologue(client: &Client, name: &str) {
     fn of<T: DeviceElement>(
         client: &Client,
@@ -298,30 +173,30 @@ fn check_prologue(client: &Client, name: &str) {
         let name = name.to_string();
         cases.into_iter().filter(move |case| case.name == name)
     }
-    let (all, one) = (policies(), Groups::One);
-    // A brief run has every policy, and every shape and kind of values, but not all pairs of them.
+    let (all, one) = (requests(), Groups::One);
+    // A brief run has every request, and every shape and kind of values, but not all pairs of them.
     let some = |i: usize| match is_brief(client) {
         true => &all[i % all.len()..][..1],
         false => &all[..],
     };
     for (i, shape) in SHAPES.into_iter().enumerate() {
         for case in of::<bf16>(client, name, Kind::Heavy, shape) {
-            check_fused(client, &case, (&one, &[]), some(i), &format!("{shape:?}"));
+            check_fused(client, &case, &one, some(i), &format!("{shape:?}"));
         }
     }
     for (i, kind) in ALL_KINDS.into_iter().enumerate() {
         for case in of::<bf16>(client, name, kind, (37, 48)) {
-            check_fused(client, &case, (&one, &[]), some(i), &format!("{kind:?}"));
+            check_fused(client, &case, &one, some(i), &format!("{kind:?}"));
         }
     }
     for case in of::<f32>(client, name, Kind::Heavy, (130, 80)) {
-        check_fused(client, &case, (&one, &[]), &all[..2], "f32");
+        check_fused(client, &case, &one, &all[..2], "f32");
     }
     if is_brief(client) {
         return;
     }
     for case in of::<f16>(client, name, Kind::Normal, (33, 80)) {
-        check_fused(client, &case, (&one, &[]), &all[..1], "f16");
+        check_fused(client, &case, &one, &all[..1], "f16");
     }
 }
 
@@ -348,157 +223,46 @@ fn groups_fused_are_unfused() {
             *sum += size as u32;
             Some(*sum)
         }));
-        let offsets = upload_bytes(&client, bytemuck::cast_slice(&ends));
         let groups = Groups::Offsets {
-            offsets: offsets.clone(),
+            offsets: upload_bytes(&client, bytemuck::cast_slice(&ends)),
             count: sizes.len(),
         };
         for case in cases::<bf16>(&client, Kind::Normal, (rows, 48), 20) {
             let what = format!("groups {sizes:?}");
-            check_fused(&client, &case, (&groups, sizes), &policies()[1..2], &what);
-            let ends = GroupOffsets::new(offsets.clone(), sizes.len()).unwrap();
-            let amax = upload_bytes(&client, bytemuck::cast_slice(&vec![3f32; sizes.len()]));
-            let request = QuantRequest {
-                amax: &amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: Nvfp4Params::new(STOCHASTIC).into(),
-            };
-            let unfused = case.unfused(&client);
-            let side = |source| {
-                let (_, col) =
-                    quantize::quantize_side_by_side(&client, source, &ends, None, Some(&request))
-                        .unwrap();
-                let col = col.unwrap();
-                // Blocks behind the last group are not written.
-                let used: usize = sizes.iter().map(|size| size.div_ceil(16)).sum();
-                let codes = read_bytes(&client, &col.codes, col.code_blocks() * 8);
-                codes
-                    .chunks((col.blocks() * 8).max(1))
-                    .flat_map(|row| row[..used * 8].to_vec())
-                    .collect::<Vec<u8>>()
-            };
-            assert_bytes(&side(case.source()), &side((&unfused).into()), &what);
+            check_fused(&client, &case, &groups, &requests()[..1], &what);
         }
     }
     for case in cases::<bf16>(&client, Kind::Normal, (66, 32), 21) {
-        let batch = (&Groups::Batch(2), &[33, 33][..]);
-        check_fused(&client, &case, batch, &policies()[..1], "batch");
+        check_fused(&client, &case, &Groups::Batch(2), &requests()[..1], "batch");
     }
 }
 
-/// What training stores, against the oracle with nothing of a kernel between.
+/// What training asks for, against the oracle with nothing of a kernel between.
 #[test]
-fn fused_copies_are_the_oracles() {
+fn fused_amaxes_are_the_oracles() {
     fn check<T: DeviceElement>(client: &Client, shape: (usize, usize)) {
         let hadamard = Hadamard::default();
         for case in cases::<T>(client, Kind::Heavy, shape, 30) {
             let (rows, cols) = (case.rows, case.cols);
-            let what = format!("{} {shape:?} {:?}", case.name, T::KIND);
-            let found = maxima(
-                client,
-                case.source(),
-                &Groups::One,
-                AmaxGranularity::PerTensor,
-                Some(hadamard),
-            );
-            let (row_amax, col_amax) = (found.rows.unwrap(), found.cols.unwrap());
+            let request = AmaxRequest {
+                rows: Some(AmaxGranularity::PerTensor),
+                cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
+            };
+            let (source, one) = (case.source(), &Groups::One);
+            let (_, found) =
+                quantize::run_prologue_with_amaxes(client, source, one, &request).unwrap();
             let expected = [
                 reference::amax(&case.expected),
                 reference::amax_rht(&case.expected, rows, cols, &hadamard),
             ];
-            let maxima = [&row_amax, &col_amax].map(|handle| read_floats(client, handle, 1)[0]);
-            assert_eq!(maxima, expected, "{what}");
-            let row = Nvfp4Params::new(Rounding::Nearest);
-            let col = Nvfp4Params {
-                hadamard: Some(hadamard),
-                ..Nvfp4Params::new(STOCHASTIC)
-            };
-            let request = |amax, copy: Nvfp4Params| QuantRequest {
-                amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: copy.into(),
-            };
-            let (found_row, found_col) = quantize::quantize_both(
-                client,
-                case.source(),
-                &Groups::One,
-                &request(&row_amax, row),
-                &request(&col_amax, col),
-            )
-            .unwrap();
-            for (found, usage, amax, policy) in [
-                (found_row, Usage::Rowwise, expected[0], row),
-                (found_col, Usage::Columnwise, expected[1], col),
-            ] {
-                let amax = Amax::Tensor(amax);
-                let host =
-                    reference::quantize(&case.expected, rows, cols, usage, &amax, &policy, 0)
-                        .unwrap();
-                let codes = read_bytes(client, &found.codes, host.codes().len());
-                let scales = read_bytes(client, &found.scales, host.scales().len());
-                assert_bytes(&codes, host.codes(), &format!("{what} {usage:?}: codes"));
-                assert_bytes(&scales, host.scales(), &format!("{what} {usage:?}: scales"));
-            }
+            let maxima =
+                [found.rows, found.cols].map(|handle| read_floats(client, &handle.unwrap(), 1)[0]);
+            assert_eq!(maxima, expected, "{} {shape:?} {:?}", case.name, T::KIND);
         }
     }
-    let client = client!("fused_copies_are_the_oracles");
+    let client = client!("fused_amaxes_are_the_oracles");
     check::<bf16>(&client, (145, 176));
     check::<f32>(&client, (33, 80));
-}
-
-/// Per token, in one read.
-fn check_per_token(client: &Client, part: u32) {
-    fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize), count: usize) {
-        let copies = &[
-            Nvfp4Params::new(Rounding::Nearest),
-            Nvfp4Params {
-                layout: ScaleLayout::Swizzled128x4,
-                ..Nvfp4Params::new(STOCHASTIC)
-            },
-        ];
-        for &copy in &copies[..count] {
-            for case in cases::<T>(client, kind, shape, 40) {
-                let what = format!("{} {shape:?} {:?} {kind:?} {copy:?}", case.name, T::KIND);
-                let unfused = case.unfused(client);
-                let expected =
-                    quantize::quantize_per_token(client, &unfused, &copy.into()).unwrap();
-                let found =
-                    quantize::quantize_per_token(client, case.source(), &copy.into()).unwrap();
-                assert_copies(client, &found, &expected, &[], &what);
-            }
-        }
-    }
-    match part {
-        0 => {
-            for rows in [3, 0, 130] {
-                check::<bf16>(client, Kind::Heavy, (rows, 48), 2);
-            }
-            for kind in ALL_KINDS {
-                check::<bf16>(client, kind, (7, 48), 2);
-            }
-        }
-        // More blocks than all units keep; more than units; a number that divides by neither.
-        1 => check::<bf16>(client, Kind::Normal, (2, 16 * 1031), 1),
-        _ => {
-            check::<f32>(client, Kind::Normal, (3, 16 * 261), 1);
-            check::<f16>(client, Kind::Normal, (5, 80), 1);
-        }
-    }
-}
-
-#[test]
-fn per_token_fused_is_unfused() {
-    check_per_token(&client!("per_token_fused_is_unfused"), 0);
-}
-
-#[test]
-fn long_rows_per_token() {
-    check_per_token(&client!("long_rows_per_token"), 1);
-}
-
-#[test]
-fn per_token_f32_and_f16() {
-    check_per_token(&client!("per_token_f32_and_f16"), 2);
 }
 
 /// `|found - expected| <= relative · |expected| + absolute`.
@@ -657,43 +421,6 @@ fn reciprocals_and_roots_are_exact() {
         .collect();
     let expected: Vec<f32> = x.iter().map(|x| x.sqrt()).collect();
     assert_floats(&run_exact(&client, &x, x.len(), 1), &expected, "sqrt");
-}
-
-#[test]
-fn repeated_launches_are_identical() {
-    let client = client!("repeated_launches_are_identical");
-    for case in cases::<bf16>(&client, Kind::Heavy, (200, 80), 60) {
-        let run = || {
-            let found = maxima(
-                &client,
-                case.source(),
-                &Groups::One,
-                AmaxGranularity::PerTensor,
-                Some(Hadamard::default()),
-            );
-            let copy = Nvfp4Params {
-                hadamard: Some(Hadamard::default()),
-                ..Nvfp4Params::new(STOCHASTIC)
-            };
-            let amax = found.cols.unwrap();
-            let request = QuantRequest {
-                amax: &amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: copy.into(),
-            };
-            let usage = Usage::Columnwise;
-            let copy =
-                quantize::quantize(&client, case.source(), &Groups::One, usage, &request).unwrap();
-            (
-                read_bytes(&client, &copy.codes, copy.code_blocks() * 8),
-                read_bytes(&client, &copy.scales, copy.scale_bytes()),
-            )
-        };
-        let first = run();
-        for _ in 0..100 {
-            assert!(run() == first, "{}", case.name);
-        }
-    }
 }
 
 #[test]

@@ -186,7 +186,6 @@ impl AmaxPlan {
 
     pub(super) const fn load(&self) -> LoadPlan {
         LoadPlan {
-            paired: true,
             elements: self.elements,
             units: self.units,
             conversion: self.conversion,

@@ -202,7 +202,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
                     let entry = comptime!(chunk * step * tile::cols(kind));
                     bits = max(bits, col_maxima[entry + c]);
                 }
-                let column = prologue.column_of(&tile, c, shape, true, kind);
+                let column = prologue.column_of(&tile, c, shape, kind);
                 if column < shape.cols {
                     let bits = canonical(with_factor(bits, plan.hadamard));
                     out.cols[tile.group * shape.cols + column].fetch_max(bits);

@@ -141,29 +141,28 @@ impl Amaxes {
     }
 }
 
-/// Several amax values in one read of `x` (or of what it is made from); 0 where there is nothing to
-/// compare. See [`reference::amax_rows`](crate::reference::amax_rows),
+/// Several amax values in one read of `x`; 0 where there is nothing to compare. See
+/// [`reference::amax_rows`](crate::reference::amax_rows),
 /// [`reference::amax_cols`](crate::reference::amax_cols) and
 /// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an
 /// undefined maximum.
 ///
 /// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape; for a computed `x`
-/// as [`run_prologue`].
-pub fn amaxes<'a>(
+/// When the groups do not fit, or the memory of `x` is smaller than its shape.
+pub fn amaxes(
     client: &Client,
-    x: impl Into<Prologue<'a>>,
+    x: &Matrix,
     groups: &Groups,
     request: &AmaxRequest,
 ) -> Result<Amaxes, Nvfp4Error> {
-    find(client, &Input::new(x.into())?, groups, request, None)
+    find(client, &Input::plain(x)?, groups, request, None)
 }
 
 /// [`run_prologue`] and [`amaxes`] in one read of the inputs. Rows behind the last group have
 /// undefined elements.
 ///
 /// # Errors
-/// As [`amaxes`].
+/// As [`amaxes`] and [`run_prologue`].
 pub fn run_prologue_with_amaxes(
     client: &Client,
     prologue: Prologue<'_>,
@@ -171,7 +170,7 @@ pub fn run_prologue_with_amaxes(
     request: &AmaxRequest,
 ) -> Result<(Matrix, Amaxes), Nvfp4Error> {
     let input = Input::new(prologue)?;
-    if input.is_plain() || (request.rows.is_none() && request.cols.is_none()) {
+    if request.rows.is_none() && request.cols.is_none() {
         let found = find(client, &input, groups, request, None)?;
         return Ok((run_prologue(client, prologue)?, found));
     }

@@ -206,30 +206,24 @@ impl PrologueInputs {
         }
     }
 
-    /// The column of the matrix that column `c` of a tile stands for; `paired` as in
-    /// [`start_load()`].
+    /// The column of the matrix that column `c` of a tile stands for, as [`start_load()`] has them.
     pub fn column_of(
         &self,
         tile: &Tile,
         c: usize,
         shape: &Shape,
-        #[comptime] paired: bool,
         #[comptime] kind: FloatKind,
     ) -> usize {
         #[comptime]
         match self {
             PrologueInputs::SwiGluBackward(_) => {
-                if comptime!(paired) {
-                    let half = comptime!(tile::cols(kind) / 2);
-                    let of_up = c >= half;
-                    let column = tile.col0 / 2usize + c - select(of_up, half, 0usize);
-                    let width = shape.cols / 2usize;
-                    // Behind the end of either half there is no column.
-                    let start = select(of_up, width, 0usize);
-                    select(column < width, start + column, shape.cols)
-                } else {
-                    tile.col0 + c
-                }
+                let half = comptime!(tile::cols(kind) / 2);
+                let of_up = c >= half;
+                let column = tile.col0 / 2usize + c - select(of_up, half, 0usize);
+                let width = shape.cols / 2usize;
+                // Behind the end of either half there is no column.
+                let start = select(of_up, width, 0usize);
+                select(column < width, start + column, shape.cols)
             }
             _ => tile.col0 + c,
         }

@@ -10,7 +10,6 @@ use crate::{
     cube::{
         codec::Conversion,
         overlap::{let_next_begin, wait_for_previous, written_before},
-        words::{block_words, load_block_words},
     },
     tensor::FloatKind,
 };
@@ -41,8 +40,9 @@ const IN_FLIGHT: usize = 4;
 
 /// [`tile::start_load()`] of what `prologue` makes; it is also written to `written`.
 ///
-/// Where gradients of a gated activation are [paired](LoadPlan::paired), both come from the same
-/// numbers, and the caller asks for [`PrologueInputs::column_of()`].
+/// Gradients of a gated activation lie in pairs, since both come from the same numbers: those by
+/// the gate in the first half of the tile, those by the other input, of the same columns, in its
+/// second. The caller asks for [`PrologueInputs::column_of()`].
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -57,11 +57,7 @@ pub fn start_load<F: Numeric, N: Size>(
     match prologue {
         PrologueInputs::Plain => tile::start_load::<F, N>(x, shared, tile, shape, plan),
         PrologueInputs::SwiGluBackward(_) => {
-            if comptime!(plan.paired) {
-                prologue_pairs::<F, N>(x, prologue, written, shared, tile, shape, plan);
-            } else {
-                prologue_tile::<F, N>(x, prologue, written, shared, tile, shape, plan);
-            }
+            prologue_pairs::<F, N>(x, prologue, written, shared, tile, shape, plan);
         }
         _ => prologue_tile::<F, N>(x, prologue, written, shared, tile, shape, plan),
     }
@@ -235,42 +231,6 @@ fn prologue_pairs<F: Numeric, N: Size>(
             }
         }
         first += comptime!(in_flight * units);
-    }
-}
-
-/// The words of block `block` of row `row`, of which there are `blocks` in a row.
-#[cube]
-pub fn load_block<N: Size>(
-    x: &[Vector<u32, N>],
-    prologue: &PrologueInputs,
-    row: usize,
-    block: usize,
-    blocks: usize,
-    #[comptime] conversion: Conversion,
-    #[comptime] kind: FloatKind,
-) -> Array<u32> {
-    #[comptime]
-    match prologue {
-        PrologueInputs::Plain => {
-            let width = N::value();
-            let per_block = comptime!(block_words(kind) / width);
-            load_block_words::<N>(x, (row * blocks + block) * per_block, kind)
-        }
-        _ => {
-            let vectors = comptime!(block_words(kind) / VECTOR);
-            let mut words = Array::<u32>::new(comptime!(block_words(kind)));
-            #[unroll]
-            for v in 0..vectors {
-                let column = prologue.column(block * vectors + v, blocks * vectors);
-                let loaded = prologue.load::<u32, N>(x, row, &column, blocks * vectors);
-                let part = prologue.words(&loaded, &column, conversion, kind);
-                #[unroll]
-                for i in 0..VECTOR {
-                    words[comptime!(v * VECTOR + i)] = part[i];
-                }
-            }
-            words
-        }
     }
 }
 

@@ -1,5 +1,5 @@
-//! The fused prologue: what a quantization kernel reads may be computed on the way from memory, and
-//! is then never written there.
+//! The fused prologue: a kernel writes a matrix that it computes from its inputs, and may find the
+//! amax values of it in the same pass.
 //!
 //! A kernel takes a [`PrologueInputs`] beside `x`. Its variant is a comptime choice, so that a
 //! kernel that reads a plain matrix has nothing of the others in it. Values are rounded to the

@@ -8,30 +8,20 @@ use super::{
 };
 use crate::{
     BLOCK, Nvfp4Error,
-    capabilities::{conversion_of, is_cpu, overlaps_kernels},
-    launch::{Words, buffer, cubes, grid},
+    capabilities::{conversion_of, overlaps_kernels},
+    launch::{Words, buffer, grid},
     memory::{address_type, is_aligned},
     moe::GroupOffsets,
     tensor::{FloatKind, Groups, Matrix},
 };
 
-/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are
-/// read.
+/// A matrix that is computed while its inputs are read.
 ///
-/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16
-/// bytes; values are rounded to the type of the inputs before anything else happens to them, so
-/// that a fused kernel gives the bytes of [`run_prologue()`] followed by the same kernel.
-///
-/// Fusing pays where amax and quantized tensors are both needed. These calls move the fewest bytes:
-/// - [`run_prologue_with_amaxes`](crate::quantize::run_prologue_with_amaxes), then the quantized
-///   tensors of what was written. Two inputs read again are as many bytes as one output written
-///   and read, and take the exponential again.
-/// - Per row, in one read: [`quantize_per_token`](fn@crate::quantize::quantize_per_token) of the
-///   prologue.
+/// It has rows of a multiple of 16 elements, and inputs that start at multiples of 16 bytes. Values
+/// are rounded to the type of the inputs, and amax values that are found beside them are those of
+/// rounded ones.
 #[derive(Debug, Clone, Copy)]
 pub enum Prologue<'a> {
-    /// The matrix itself.
-    Plain(&'a Matrix),
     /// `silu(gate) · up` of gate and up, `rows` x `2 width`, the gate in the first half of each
     /// row: the output of one projection. See [`reference::swiglu`](crate::reference::swiglu).
     SwiGlu(&'a Matrix),
@@ -45,13 +35,7 @@ pub enum Prologue<'a> {
     },
 }
 
-impl<'a> From<&'a Matrix> for Prologue<'a> {
-    fn from(matrix: &'a Matrix) -> Self {
-        Self::Plain(matrix)
-    }
-}
-
-/// A [`Prologue`] that was checked: what launches need of it.
+/// A [`Prologue`], or a matrix, that was checked: what launches need of it.
 pub(crate) struct Input {
     /// Shape and type of what is computed; the memory is that of the first input.
     pub matrix: Matrix,
@@ -116,13 +100,19 @@ fn check_same(
 }
 
 impl Input {
+    /// Checks a matrix.
+    pub fn plain(x: &Matrix) -> Result<Self, Nvfp4Error> {
+        x.check("x")?;
+        Ok(Self {
+            matrix: x.clone(),
+            words: Words::of(x),
+            operands: Operands::None,
+        })
+    }
+
     /// Checks a prologue.
     pub fn new(prologue: Prologue<'_>) -> Result<Self, Nvfp4Error> {
         let (first, cols, operands) = match prologue {
-            Prologue::Plain(x) => {
-                x.check("x")?;
-                (x, x.cols, Operands::None)
-            }
             Prologue::SwiGlu(gate_up) => {
                 check_input("gate_up", gate_up, 2)?;
                 (gate_up, gate_up.cols / 2, Operands::SwiGlu(gate_up.clone()))
@@ -190,9 +180,6 @@ pub fn run_prologue_of_groups(
 ) -> Result<Matrix, Nvfp4Error> {
     let input = Input::new(prologue)?;
     groups.check(input.matrix.rows)?;
-    if input.is_plain() {
-        return Ok(input.matrix);
-    }
     let x = &input.matrix;
     let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
     if x.is_empty() {
@@ -232,15 +219,4 @@ pub fn run_prologue_of_groups(
         );
     }
     Ok(out)
-}
-
-/// Cubes that take a row at a time, with no more units than a row has blocks.
-pub(crate) fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
-    let (count, dim) = cubes(client, rows);
-    let dim = if is_cpu(client) {
-        dim
-    } else {
-        CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
-    };
-    (count, dim)
 }

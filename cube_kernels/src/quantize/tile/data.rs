@@ -28,10 +28,6 @@ const IN_FLIGHT: usize = 4;
 /// How a cube loads a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LoadPlan {
-    /// Whether gradients of a gated activation that are computed on the way lie in pairs: those by
-    /// the gate in the first half of the tile, those by the other input, of the same columns, in
-    /// its second.
-    pub paired: bool,
     /// Whether `x` is loaded by elements.
     pub elements: bool,
     /// Units of a cube.

@@ -471,8 +471,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     }
 }
 
-/// What is computed while its inputs are read: written, quantized per token, and in both copies.
-/// The matrix is gate and up of SwiGLU, concatenated.
+/// What is computed while its inputs are read. The matrix is gate and up of SwiGLU, concatenated.
 pub fn prologues(client: &Client, sample: &Sample) {
     let (_, cols) = sample.shape();
     let width = cols / 2;
@@ -488,22 +487,12 @@ pub fn prologues(client: &Client, sample: &Sample) {
         grad: &grad,
         gate_up: x,
     };
-    let amax = 3.0 * sample.amax;
-    let policy = Nvfp4Params::new(STOCHASTIC);
-    for (name, source, cols) in [
-        ("SwiGLU", Prologue::SwiGlu(x), width),
-        ("SwiGLU backward", backward, cols),
+    for (name, source) in [
+        ("SwiGLU", Prologue::SwiGlu(x)),
+        ("SwiGLU backward", backward),
     ] {
         let what = format!("{:?} {name}", sample.shape());
         let written = quantize::run_prologue(client, source).unwrap();
-        let handle = device_amax(client, &[Amax::Tensor(amax)]);
-        let request = QuantRequest {
-            amax: &handle,
-            scope: AmaxGranularity::PerTensor,
-            copy: policy.into(),
-        };
-        let (row, _) = quantize::quantize_both(client, source, ONE, &request, &request).unwrap();
-        let per_token = quantize::quantize_per_token(client, source, &policy.into()).unwrap();
         for band in sample.bands(Usage::Rowwise) {
             let first = band.first;
             let computed = match name {
@@ -514,21 +503,6 @@ pub fn prologues(client: &Client, sample: &Sample) {
                 }
             };
             assert_rows(client, &written, first, &computed, &what);
-            let computed = Band {
-                x: computed,
-                cols,
-                ..band
-            };
-            let expected = computed.quantize(Some(amax), &policy);
-            assert_lines(client, &row, first, &expected, &format!("{what}: row"));
-            let expected = computed.quantize(None, &policy);
-            assert_lines(
-                client,
-                &per_token,
-                first,
-                &expected,
-                &format!("{what} per token"),
-            );
         }
     }
 }
