@@ -42,10 +42,10 @@ use crate::{
 
 pub use crate::policy::AttentionParams;
 pub use request::{
-    Attention, AttentionGradients, AttentionOutput, Heads, MAX_HEAD, MAX_TOKENS, Rope, Sequences,
+    Attention, AttentionGradients, AttentionOutput, Heads, MAX_HEAD, Rope, Sequences,
     TokenSequences,
 };
-pub(crate) use request::{Backward, is_vectorized};
+pub(crate) use request::{Backward, MAX_TOKENS, is_vectorized};
 pub use rope::{Rotation, rope};
 
 /// The kernels themselves, for tests that compile them without launching.

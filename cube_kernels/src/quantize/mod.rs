@@ -59,7 +59,8 @@ pub use mx::{MxForm, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requanti
 pub use offset::advance_offset;
 pub use per_token::quantize_per_token;
 pub use plan::QuantRequest;
-pub use prologue::{Prologue, run_prologue, run_prologue_of_groups};
+pub(crate) use prologue::run_prologue_of_groups;
+pub use prologue::{Prologue, run_prologue};
 pub use random_bits::{answer_random_bits, has_stochastic_instruction};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,
