@@ -831,7 +831,7 @@ fn main() {
 fn write(client: &Client, rows: Vec<Row>) {
     let results = Results {
         bench: "gemm",
-        gpu: Capabilities::of(client).device,
+        gpu: Capabilities::of(client).device.clone(),
         title: "GEMMs beside cuBLAS in bf16",
         about: &["cube_kernels/src/gemm", "cube_kernels/src/cube"],
         method: "captured graphs, medians; cuBLAS in the same process",

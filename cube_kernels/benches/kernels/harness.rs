@@ -161,7 +161,7 @@ impl Bench {
         }
         let results = Results {
             bench: "kernels",
-            gpu: device.device,
+            gpu: device.device.clone(),
             title: "Kernels beside a copy",
             about: &["cube_kernels/src"],
             method: "device events around batches of launches, medians",

@@ -44,7 +44,7 @@ fn emulated(test: &str) -> Option<Client> {
         Some(_) => Conversion::Sm80,
         None => Conversion::Software,
     };
-    assert_eq!(conversion, expected);
+    assert_eq!(*conversion, expected);
     Some(client)
 }
 

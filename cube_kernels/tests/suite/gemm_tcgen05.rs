@@ -461,13 +461,13 @@ fn errors_name_what_is_missing() {
     };
     let is_blackwell = [GemmBackend::CublasLt, GemmBackend::Sm100Tcgen05];
     if !is_blackwell.contains(&capabilities.gemm) {
-        let error = asked(&capabilities, Operand::from(&a));
+        let error = asked(capabilities, Operand::from(&a));
         assert!(error.contains("compute capability 10.0"), "{error}");
     }
     let blackwell = Capabilities {
         compute_capability: Some(100),
         gemm: GemmBackend::CublasLt,
-        ..capabilities
+        ..capabilities.clone()
     };
     let odd = Packed::random(9, 64, 1).device(&client);
     let error = asked(&blackwell, Operand::from(&odd));

@@ -74,7 +74,7 @@ pub fn client_with(
     wanted: impl Fn(&Capabilities) -> bool,
 ) -> Option<Client> {
     let client = client_of_gpu(test, needs)?;
-    if !wanted(&Capabilities::of(&client)) {
+    if !wanted(Capabilities::of(&client)) {
         Skip::OtherGpu.print(test, needs);
         return None;
     }
