@@ -71,7 +71,7 @@ pub struct Sigmoid {
 #[cube]
 pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     let e = exp_of_negative(-x.abs(), conversion);
-    // The sum of bits is an integer operation: nothing can be contracted.
+    // `e` is assembled by an integer addition, so this sum has no multiplication to contract with.
     let far = reciprocal_of_1_to_2(1.0f32 + e, conversion);
     let near = e * far;
     let negative = x < 0.0f32;
