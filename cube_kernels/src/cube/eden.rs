@@ -286,10 +286,11 @@ struct Nearest {
 
 /// Returns the code nearest to a magnitude of at most 6.
 ///
-/// `2²²` times the power of two below the magnitude (at least 1) has a unit in the last place of
-/// two grid points. The sum rounds to the grid, with ties to even codes, and ends in the index of
-/// the grid point within its binade. Exponent and top bit of the mantissa are 298, and two more for
-/// each binade above 1, as many as codes; 214 grid points in the sum make that 512.
+/// The unit in the last place of `2²²` times the power of two below the magnitude (at least 1) is
+/// the distance between two grid points. The sum rounds to the grid, with ties to even codes, and
+/// ends in the index of the grid point within its binade. Exponent and top bit of the mantissa are
+/// 298, and two more per binade above 1, as many as there are codes in it; 214 grid points in the
+/// sum make that 512.
 #[cube]
 fn nearest(magnitude: f32) -> Nearest {
     let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;

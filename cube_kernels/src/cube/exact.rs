@@ -18,7 +18,7 @@ pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// Returns `a · b`, rounded to nearest even even if it is added to something: compilers contract a
+/// Returns `a · b`, rounded to nearest even, independent of later additions: compilers contract a
 /// plain product and a sum to one operation.
 #[cube]
 pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {

@@ -88,8 +88,8 @@ impl GlobalScale {
     ///
     /// `value · decode` is below 2¹²⁶ for every byte, since `448 / fl(2688 / f32::MAX)` is. If it
     /// is not a normal number, the reciprocal is NaN; if it is a small one, the reciprocal is
-    /// large. With the scales [of multiples](GlobalScale::of_multiples) it is below that limit if
-    /// the amax of the block is: `value · decode` is at most a third of it.
+    /// large. With the scales [of multiples](GlobalScale::of_multiples), `value · decode` is below
+    /// 2¹²⁶ if the amax of the block is, because it is at most a third of that amax.
     pub fn usual_multiplier(&self, scale: u32) -> f32 {
         // The same as in `decode_e4m3`.
         let value = f32::reinterpret(scale << 20u32) * f32::reinterpret(247u32 << 23u32);

@@ -326,7 +326,7 @@ impl EpilogueArgs {
         c: (&Handle, usize),
         sum_scale: f32,
     ) -> EpilogueLaunch {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees it.
         let memory =
             |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
         EpilogueLaunch::new(

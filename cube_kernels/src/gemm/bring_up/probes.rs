@@ -283,7 +283,7 @@ fn run_step(
 ) -> Result<Vec<u32>, String> {
     let multiplies = multiplies.then_some(operands.format);
     let image = upload(client, &operands.image());
-    // SAFETY (of every buffer): an image has so many words, and tensor memory too.
+    // SAFETY (of every buffer): images and tensor memory have this many words.
     let memory = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let count = CubeCount::Static(1, 1, 1);
     let image = memory(&image, IMAGE / 4);

@@ -1,10 +1,10 @@
 //! Loads the library on first use, declares the parts of its C interface that are needed, and
 //! builds the descriptors of a GEMM.
 //!
-//! The interface is declared with plain integers. `cudarc` finds and loads the library; its own
-//! bindings are those of the CUDA toolkit of the machine that compiles, and an older one has no
-//! names for FP4, whatever the library on the machine that runs can do. Numbers and meanings are
-//! those of `cublasLt.h` and `library_types.h` (CUDA 12.8 to 13.4).
+//! The interface is declared with plain integers. `cudarc` finds and loads the library, but its
+//! bindings are those of the CUDA toolkit at compile time: an older toolkit has no names for FP4,
+//! even if the library at run time supports it. Numbers and meanings are those of `cublasLt.h` and
+//! `library_types.h` (CUDA 12.8 to 13.4).
 
 use std::{
     ffi::c_void,
@@ -32,8 +32,8 @@ macro_rules! interface {
         impl Interface {
             /// Loads the library, or returns the reason for failure.
             fn load() -> Result<Self, String> {
-                // SAFETY: loading runs the library's initialisers, which are NVIDIA's; nothing else
-                // is called that is named so.
+                // SAFETY: loading runs only the initializers of NVIDIA's library; no other library
+                // has this name.
                 unsafe {
                     if !sys::is_culib_present() {
                         return Err("libcublasLt was not found where the loader looks".into());
@@ -219,7 +219,7 @@ impl Library {
             |result| unsafe { (self.interface.preference_create)(result) },
         )?;
         let set = |attribute: i32, value: &[u8]| {
-            // SAFETY: the attribute is copied, `value` is as long as is said.
+            // SAFETY: the attribute is copied, and the given length is that of `value`.
             check("cublasLtMatmulPreferenceSetAttribute", unsafe {
                 let set = self.interface.preference_set;
                 set(preference.0, attribute, value.as_ptr().cast(), value.len())
@@ -298,8 +298,8 @@ impl Library {
         };
         let Operation { desc, a, b, out } = &operation;
         let matmul = self.interface.matmul;
-        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on either side; the rest is
-        // the caller's promise. Our `a` is the library's `B`.
+        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on host and device; the
+        // caller guarantees the rest. Our `a` is the library's `B`.
         check("cublasLtMatmul", unsafe {
             matmul(
                 handle,
@@ -340,7 +340,7 @@ impl Object {
 
 impl Drop for Object {
     fn drop(&mut self) {
-        // SAFETY: made by the function that belongs to `destroy`, and destroyed once.
+        // SAFETY: created by the counterpart of the destroy function, and destroyed once.
         unsafe { (self.1)(self.0) };
     }
 }
@@ -369,7 +369,7 @@ impl Operation {
             |result| unsafe { (interface.desc_create)(result, COMPUTE_32F, R_32F) },
         )?;
         let set = |attribute: i32, value: &[u8]| {
-            // SAFETY: the attribute is copied, `value` is as long as is said.
+            // SAFETY: the attribute is copied, and the given length is that of `value`.
             let status = unsafe {
                 (interface.desc_set)(desc.0, attribute, value.as_ptr().cast(), value.len())
             };

@@ -1,7 +1,7 @@
 //! GEMMs by NVIDIA's cuBLASLt: the FP4 tensor cores of compute capability 10.0 and 10.3, and bf16
 //! and FP8 wherever the library has them.
 //!
-//! `out[m, n] = alpha · Σ a[m, k] · b[n, k] + bias[n] (+ what out held)`, both operands stored
+//! `out[m, n] = alpha · Σ a[m, k] · b[n, k] + bias[n] (+ out[m, n])`, both operands stored
 //! along `k`. The library is column-major: our row-major `out` is its `D = op(A) · op(B)` of `n`
 //! rows and `m` columns, its `A` is our `b`, transposed, its `B` our `a`. Both have `k` rows and a
 //! leading dimension of `k` ("TN", the only orientation with FP4 and FP8), and the bias runs along

@@ -120,8 +120,8 @@ fn queue(
         out: addresses[out],
         workspace: addresses[out + 1],
     };
-    // SAFETY: the context is that of the stream. Sizes were checked before, the workspace was
-    // allocated for this algorithm, and CubeCL's bookkeeping, to which the place belongs, keeps the
-    // memory for as long as work on this stream reads it, as it does for kernels.
+    // SAFETY: the context is that of the stream. Sizes were checked before, and the workspace was
+    // allocated for this algorithm. As for kernels, CubeCL's bookkeeping, which provides `place`,
+    // keeps the memory alive for as long as work on this stream reads it.
     unsafe { Library::get()?.queue(place.device, problem, algorithm, &at, place.stream) }
 }

@@ -171,7 +171,8 @@ fn queue(launch: &Launch) {
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let (a_len, b_len) = (a.rows * k, b.stored_len(k));
-    // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
+    // SAFETY: the kernel stays below the outputs, and below the offsets, which the caller
+    // guarantees.
     unsafe {
         scalar_grouped_kernel::launch_unchecked(
             client,

@@ -252,7 +252,7 @@ fn codes_map(
 /// 128x4 tiles, and a box has the tiles of a stage.
 fn scales_map(scales: &Handle, atoms: usize, plan: Sm100Plan) -> TensorMapArg<Tiled> {
     let words = ATOM / 4;
-    // SAFETY: the caller checked that the memory holds so many tiles.
+    // SAFETY: the caller checked that the memory holds this many tiles.
     let tensor = unsafe {
         TensorArg::from_raw_parts(scales.clone(), [words, 1].into(), [atoms, words].into())
     };

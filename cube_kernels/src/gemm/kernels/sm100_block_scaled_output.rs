@@ -95,7 +95,7 @@ pub(super) fn write_tile(
     epilogue.atomic_amax(tile.group, largest);
 }
 
-/// [`write_tile`] with a column of the output in each lane and its rows in sequence.
+/// [`write_tile()`] with a column of the output in each lane and its rows in sequence.
 #[cube]
 pub(super) fn write_transposed(
     model: &mut SoftwareTensorCore,

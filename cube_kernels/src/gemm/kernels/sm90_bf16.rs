@@ -581,7 +581,7 @@ pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> Tens
     } else {
         ([operand.rows, depth], [rows, SM90_TILE_K])
     };
-    // SAFETY: the caller checked that the memory holds so many elements.
+    // SAFETY: the caller checked that the memory holds this many elements.
     let tensor = unsafe {
         TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
     };

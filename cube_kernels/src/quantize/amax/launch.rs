@@ -136,7 +136,7 @@ impl Amaxes {
         let one = self.rows.as_ref().or(self.cols.as_ref());
         let rows = one.expect("one is asked for");
         let cols = self.cols.as_ref().unwrap_or(rows);
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))) }
     }
 }

@@ -273,7 +273,7 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
     if geometry.tile_count == 0 {
         return out;
     }
-    // SAFETY: as many were allocated.
+    // SAFETY: this many values were allocated.
     let result = unsafe { buffer(&out, maxima) };
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();

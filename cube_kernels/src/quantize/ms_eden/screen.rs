@@ -419,12 +419,12 @@ pub(super) struct Screen {
 
 impl Screen {
     pub fn arg(&self) -> EdenScreenLaunch {
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { EdenScreenLaunch::new(buffer(&self.largest, 1), buffer(&self.tiles, self.count)) }
     }
 
     fn out(&self) -> ScreenOutLaunch {
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { ScreenOutLaunch::new(buffer(&self.tiles, self.count), buffer(&self.largest, 1)) }
     }
 }
