@@ -73,8 +73,8 @@ pub(crate) const W4A16_STRIP: usize = 64;
 pub struct W4a16Tile {
     /// Rows of `a`: 32, 64, 112, 128, 192 or 256.
     pub rows_a: usize,
-    /// Number of consumer warpgroups that share the same 64 rows of `b` and alternate along K: 2 or
-    /// 4. With 1, two warpgroups have 64 rows each.
+    /// Number of consumer warpgroups that share the same 64 rows of `b` and alternate along K, 2
+    /// or 4. If it is 1, there are two warpgroups with 64 rows each.
     pub ways: usize,
 }
 

@@ -92,8 +92,8 @@ pub(super) fn bring_scales(
     }
 }
 
-/// Returns the offset in a stage of the scales of the first block at K indices `2 lane` and `2 lane
-/// + 1`. Each pair is one word, and a step of 16 K indices has the order of
+/// Returns the offset in a stage of the scales of the first block at K indices `2 lane` and
+/// `2 lane + 1`. Each pair is one word, and a step of 16 K indices has the order of
 /// [`mn_major_mainloop_n128()`].
 #[cube]
 fn place_of_scales(lane: u32) -> u32 {
