@@ -5,7 +5,6 @@
 //! scanning the tile in order, so that units never compete for an output index. The time of a pass
 //! is therefore that of the tile's length and of the most frequent digit: tiles are short, and the
 //! bits of an id are divided evenly among the passes.
-//! bits of an id are shared out evenly over the passes.
 
 use cubecl::{prelude::*, server::Handle};
 

@@ -11,7 +11,6 @@
 //! The order of every sum depends on the operands' shapes alone: results repeat bit for bit, and a
 //! sequence has the same bits in any batch that the same kernels compute. The formulas are in the
 //! chapter "Attention" of the book.
-//! "Attention" of the book has the formulas.
 
 #[allow(missing_docs)]
 pub mod decode;
@@ -71,8 +70,8 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
     Ok(output)
 }
 
-/// Computes [`forward`], and the amax values in `request` of the output as a matrix, `[tokens,
-/// heads * head]`, with the results of a separate [pass](amaxes).
+/// Computes [`forward`], and the amax values in `request` of the output as a matrix,
+/// `[tokens, heads * head]`, with the results of a separate [pass](amaxes).
 ///
 /// [`AttentionKernel::Sm90`] computes amax values of the whole matrix while it writes the output,
 /// if the transform mixes 16 tokens and sequence lengths are multiples of 16. In all other cases a

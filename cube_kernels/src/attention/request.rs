@@ -296,8 +296,8 @@ impl Attention {
 pub struct AttentionOutput {
     /// Output `[tokens, heads, head]`, contiguous, in the type of `q`. 0 for rows that see no keys.
     pub out: Heads,
-    /// Natural logarithm of the sum of the exponentials of a row's scores, `f32[heads, tokens of
-    /// q]`; `-inf` for rows that see no keys.
+    /// Natural logarithm of the sum of the exponentials of a row's scores,
+    /// `f32[heads, tokens of q]`; `-inf` for rows that see no keys.
     pub lse: Handle,
 }
 
@@ -329,8 +329,8 @@ impl AttentionOutput {
 }
 
 /// Tables of rotary positions in device memory, `f32[positions, head / 2]`: element `i` of a head
-/// and element `i + head / 2` are a pair, which position `p` rotates by the angle of entry `(p,
-/// i)`.
+/// and element `i + head / 2` are a pair, which position `p` rotates by the angle of entry
+/// `(p, i)`.
 #[derive(Debug, Clone)]
 pub struct Rope {
     /// Cosines.

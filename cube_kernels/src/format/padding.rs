@@ -5,9 +5,9 @@
 //! group.
 
 /// Returns the largest number of rows that `rows` rows in `groups` groups can take if each group is
-/// padded to a multiple of `alignment`: `alignment · (n + (rows - n) / alignment)` with `n =
-/// min(rows, groups)`, reached if all groups but one have a single row. It does not depend on the
-/// offsets, so memory for the padded rows can be allocated without reading them.
+/// padded to a multiple of `alignment`: `alignment · (n + (rows - n) / alignment)` with
+/// `n = min(rows, groups)`, reached if all groups but one have a single row. It does not depend on
+/// the offsets, so memory for the padded rows can be allocated without reading them.
 pub const fn padded_bound(rows: usize, groups: usize, alignment: usize) -> usize {
     let single = if rows < groups { rows } else { groups };
     alignment * (single + (rows - single) / alignment)

@@ -1,18 +1,20 @@
 //! The 128x4 scale layout of FP4 tensor cores.
 //!
-//! The byte of outer row `r` and block `c` has the offset `((r/128 · ceil(C/4) + c/4) · 32 + r%32)
-//! · 16 + (r%128)/32 · 4 + c%4`, where `C` is the number of blocks in a row. Rows pad to 128 and
-//! blocks to 4; padding bytes are zero (numerics, section 11).
+//! The byte of outer row `r` and block `c` has the offset
+//! `((r/128 · ceil(C/4) + c/4) · 32 + r%32) · 16 + (r%128)/32 · 4 + c%4`, where `C` is the number
+//! of blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (numerics, section
+//! 11).
 //!
 //! # Several matrices in one buffer
 //! The tiling restarts at each matrix; this makes no difference if every matrix is one tile:
 //! - a **batch** of equal matrices: `[batch, rows, blocks]`, each in its own [`padded_len`] bytes;
 //! - **row groups** (M groups): rows `offsets[g]..offsets[g + 1]` of one `[rows, blocks]` matrix
 //!   are group `g`, whose rows pad to 128;
-//! - **block groups** (K groups): tokens lie along the contraction, and group `g` has `ceil(tokens
-//!   in g / elements in a block)` blocks. Its scales are a compact `[outer, blocks of g]` array;
-//!   the arrays of the groups follow one another. In the result each group is a separate swizzled
-//!   matrix of `ceil(outer / 128) · ceil(blocks of g / 4)` tiles of 512 bytes.
+//! - **block groups** (K groups): tokens lie along the contraction, and group `g` has
+//!   `ceil(tokens in g / elements in a block)` blocks. Its scales are a compact
+//!   `[outer, blocks of g]` array; the arrays of the groups follow one another. In the result each
+//!   group is a separate swizzled matrix of `ceil(outer / 128) · ceil(blocks of g / 4)` tiles of
+//!   512 bytes.
 //!
 //! The length of a grouped result depends on the number of groups and not on their sizes, so that a
 //! device can allocate it without knowing them: [`row_group_tiles`] and [`block_group_tiles`].
@@ -117,8 +119,9 @@ pub fn unswizzle_batch(swizzled: &[u8], batch: usize, rows: usize, blocks: usize
         .collect()
 }
 
-/// Returns the largest number of 128-row tiles that `rows` rows in `groups` groups can take: `n +
-/// (rows - n) / 128` with `n = min(rows, groups)`, reached if all groups but one have a single row.
+/// Returns the largest number of 128-row tiles that `rows` rows in `groups` groups can take:
+/// `n + (rows - n) / 128` with `n = min(rows, groups)`, reached if all groups but one have a single
+/// row.
 pub const fn row_group_tiles(rows: usize, groups: usize) -> usize {
     super::padding::padded_bound(rows, groups, 128) / 128
 }
@@ -189,8 +192,8 @@ pub const fn block_group_blocks(tokens: usize, groups: usize, elements: usize) -
     super::padding::padded_bound(tokens, groups, elements) / elements
 }
 
-/// Returns the largest number of 4-block tiles that they can take: `n + (tokens - n) / (4 ·
-/// elements)`.
+/// Returns the largest number of 4-block tiles that they can take:
+/// `n + (tokens - n) / (4 · elements)`.
 pub const fn block_group_tiles(tokens: usize, groups: usize, elements: usize) -> usize {
     block_group_blocks(tokens, groups, 4 * elements)
 }

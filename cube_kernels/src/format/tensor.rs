@@ -132,8 +132,8 @@ impl Default for Origin {
 /// A quantized matrix: codes, block scales, amax values, and how they were made.
 ///
 /// An NVFP4 element dequantizes to `e2m1(code) · e4m3(scale) · amax / range`, where `range` is
-/// [`BlockScaling::range`], 2688 or 1536. An MXFP8 element dequantizes to `e4m3(code) · 2^(scale -
-/// 127)`.
+/// [`BlockScaling::range`], 2688 or 1536. An MXFP8 element dequantizes to
+/// `e4m3(code) · 2^(scale - 127)`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Parts")]
 pub struct QuantizedTensor {

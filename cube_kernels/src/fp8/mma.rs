@@ -7,7 +7,6 @@
 //! at `16 c`, and the same columns of `a`. Each word of four codes is a lane's fragment for one
 //! instruction, as pairs (0, 2) and (1, 3). The warps of a cube share its rows and alternate along
 //! the contraction; their sums are added in warp order.
-//! contraction; their sums are added in the order of the warps.
 
 use cubecl::prelude::*;
 

@@ -116,9 +116,9 @@ pub fn quantize_rows(client: &Client, x: &Matrix) -> Result<Fp8Weight, Nvfp4Erro
     Ok(made)
 }
 
-/// Computes `out[m, n] = fl_out(fl(Σₖ a[m, k] · code[n, k]) · scale[n])` for the rows of `a` (`[m,
-/// k]`): `[m, n]`, rounded once to `dtype`. Sums are in `f32`, in an order that depends on the
-/// device.
+/// Computes `out[m, n] = fl_out(fl(Σₖ a[m, k] · code[n, k]) · scale[n])` for the rows of `a`
+/// (`[m, k]`): `[m, n]`, rounded once to `dtype`. Sums are in `f32`, in an order that depends on
+/// the device.
 ///
 /// For bf16 `a` on a GPU of sm_80 or later, the codes are read once per 16 rows of `a`. In all
 /// other cases each output element reads its row, which takes far longer.

@@ -62,7 +62,6 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
 /// [`fp8::linear`](crate::fp8::linear()), gains of [`norm`](crate::norm) and, at small M, of
 /// [`fused_linear`](crate::gemm::fused_linear), and the cache, starts and counts of
 /// [`attention::decode`](mod@crate::attention::decode).
-/// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {
         visit(client, overlap);

@@ -33,8 +33,8 @@ pub struct LinearLoss {
     pub dw: Option<Matrix>,
 }
 
-/// Computes the cross entropy of the logits `x w`, for bf16 `x` (`[rows, d]`) and `w` (`[d,
-/// vocab]`) and `targets` (`i32[rows]`), with its gradients.
+/// Computes the cross entropy of the logits `x w`, for bf16 `x` (`[rows, d]`) and `w`
+/// (`[d, vocab]`) and `targets` (`i32[rows]`), with its gradients.
 ///
 /// Rows are processed in chunks, one after another: a GEMM gives the chunk's bf16 logits, the loss
 /// replaces them by their gradient in place, and GEMMs multiply that gradient with `w` and with

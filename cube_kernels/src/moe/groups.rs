@@ -59,7 +59,6 @@ impl GroupOffsets {
     ///
     /// # Errors
     /// Returns an error if `alignment` is zero, or a number does not fit 32 bits.
-    /// When `alignment` is zero, or a number does not fit 32 bits.
     pub fn aligned(
         &self,
         client: &Client,
@@ -72,8 +71,8 @@ impl GroupOffsets {
         self.rescaled(client, rows, alignment, alignment)
     }
 
-    /// Divides each group's size by `unit`, rounds up and multiplies by `scale`: with `unit ==
-    /// scale` each group is padded to a multiple of it.
+    /// Divides each group's size by `unit`, rounds up and multiplies by `scale`: with
+    /// `unit == scale` each group is padded to a multiple of it.
     pub(crate) fn rescaled(
         &self,
         client: &Client,

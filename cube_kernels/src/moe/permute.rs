@@ -134,11 +134,11 @@ pub fn moe_unpermute(
     Ok(out)
 }
 
-/// Computes the gradients of [`moe_unpermute`] with weights in one read, from `grad` (`[tokens,
-/// cols]`), the gradient of its output. Let `choice = choices[s]` be the place `t * copies + j`
-/// that names row `s`. The gradient of row `s` of `x` is `dx[s] = weights[choice] · grad[t]`,
-/// rounded to the type of `x`. The gradient of the weights (`f32[tokens, copies]`) is `dw[choice] =
-/// Σ grad[t] · x[s]`.
+/// Computes the gradients of [`moe_unpermute`] with weights in one read, from `grad`
+/// (`[tokens, cols]`), the gradient of its output. Let `choice = choices[s]` be the place
+/// `t * copies + j` that names row `s`. The gradient of row `s` of `x` is
+/// `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`. The gradient of the weights
+/// (`f32[tokens, copies]`) is `dw[choice] = Σ grad[t] · x[s]`.
 ///
 /// Every place names a row of `x`, and no row is named twice. With [`Named::Some`], places may name
 /// no row and rows may have no place: such rows of `dx` are not written, and such weights have a

@@ -23,8 +23,8 @@ struct RowState {
     out: Array<Four>,
 }
 
-/// Computes `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows, `[heads,
-/// tokens]`. Cubes stride over tiles of queries times heads.
+/// Computes `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows,
+/// `[heads, tokens]`. Cubes stride over tiles of queries times heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_forward_kernel<F: Numeric>(
     q: HeadsView<F>,

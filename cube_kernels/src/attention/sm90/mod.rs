@@ -200,7 +200,6 @@ pub(super) fn amax_plan(
 ///
 /// # Errors
 /// Returns an error if the offsets of the sequences do not fit.
-/// When the offsets of the sequences do not fit.
 pub(super) fn forward(
     client: &Client,
     attention: &Attention,
