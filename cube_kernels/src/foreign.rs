@@ -388,7 +388,7 @@ fn new_event() -> Result<CUevent, String> {
     Ok(event)
 }
 
-/// Makes the context of a stream current, as CubeCL does before each of its own launches.
+/// Makes the context of a stream current, as CubeCL does before each launch.
 fn make_current(stream: CUstream) -> Result<(), String> {
     let mut context: CUcontext = ptr::null_mut();
     // SAFETY: the stream is alive, and so is its context.

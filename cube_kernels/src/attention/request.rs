@@ -149,8 +149,8 @@ impl Heads {
     }
 }
 
-/// Partition of the tokens into sequences: a query sees keys of its own sequence. Positions count
-/// from 0 in every sequence.
+/// Partition of the tokens into sequences: a query sees only keys of the same sequence. Positions
+/// count from 0 in every sequence.
 #[derive(Debug, Clone)]
 pub enum Sequences {
     /// This many sequences of equal length, one after another, in `q` as well as in `k` and `v`;

@@ -63,7 +63,7 @@ impl Amax {
     }
 }
 
-/// How the codes of a quantized tensor were made; dequantization does not need it.
+/// Origin of a quantized tensor's codes: block shape and rounding. Dequantization does not need it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// Shape of the elements that share one block scale.

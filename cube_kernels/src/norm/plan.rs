@@ -78,7 +78,7 @@ pub struct NormPlan {
     pub whole: bool,
     /// True if the kernel can start before the previous one has ended.
     pub overlaps: bool,
-    /// True if there are few rows, so that the latency of loads decides, not memory bandwidth.
+    /// True for at most 16 rows: the time is the latency of loads, not memory bandwidth.
     pub few: bool,
     /// True if the parts of the backward start at multiples of 16 rows.
     pub strips: bool,
@@ -158,7 +158,7 @@ impl NormPlan {
     }
 
     /// Returns the number of gains that a unit loads before it waits for the rows: those of all
-    /// blocks that it keeps if there are few rows, otherwise none.
+    /// blocks that it keeps if `few` is set, otherwise none.
     pub const fn ready_gains(&self) -> usize {
         match self.few {
             true => BLOCK * self.kept,

@@ -34,10 +34,10 @@ pub enum Reduction {
 
 /// Softmax cross entropy with class indices as targets.
 ///
-/// With `lse = ln(Σ e^x)`, the loss of a row `x` with target `t` is `(1 - smoothing) (lse - x[t]) +
-/// smoothing (lse - mean(x)) + z_loss lse²`. A row whose target is [`ignore`](Self::ignore) has a
-/// loss and a gradient of 0, and is not counted. Any other target that is not a class gives a loss
-/// and a gradient of NaN.
+/// With `lse = ln(Σ e^x)`, the loss of a row `x` with target `t` is the sum of
+/// `(1 - smoothing) (lse - x[t])`, `smoothing (lse - mean(x))` and `z_loss lse²`. A row whose
+/// target is [`ignore`](Self::ignore) has a loss and a gradient of 0, and is not counted. Any other
+/// target that is not a class gives a loss and a gradient of NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CrossEntropy {
     /// Target of rows that are ignored.
