@@ -55,8 +55,8 @@ pub fn default_folder() -> PathBuf {
 /// the crate `log`. Call it before anything else uses CubeCL, that is, before the first device is
 /// opened.
 ///
-/// Returns the cache file, or `None` if kernels are not cached: without a CUDA driver, or if the
-/// crate was built without the feature `kernel-cache`.
+/// Returns the cache file, or `None` if kernels are not cached: without a `folder`, without a CUDA
+/// driver, or if the crate was built without the feature `kernel-cache`.
 ///
 /// The rest of CubeCL's configuration is unchanged: it is read from `cubecl.toml` or `burn.toml` in
 /// the current folder or above it, and from the environment. If that file enables the store itself
@@ -84,7 +84,7 @@ pub fn configure(folder: Option<&Path>) -> Result<Option<PathBuf>, KernelCacheEr
     }
 }
 
-/// Enables the store in `folder`. Returns true if there is one.
+/// Enables the store in `folder`. Returns true if kernels are cached.
 #[cfg(feature = "kernel-cache")]
 fn keep(
     config: &mut CubeClRuntimeConfig,

@@ -27,8 +27,8 @@ pub fn set_units(units: usize) {
     ASKED_UNITS.store(units, Ordering::Relaxed);
 }
 
-/// Units per cube: one on the CPU, where barriers between more units than cores are thousands of
-/// times slower.
+/// Returns the units per cube: one on the CPU, where barriers between more units than cores are
+/// thousands of times slower.
 pub(crate) fn units(client: &Client) -> usize {
     match ASKED_UNITS.load(Ordering::Relaxed) {
         0 if is_cpu(client) => 1,
@@ -90,13 +90,13 @@ fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCoun
     )
 }
 
-/// Number of SMs of a GPU.
+/// Returns the number of SMs of a GPU.
 pub(crate) fn multiprocessors(client: &Client) -> usize {
     let hardware = &client.properties().hardware;
     hardware.num_streaming_multiprocessors.unwrap_or(128) as usize
 }
 
-/// Number of units of a GPU that run at once, with `cubes` cubes on each SM.
+/// Returns the number of units of a GPU that run at once, with `cubes` cubes on each SM.
 pub(crate) fn resident_units(client: &Client, cubes: usize) -> usize {
     cubes * multiprocessors(client) * units(client)
 }
@@ -132,8 +132,8 @@ pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, 
 /// Tiles that a cube processes one after another in kernels with many short cubes.
 const TILES_PER_CUBE: usize = 4;
 
-/// Returns [`tile_cubes`] for cubes that stay in one row of tiles. The first axis of the grid
-/// counts the cubes of a row, the other axes count the rows.
+/// Returns cubes for computed tiles if each cube stays in one row of tiles. The first axis of the
+/// grid counts the cubes of a row, the other axes count the rows.
 pub(crate) fn tile_runs(
     client: &Client,
     row_tiles: usize,
@@ -219,7 +219,7 @@ pub(crate) unsafe fn buffer(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
-/// Elements per 32-bit word: 2 for 16-bit types, otherwise 1.
+/// Returns the elements per 32-bit word: 2 for 16-bit types, otherwise 1.
 pub(crate) const fn per_word(kind: FloatKind) -> usize {
     4 / kind.size()
 }

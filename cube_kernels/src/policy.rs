@@ -11,7 +11,7 @@ use crate::Nvfp4Error;
 pub enum Rounding {
     /// To the nearest E2M1 value, ties to the even code.
     Nearest,
-    /// Up with a probability equal to the distance from the lower neighbour, in steps of 1/256.
+    /// Up with a probability equal to the distance from the lower neighbor, in steps of 1/256.
     Stochastic(RandomStream),
 }
 
@@ -67,7 +67,7 @@ pub enum BlockShape {
     Block2d,
 }
 
-/// Number of elements that share one amax, and so one global scale.
+/// Granularity of the amax: the elements that share one amax, and so one global scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AmaxGranularity {
@@ -214,7 +214,7 @@ impl RandomStream {
     }
 }
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64 bits.
+/// Applies the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64 bits.
 const fn splitmix64(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

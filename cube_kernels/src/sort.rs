@@ -45,7 +45,7 @@ impl SortPlan {
         (passes, plan)
     }
 
-    /// Number of values of a digit.
+    /// Returns the number of values of a digit.
     const fn digits(self) -> usize {
         1 << self.bits
     }

@@ -469,10 +469,10 @@ pub struct DeviceNvfp4Params {
     pub scaling: BlockScaling,
     /// Order in which the block scales are stored.
     pub layout: ScaleLayout,
-    /// Pads the contraction of a columnwise tensor with zeros to whole 128x4 tiles of scales, 64
-    /// elements, so that FP4 tensor cores accept any number of tokens. The result equals that of a
-    /// matrix with as many extra rows of zeros, except that random bits are numbered as in the
-    /// unpadded matrix. Requires [`ScaleLayout::Swizzled128x4`].
+    /// True to pad the contraction of a columnwise tensor with zeros to whole 128x4 tiles of
+    /// scales, 64 elements, so that FP4 tensor cores accept any number of tokens. The result equals
+    /// that of a matrix with as many extra rows of zeros, except that random bits are numbered as
+    /// in the unpadded matrix. Requires [`ScaleLayout::Swizzled128x4`].
     pub whole_tiles: bool,
     /// Groups of rows that precede those of the matrix in the logical tensor, for matrices whose
     /// groups have offsets: stochastic rounding numbers the matrix's blocks after those of these

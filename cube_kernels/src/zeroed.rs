@@ -40,7 +40,7 @@ const LARGEST_CHUNK: usize = 1 << 20;
 /// Alignment of requests in bytes: a sector of the L2 cache, so that atomics of different kernels
 /// do not share one.
 const SLOT: usize = 32;
-/// Smallest number of requests that share a chunk: a longer request has its own launch.
+/// Smallest ratio of a chunk's length to a request's: longer requests have a separate launch.
 const SHARED_BY: usize = 4;
 
 /// A cleared chunk of a step, and the number of its bytes in use.

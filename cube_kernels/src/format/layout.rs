@@ -54,7 +54,7 @@ pub struct Layout {
     pub scale_layout: ScaleLayout,
     /// Rule for the block scales, which decides the range that an amax stands for.
     pub scaling: BlockScaling,
-    /// Number of elements that share one amax, if the format has a global scale.
+    /// Granularity of the amax, if the format has a global scale.
     pub amax: AmaxGranularity,
     /// Transform that was applied along the blocks.
     pub hadamard: Option<Hadamard>,

@@ -42,7 +42,7 @@ impl Amax {
         }
     }
 
-    /// Returns the number of elements that share one amax.
+    /// Returns the granularity of the amax.
     pub const fn granularity(&self) -> AmaxGranularity {
         match self {
             Self::Absent | Self::Tensor(_) => AmaxGranularity::PerTensor,

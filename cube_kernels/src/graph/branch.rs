@@ -113,7 +113,7 @@ mod cuda {
     unsafe impl Send for Nodes {}
 
     impl Nodes {
-        /// Updates the dependencies of the stream at `point`.
+        /// Records or updates the dependencies of the stream at `point`.
         ///
         /// An error here is an error of the capture, which the end of the capture reports.
         pub(super) fn visit(&mut self, place: &ForeignPlace, point: Point) -> Result<(), String> {

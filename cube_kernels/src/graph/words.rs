@@ -30,7 +30,7 @@ pub fn set_words(client: &Client, out: &Handle, words: [u32; 4]) -> Result<(), N
     Ok(())
 }
 
-/// One unit writes all words.
+/// Writes all words, with one unit.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
     out[0] = w0;

@@ -254,7 +254,7 @@ pub(super) fn combine_planes(
     Lane { max, sum, total }
 }
 
-/// Sums a power of two of entries from `start` on, in a tree that adds neighbours first.
+/// Sums a power of two of entries from `start` on, in a tree that adds neighbors first.
 #[cube]
 pub(super) fn serial_tree(
     values: &mut Shared<[f32]>,

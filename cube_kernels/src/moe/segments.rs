@@ -179,7 +179,7 @@ pub fn segment_sum_kernel<F: Numeric>(
     }
 }
 
-/// Units write zeros from the end of the last group on.
+/// Writes zeros from the end of the last group on.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn zero_padding_rows_kernel<F: Numeric>(
     offsets: &[u32],

@@ -428,7 +428,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// Adds a block's sums of all slots into the first slot, neighbours first. All units of the cube
+/// Adds a block's sums of all slots into the first slot, neighbors first. All units of the cube
 /// must participate.
 #[cube]
 fn add_slots(
@@ -588,7 +588,7 @@ fn long_columns<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// Adds `lanes` blocks into the first one, neighbours first.
+/// Adds `lanes` blocks into the first one, neighbors first.
 #[cube]
 fn add_lanes(sums: &mut Array<f32>, #[comptime] lanes: usize) {
     #[unroll]
@@ -678,7 +678,7 @@ fn lane_sum(partial: &[f32], column: usize, lane: usize, parts: usize, cols: usi
     sum
 }
 
-/// Returns the sum of 16 lanes, neighbours first.
+/// Returns the sum of 16 lanes, neighbors first.
 #[cube]
 fn lane_tree(sums: &mut Array<f32>) -> f32 {
     #[unroll]

@@ -88,7 +88,7 @@ fn shapes() -> [(usize, usize, AddressType); 3] {
     ]
 }
 
-/// Types of gradients, moments and copies.
+/// Returns the types of gradients, moments and copies.
 fn types() -> [(FloatKind, FloatKind, Option<FloatKind>); 4] {
     [
         (FloatKind::F32, FloatKind::F32, None),

@@ -168,7 +168,7 @@ pub fn compare_random_bits(
 mod tests {
     use super::*;
 
-    /// Two bytes each from two half-words, as the text of the PTX ISA suggests for e2m1x4.
+    /// Returns two bytes each from two half-words, as the text of the PTX ISA suggests for e2m1x4.
     fn halves() -> RandomBits {
         let byte = |first: u8| std::array::from_fn(|bit| first + bit as u8);
         RandomBits {

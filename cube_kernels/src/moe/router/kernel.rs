@@ -143,7 +143,7 @@ fn lane_dot(a: &Array<f32>, b: &Array<f32>, #[comptime] plan: RouterPlan) -> f32
     }
 }
 
-/// Sums lanes in a tree that adds neighbours first.
+/// Sums lanes in a tree that adds neighbors first.
 #[cube]
 fn tree(lanes: &mut Array<f32>) -> f32 {
     #[unroll]
