@@ -1,6 +1,6 @@
 //! Bugs found in other implementations of NVFP4, each as a test that a kernel with the bug fails,
 //! on CubeCL's CPU runtime or on a GPU. (Tiles of swizzled scales that continue across groups:
-//! `swizzle_tiling_restarts_at_groups` in `copies`, and `layouts`.)
+//! `swizzle_tiling_restarts_at_groups` in `quantize`, and `layouts`.)
 
 use std::collections::HashSet;
 
