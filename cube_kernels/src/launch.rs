@@ -19,9 +19,9 @@ const UNITS: usize = 256;
 /// Set by [`set_units`]; 0 means that the device decides.
 static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the number of units per cube for the kernels of [`ops`](crate::quantize); 0 restores the
-/// device's default. On a GPU it must be a multiple of 32, at most 256. For tests that run in their
-/// own process: no result depends on it.
+/// Sets the number of units per cube for the kernels of [`quantize`](crate::quantize); 0 restores
+/// the device's default. On a GPU it must be a multiple of 32, at most 256. For tests that run in
+/// their own process: no result depends on it.
 #[doc(hidden)]
 pub fn set_units(units: usize) {
     ASKED_UNITS.store(units, Ordering::Relaxed);

@@ -8,7 +8,8 @@
 //! - [`policy`] defines the choices: rounding, random bits, transform.
 //! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
 //!   against which every kernel is compared byte for byte, and CPU training runs on it.
-//! - `ops` and `gemm` (feature `cube`) launch the kernels, on any CubeCL runtime.
+//! - `quantize`, `gemm` and other modules (feature `cube`) launch the kernels, on any CubeCL
+//!   runtime.
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 

@@ -1,4 +1,4 @@
-//! Benchmarks every kernel of `ops` on a GPU: bytes per second, relative to a copy timed in the
+//! Benchmarks every kernel except GEMMs on a GPU: bytes per second, relative to a copy timed in the
 //! same process. Run `cargo bench -p nvfp4-kernels --features cuda --bench kernels`; the filter is
 //! criterion's, a regular expression for `shape/kernel`.
 //!
