@@ -10,7 +10,7 @@
 //! | q/k/v | `input_layernorm` | the gain |
 //! | gate/up, router | `post_attention_layernorm` | the gain |
 //! | down | up, whose output is multiplied by silu(gate) | its rows and bias |
-//! | o | v; attention returns weighted means of its rows | its rows and bias |
+//! | o | v; attention outputs weighted means of it | its rows and bias |
 //!
 //! All query heads that read one value head share its s.
 //!
