@@ -152,7 +152,7 @@ pub(crate) fn cuda_count() -> usize {
     0
 }
 
-/// Returns the hardware's product name, if it has one.
+/// Returns the hardware's name, if it has one.
 pub(crate) fn hardware(device: &Device) -> Option<String> {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     return device

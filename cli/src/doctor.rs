@@ -10,7 +10,7 @@ use crate::device::{DeviceName, cuda_count, hardware};
 use crate::dispatch;
 use crate::wrap::wrapped;
 
-/// Width of the report in columns.
+/// Width of the report in characters.
 const WIDTH: usize = 100;
 
 /// Options of `nvfp4 doctor`.

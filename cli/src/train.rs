@@ -84,7 +84,7 @@ struct Summary {
     pool_bytes: Option<u64>,
     /// Device of rank 0.
     device: String,
-    /// Product name of the hardware.
+    /// Name of the hardware.
     hardware: Option<String>,
     train_bytes: usize,
     valid_bytes: usize,

@@ -65,12 +65,12 @@ pub trait LanguageModel: Module + 'static {
     /// Returns the maximum sequence length.
     fn context(&self) -> usize;
 
-    /// Returns the logits of the byte after each byte of `tokens` (`[batch, time]`), f32 `[batch *
-    /// time, 256]`, and the auxiliary loss of the model, if any.
+    /// Returns the logits of the byte after each byte of `tokens` (`[batch, time]`), f32
+    /// `[batch * time, 256]`, and the auxiliary loss of the model, if any.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>);
 
-    /// Returns the logits of the byte after each byte of `tokens`, `[batch, time]`: f32 `[batch *
-    /// time, 256]`.
+    /// Returns the logits of the byte after each byte of `tokens`, `[batch, time]`: f32
+    /// `[batch * time, 256]`.
     fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         self.predict(tokens).0
     }

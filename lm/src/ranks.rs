@@ -121,8 +121,8 @@ pub(crate) fn sums(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>> 
     Ok(own)
 }
 
-/// Returns the first `count` of numbers that are distributed round-robin: number `i` is number `i /
-/// size` of rank `i % size`. All ranks pass the same count.
+/// Returns the first `count` of numbers that are distributed round-robin: number `i` is number
+/// `i / size` of rank `i % size`. All ranks pass the same count.
 ///
 /// # Errors
 /// Returns an error if the group fails.

@@ -1,8 +1,8 @@
 //! `cargo xtask corpus`: makes the text and the tokens for the training runs of the ladder.
 //!
 //! `corpus/packages.txt` names packages of Debian; `corpus/corpus.py` downloads them, strips
-//! markup, removes duplicates, trains a tokenizer and writes shards in the format of `nvfp4
-//! tokenize`. `corpus/manifest.json` describes the corpus of the recorded runs: versions and
+//! markup, removes duplicates, trains a tokenizer and writes shards in the format of
+//! `nvfp4 tokenize`. `corpus/manifest.json` describes the corpus of the recorded runs: versions and
 //! licences of the packages, checksums of the shards.
 
 use std::collections::BTreeSet;

@@ -12,7 +12,7 @@ pub(super) struct TestedDevice {
     pub name: DeviceName,
     /// CubeCL client of the device.
     pub client: Client,
-    /// Product name of the hardware.
+    /// Name of the hardware.
     pub hardware: String,
 }
 

@@ -16,7 +16,7 @@ use serde_json::Value;
 pub(super) struct AboutDevice {
     /// Name on the command line.
     pub device: String,
-    /// Product name of the hardware.
+    /// Name of the hardware.
     pub hardware: String,
     /// CubeCL runtime.
     pub runtime: String,

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// How a program ended.
+/// End and output of a program.
 pub(super) struct Ended {
     /// Exit status; none if the program exceeded the limit and was killed.
     pub status: Option<ExitStatus>,

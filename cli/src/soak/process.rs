@@ -13,7 +13,7 @@ use nvfp4_parallel::environment::RANK;
 /// Polling interval for processes.
 const TICK: Duration = Duration::from_millis(2);
 
-/// How a launch ended.
+/// End of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// The launch exited.

@@ -105,8 +105,8 @@ impl Attention {
         })
     }
 
-    /// Returns queries and keys after norm and rotary embedding, and values, `[batch, time, heads,
-    /// head]` each.
+    /// Returns queries and keys after norm and rotary embedding, and values,
+    /// `[batch, time, heads, head]` each.
     fn rotated(
         &self,
         qkv: Tensor<2>,

@@ -274,8 +274,8 @@ impl Decoder {
         Ok(features)
     }
 
-    /// Returns the logits of the token after each of `tokens` (`[batch, time]`), f32 `[batch, time,
-    /// vocab]`.
+    /// Returns the logits of the token after each of `tokens` (`[batch, time]`), f32
+    /// `[batch, time, vocab]`.
     ///
     /// # Errors
     /// Returns the errors of [`features`](Self::features).

@@ -167,9 +167,9 @@ impl Decoder {
         }
     }
 
-    /// Computes the cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features` (`[rows,
-    /// d_model]`), according to `params`; differentiable. Never holds the logits of all rows in
-    /// memory.
+    /// Computes the cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features`
+    /// (`[rows, d_model]`), according to `params`; differentiable. Never holds the logits of all
+    /// rows in memory.
     ///
     /// # Errors
     /// Returns an error if a type or shape does not match.

@@ -340,8 +340,8 @@ fn gguf_name(name: &str) -> String {
 }
 
 /// Restores the row order of transformers. llama.cpp rotates elements `2 i` and `2 i + 1` of a
-/// head, and transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to `(h, i,
-/// p)`.
+/// head, and transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to
+/// `(h, i, p)`.
 fn unpermute(values: &[f32], heads: usize, head: usize) -> Vec<f32> {
     let width = values.len() / (heads * head);
     let half = head / 2;

@@ -114,8 +114,9 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or `{"messages": [{"role",
-    /// "content"}]}`. Other fields are ignored, except `tools`, which templates would render.
+    /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or
+    /// `{"messages": [{"role", "content"}]}`. Other fields are ignored, except `tools`, which
+    /// templates would render.
     ///
     /// # Errors
     /// Returns an error if it has none of these forms.

@@ -1,8 +1,8 @@
 //! Installs NVRTC, the headers and the disassembler for the source tests, which compile every
 //! kernel without a GPU.
 //!
-//! The tests look in the folder named by `NVFP4_CUDA_TOOLS`, otherwise in `<data folder of the
-//! user>/nvfp4/cuda-13.5`:
+//! The tests look in the folder named by `NVFP4_CUDA_TOOLS`, otherwise in
+//! `<data folder of the user>/nvfp4/cuda-13.5`:
 //!
 //! ```text
 //! lib/libnvrtc.so.13, lib/libnvrtc-builtins.so.13.5
