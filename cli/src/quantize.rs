@@ -203,7 +203,7 @@ impl Quantize {
         reads.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// Tokenizes the calibration text. Fails if it contains only special tokens.
+    /// Tokenizes the calibration text. Fails if it has only special tokens.
     fn tokens(&self, text: &str, config: &DecoderConfig) -> Result<Vec<u32>> {
         let settings = GenerationConfig::read(&self.model, config)?;
         let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;

@@ -227,7 +227,7 @@ impl Corpus {
     }
 }
 
-/// Sequences of bytes, each with the byte that follows every position.
+/// Sequences of bytes as inputs, and the same sequences shifted by one byte as targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Bytes, row by row.

@@ -32,7 +32,7 @@ const ADAPTER: &str = "adapter";
 const QUANTIZED: &str = "nvfp4";
 /// Default number of tokens per row, unless the model's maximum context is shorter.
 const CONTEXT: usize = 1024;
-/// File that says what is written at the end of the run.
+/// File that records what the run writes at its end.
 const RESULT: &str = "result.json";
 
 /// Model that a run starts from.
@@ -322,7 +322,7 @@ impl Session {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Prints how many documents and rows remain.
+    /// Prints which documents were cut or left out by packing them into rows.
     fn describe_rows(&self, data: &TrainingData) {
         if data.is_one {
             eprintln!(

@@ -64,7 +64,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     let config = config(file)?;
     refuse_unknown(file)?;
     let expected = crate::decoder::names::expected(&config);
-    // Source of the rope scaling in the configuration.
+    // This tensor is known: `config` derived the rope scaling from it.
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
     write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
@@ -237,7 +237,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         "`llama.expert_count` is not 0: models with experts are not imported"
     );
     let layers = count("llama.block_count")?;
-    // Each of these has separate tensors.
+    // Every layer has tensors, so there are at least as many tensors as layers.
     ensure!(
         layers <= file.names().count(),
         "`llama.block_count` is {layers}, but there are fewer tensors"

@@ -207,7 +207,7 @@ mod tests {
     }
 
     /// Sets are interpreted like Python's `fnmatch`: set operators of the `regex` crate are literal
-    /// characters, and no pattern is an error.
+    /// characters, and every pattern is valid.
     #[test]
     fn sets_are_those_of_python() {
         let mo = Dialect::ModelOpt;

@@ -31,12 +31,12 @@ pub enum GlobalScale {
 pub const MIN_FACTOR: f32 = 1.0 / f32::MAX;
 
 impl GlobalScale {
-    /// Creates a multiplier, which must be at least [`MIN_FACTOR`].
+    /// Creates a multiplier; a `factor` below [`MIN_FACTOR`] is raised to it.
     pub const fn multiply(factor: f32) -> Self {
         Self::Multiply(factor.max(MIN_FACTOR))
     }
 
-    /// Creates a divisor, which is at most the largest `f32`.
+    /// Creates a divisor; an infinite `divisor` is lowered to the largest `f32`.
     pub const fn divide(divisor: f32) -> Self {
         Self::Divide(divisor.min(f32::MAX))
     }

@@ -143,8 +143,8 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Removes files of an interrupted run, complete or partial, that are not entries of the
-    /// journal.
+    /// Removes what an interrupted run left: partial entries of the journal, and all model files of
+    /// the output folder.
     fn remove_incomplete(&self) -> Result<()> {
         let entries = |folder: &Path| -> Result<Vec<(PathBuf, String)>> {
             let name = || folder.display().to_string();
