@@ -170,10 +170,10 @@ fn without() -> String {
     format!("{COLLECTIVES}={HOST} does without NCCL")
 }
 
-/// Returns an error if a launcher has started several processes of a command that runs in one.
+/// Refuses a command that runs in one process if a launcher has started several.
 ///
 /// # Errors
-/// The error names the command.
+/// Returns an error that names the command.
 pub(crate) fn refuse(command: &str) -> Result<()> {
     let several = std::env::var(WORLD_SIZE).is_ok_and(|ranks| ranks != "1");
     if several && std::env::var_os(TOKEN).is_some() {

@@ -41,7 +41,7 @@ impl ParallelGroups {
     /// function.
     ///
     /// # Errors
-    /// See [`RunConfig::check_ranks`].
+    /// Returns the errors of [`RunConfig::check_ranks`].
     pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
         config.check_ranks(world.size())?;
         let world = world.clone().with_reduce_dtype(config.grad_reduce.into());
@@ -77,7 +77,7 @@ impl ParallelGroups {
     /// [`ProcessGroup::connect`]. All ranks call this function, each with its device.
     ///
     /// # Errors
-    /// See [`ProcessGroup::connect`].
+    /// Returns the errors of [`ProcessGroup::connect`].
     pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self> {
         let size = self.world.size();
         let others = [&self.tensor, &self.expert, &self.batch, &self.data];
@@ -165,7 +165,7 @@ impl ParallelGroups {
     /// Selects the same random stream for the experts of `moe` on all ranks that share one mixture.
     ///
     /// # Errors
-    /// See [`number_draws`](Self::number_draws).
+    /// Returns the errors of [`number_draws`](Self::number_draws).
     pub(crate) fn number_expert_draws(&self, moe: &ExpertParallelMoe) -> Result<()> {
         set_rank(&moe.gate_up, self.data.rank())?;
         set_rank(&moe.down, self.data.rank())?;

@@ -42,7 +42,7 @@ impl StopStrings {
     }
 
     /// Returns the part of the withheld text and `new` that can be emitted: all text before a stop
-    /// string, without a possible start of one unless `is_end`.
+    /// string. Withholds a possible start of a stop string unless `is_end`.
     fn release(&mut self, new: &str, is_end: bool) -> String {
         if self.is_stopped {
             return String::new();

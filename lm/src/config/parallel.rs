@@ -160,7 +160,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Returns an error unless `ranks` ranks, one process each, can train this configuration.
+    /// Checks that `ranks` ranks, one process each, can train this configuration.
     ///
     /// # Errors
     /// Returns an error that names the invalid value and the allowed ones.

@@ -300,7 +300,8 @@ mod tests {
     use super::*;
     use nvfp4_test_support::golden;
 
-    /// Streams `text` and returns its pieces, one per token.
+    /// Streams the tokens of `text`. Returns one piece per token, and whether a stop string was
+    /// found.
     fn streamed(tokenizer: &Tokenizer, text: &str, stops: &[&str]) -> (Vec<String>, bool) {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut stream = TextStream::new(tokenizer, &stops).unwrap();

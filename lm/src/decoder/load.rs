@@ -271,11 +271,11 @@ fn kv_scales(
     Ok(Some((0..layers).map(of).collect()))
 }
 
-/// Returns an error unless the folder has all tensors that the model needs, and no other tensor
-/// that may have a meaning.
+/// Checks that the folder has all tensors that the model needs, and no other tensor that may have a
+/// meaning.
 ///
 /// # Errors
-/// Names all differences.
+/// Returns an error that names all differences, if any.
 pub fn check_tensors(config: &DecoderConfig, tensors: &TensorFolder) -> Result<()> {
     names::differences(config, tensors, tensors.names(), &BTreeMap::new()).check()
 }

@@ -221,10 +221,10 @@ impl Differences {
         .collect()
     }
 
-    /// Returns an error if there is a difference, except tensors known to have no meaning.
+    /// Checks that there is no difference, except tensors known to have no meaning.
     ///
     /// # Errors
-    /// Names all differences.
+    /// Returns an error that names all differences, if any.
     pub fn check(&self) -> Result<()> {
         let problems = self.problems();
         ensure!(

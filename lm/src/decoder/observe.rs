@@ -23,14 +23,14 @@ pub trait Observer {
     /// Called with each input.
     ///
     /// # Errors
-    /// An error ends the call.
+    /// Returns an error if the observer cannot use the input. It ends the call of the model.
     fn observe(&mut self, input: LinearInput<'_>) -> Result<()>;
 
     /// Called with the keys (after norm and rotary embedding) and the values that layer `layer`
     /// would cache, `[batch, time, kv_heads, head]` each.
     ///
     /// # Errors
-    /// An error ends the call.
+    /// Returns an error if the observer cannot use them. It ends the call of the model.
     fn observe_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
         let _ = (layer, k, v);
         Ok(())

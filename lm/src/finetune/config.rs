@@ -166,8 +166,7 @@ impl FinetuneConfig {
         Ok(self.recipe.check()?)
     }
 
-    /// Returns an error unless `ranks` ranks, one process each, can split the rows of each forward
-    /// pass.
+    /// Checks that `ranks` ranks, one process each, can split the rows of each forward pass.
     ///
     /// # Errors
     /// Returns an error that names the invalid value and the allowed ones.

@@ -127,8 +127,8 @@ impl Ranks {
         }
     }
 
-    /// Returns an error unless all ranks that update the same parameters have equal values up to
-    /// rounding; `record` is that of this rank.
+    /// Checks that all ranks that update the same parameters have equal values up to rounding;
+    /// `record` is that of this rank.
     ///
     /// # Errors
     /// Returns an error that names step, rank and parameter.

@@ -210,11 +210,10 @@ impl DecoderConfig {
         }
     }
 
-    /// Returns an error if texts of `length` tokens, described by `what`, exceed the maximum
-    /// context.
+    /// Checks that texts of `length` tokens, described by `what`, fit into the maximum context.
     ///
     /// # Errors
-    /// Names `what`, the length and the maximum.
+    /// Returns an error that names `what`, the length and the maximum.
     pub fn check_length(&self, what: &str, length: usize) -> Result<()> {
         ensure!(
             length <= self.longest(),

@@ -113,10 +113,10 @@ impl GenerationConfig {
         Ok(found)
     }
 
-    /// Returns an error if the file requests unsupported behaviour; `drawn` is true when sampling.
+    /// Checks that the file requests only supported behaviour; `drawn` is true when sampling.
     ///
     /// # Errors
-    /// Names the fields with their values.
+    /// Returns an error that names the fields with their values.
     pub fn check_supported(&self, drawn: bool) -> Result<()> {
         let [always, drawing] = &self.unsupported;
         let drawing = drawing.iter().filter(|_| drawn);

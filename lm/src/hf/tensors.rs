@@ -327,10 +327,11 @@ impl StoredTensor<'_> {
         })
     }
 
-    /// Returns an error unless all values are finite; non-float types pass.
+    /// Checks that all values are finite; non-float types pass.
     ///
     /// # Errors
-    /// Names the tensor and the position of the first value that is NaN or infinite.
+    /// Returns an error that names the tensor and the position of the first value that is NaN or
+    /// infinite.
     pub fn check_finite(&self) -> Result<()> {
         fn first<const N: usize>(
             bytes: &[u8],
@@ -379,7 +380,7 @@ impl StoredTensor<'_> {
         }
     }
 
-    /// Returns an error unless the tensor has `shape`.
+    /// Checks that the tensor has `shape`.
     ///
     /// # Errors
     /// Returns an error if the shape differs.

@@ -57,7 +57,7 @@ impl GlobalScale {
         }
     }
 
-    /// Returns an error unless the scalar and its dequantization factor are positive and finite.
+    /// Checks that the scalar and its dequantization factor are positive and finite.
     ///
     /// # Errors
     /// Returns an error for zero, negative and non-finite scalars, and for those whose factor is

@@ -9,8 +9,8 @@ use rand::RngExt;
 use crate::random::stream;
 use crate::ranks::gathered;
 
-/// Returns an error unless all ranks of `group` have the same values of `record`, a model record,
-/// up to rounding. Compares the parameters whose IDs `holds` accepts.
+/// Checks that all ranks of `group` have the same values of `record`, a model record, up to
+/// rounding. Compares the parameters whose IDs `holds` accepts.
 ///
 /// # Errors
 /// Returns an error if a rank differs: its gradients were not averaged with the others' at some

@@ -360,8 +360,8 @@ impl<M: LanguageModel> Rank<M> {
         losses.iter::<f32>().collect()
     }
 
-    /// Returns an error unless ranks that update the same parameters have equal values up to
-    /// rounding. `record` is the record of this rank's model.
+    /// Checks that ranks that update the same parameters have equal values up to rounding. `record`
+    /// is the record of this rank's model.
     ///
     /// # Errors
     /// Returns an error that names step, rank and parameter.
