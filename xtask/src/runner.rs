@@ -2,8 +2,8 @@
 //!
 //! `cargo test` runs one binary after another, and the tests of one process share its devices, so
 //! that one slow test leaves the other cores idle. Here each module of a binary runs in a separate
-//! process with one test thread, and as many processes run as there are cores. On a GPU only one
-//! process runs at a time, because CubeCL captures graphs in CUDA's global mode.
+//! process with one test thread, and one process runs per core. On a GPU only one process runs at a
+//! time, because CubeCL captures graphs in CUDA's global mode.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -155,8 +155,7 @@ pub struct RunConfig {
     #[serde(default = "one")]
     pub ep: usize,
     /// Choose the exchange of tokens with the ranks of their experts, with --ep [default:
-    /// all-gather with --graph, or if a byte has at least as many experts as there are ranks; else
-    /// all-to-all]
+    /// all-gather with --graph, or if --ep is at most --top-k; else all-to-all]
     #[arg(long, value_name = "HOW")]
     #[serde(default)]
     pub ep_dispatch: Option<ExpertDispatchName>,
