@@ -147,7 +147,7 @@ impl RotaryTables {
     /// Position `p` turns pair `i` by `p · base^(-2i / head)`.
     ///
     /// # Errors
-    /// When there is no position, `head` is not even, or `base` is not positive.
+    /// Returns an error if there is no position, `head` is not even, or `base` is not positive.
     pub fn try_new(
         positions: usize,
         head: usize,
@@ -191,7 +191,7 @@ impl RotaryTables {
     /// Tables over existing tensors.
     ///
     /// # Errors
-    /// When a table is not `f32`, is empty, or both differ in shape or device.
+    /// Returns an error if a table is not `f32`, is empty, or both differ in shape or device.
     pub fn try_from_parts(cos: Tensor<2>, sin: Tensor<2>) -> Result<Self, Nvfp4Error> {
         let [positions, half] = cos.dims();
         validate::buffer("cos", &cos, [positions.max(1), half.max(1)], DType::F32)?;
@@ -238,8 +238,8 @@ impl RotaryTables {
 /// - output: as `q`
 ///
 /// # Errors
-/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
-/// [`MAX_HEAD`], or a parameter cannot be.
+/// Returns an error if the device has no implementation, devices, types or shapes do not fit, a
+/// head is wider than [`MAX_HEAD`], or a parameter cannot be.
 pub fn try_attention(
     q: Tensor<3>,
     k: Tensor<3>,
@@ -280,7 +280,7 @@ pub fn try_attention(
     Ok(Tensor::<2>::from_dispatch(out).reshape([q_tokens, heads, head]))
 }
 
-/// [`try_attention`], panicking where it fails.
+/// Panicking version of [`try_attention`].
 pub fn attention(
     q: Tensor<3>,
     k: Tensor<3>,
@@ -305,8 +305,9 @@ pub fn attention(
 /// [`Sequences::packed`] makes them.
 ///
 /// # Errors
-/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
-/// [`MAX_HEAD`], a sequence of known length is longer than the tables, or a parameter cannot be.
+/// Returns an error if the device has no implementation, devices, types or shapes do not fit, a
+/// head is wider than [`MAX_HEAD`], a sequence of known length is longer than the tables, or a
+/// parameter cannot be.
 pub fn try_attention_qkv(
     qkv: Tensor<2>,
     [heads, kv_heads]: [usize; 2],
@@ -360,7 +361,7 @@ pub(crate) fn try_attention_qkv_with_amax(
     ))
 }
 
-/// [`try_attention_qkv`], panicking where it fails.
+/// Panicking version of [`try_attention_qkv`].
 pub fn attention_qkv(
     qkv: Tensor<2>,
     heads: [usize; 2],

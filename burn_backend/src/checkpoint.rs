@@ -59,7 +59,7 @@ impl Nvfp4Checkpoints {
         }
     }
 
-    /// Save checkpoints to files in the directory, those of the model, the optimizer and the
+    /// Saves checkpoints to files in the directory, those of the model, the optimizer and the
     /// scheduler under the names that burn-train gives them, when `strategy` says so.
     ///
     /// It replaces checkpointers and the strategy that `training` has.

@@ -111,7 +111,7 @@ impl KvLayer {
     /// Room for `shape`, zeros.
     ///
     /// # Errors
-    /// When a size is zero, heads are no multiple of 8, or a factor is not positive.
+    /// Returns an error if a size is zero, heads are no multiple of 8, or a factor is not positive.
     pub fn try_new(shape: KvShape, format: KvFormat, device: &Device) -> Result<Self, Nvfp4Error> {
         let KvShape {
             batch,
@@ -162,7 +162,7 @@ impl KvLayer {
     /// gives the turned queries, `[tokens, heads, head]`. What exceeds the capacity is not written.
     ///
     /// # Errors
-    /// When types, shapes or devices do not fit.
+    /// Returns an error if types, shapes or devices do not fit.
     pub fn append(
         &mut self,
         new: NewTokens,
@@ -180,7 +180,7 @@ impl KvLayer {
     /// sequences that are not behind them: `[tokens, heads * head]`, 0 for padding.
     ///
     /// # Errors
-    /// As [`append`](Self::append), and when a parameter is out of range, or is not of a causal
+    /// Same as [`append`](Self::append); also if a parameter is out of range, or is not of a causal
     /// softmax that is not quiet.
     pub fn attend(
         &mut self,
@@ -371,7 +371,7 @@ impl NextTokens {
     /// the tokens of `length` steps.
     ///
     /// # Errors
-    /// When there is no sequence, numbers differ, or the ring has no room.
+    /// Returns an error if there is no sequence, numbers differ, or the ring has no room.
     pub fn try_new(
         tokens: &[u32],
         starts: &[u32],
@@ -407,7 +407,7 @@ impl NextTokens {
     /// captured graph takes its next step with them.
     ///
     /// # Errors
-    /// When there are not as many as sequences.
+    /// Returns an error if there are not as many as sequences.
     pub fn set(self, tokens: &[u32], counts: &[u32]) -> Result<Self, Nvfp4Error> {
         let [batch] = self.tokens.dims();
         if tokens.len() != batch || counts.len() != batch {
@@ -441,7 +441,7 @@ impl NextTokens {
     /// They come next, and those before are in their sequences.
     ///
     /// # Errors
-    /// When type, shape or device do not fit.
+    /// Returns an error if type, shape or device do not fit.
     pub fn choose_greedy(self, logits: Tensor<2>) -> Result<Self, Nvfp4Error> {
         let [batch] = self.tokens.dims();
         let [_, vocab] = logits.dims();

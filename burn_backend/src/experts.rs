@@ -34,7 +34,8 @@ impl ExpertOffsets {
     /// cut off. Remaining tokens belong to no expert: layers give zeros for them.
     ///
     /// # Errors
-    /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
+    /// Returns an error if there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1
+    /// tokens.
     pub fn try_from_counts(counts: Tensor<1, Int>, tokens: usize) -> Result<Self, Nvfp4Error> {
         let [experts] = counts.dims();
         check_experts("counts", experts)?;
@@ -59,7 +60,7 @@ impl ExpertOffsets {
         })
     }
 
-    /// [`try_from_counts`](Self::try_from_counts), panicking where it fails.
+    /// Panicking version of [`try_from_counts`](Self::try_from_counts).
     pub fn from_counts(counts: Tensor<1, Int>, tokens: usize) -> Self {
         or_panic(
             "ExpertOffsets::from_counts",
@@ -121,8 +122,9 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 /// type of `x`, zero for tokens of no expert; each gradient has the type of its tensor.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a GEMM of `spec`.
+/// Returns an error if the device has no implementation, devices differ, a type is not supported, a
+/// shape does not fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a
+/// GEMM of `spec`.
 pub fn try_grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -138,7 +140,7 @@ pub fn try_grouped_linear(
     ))
 }
 
-/// [`try_grouped_linear`], panicking where it fails.
+/// Panicking version of [`try_grouped_linear`].
 pub fn grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -247,8 +249,8 @@ pub struct MoeRoute {
 /// those of [`reference::route`](nvfp4_kernels::reference::route) on every device.
 ///
 /// # Errors
-/// When the device has no implementation, `logits` is not `f32`, there is no token, a number of
-/// `router` is not in its range, or `logits` has not a column for each expert.
+/// Returns an error if the device has no implementation, `logits` is not `f32`, there is no token,
+/// a number of `router` is not in its range, or `logits` has not a column for each expert.
 pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp4Error> {
     router.check()?;
     validate::operand("logits", &logits)?;
@@ -284,7 +286,7 @@ pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp
     })
 }
 
-/// [`try_moe_route`], panicking where it fails.
+/// Panicking version of [`try_moe_route`].
 pub fn moe_route(logits: Tensor<2>, router: Router) -> MoeRoute {
     or_panic("moe_route", try_moe_route(logits, router))
 }
@@ -322,7 +324,7 @@ pub(crate) struct ChoiceWindow {
 /// the choices of the experts `held` alone.
 ///
 /// # Errors
-/// As [`sort_choices`].
+/// Same as [`sort_choices`].
 pub(crate) fn sort_window(
     chosen: Tensor<2, Int>,
     experts: usize,
@@ -389,7 +391,7 @@ impl ChoiceWindow {
 /// The number of choices in `chosen`.
 ///
 /// # Errors
-/// As [`sort_choices`].
+/// Same as [`sort_choices`].
 fn check_choices(chosen: &Tensor<2, Int>, experts: usize) -> Result<usize, Nvfp4Error> {
     check_experts("experts", experts)?;
     validate::device("chosen", &chosen.device())?;
@@ -409,8 +411,8 @@ fn check_choices(chosen: &Tensor<2, Int>, experts: usize) -> Result<usize, Nvfp4
 /// by expert, those of one expert in their own order.
 ///
 /// # Errors
-/// When the device has no implementation, there is no choice or 2^31 or more, or `experts` is not 1
-/// to 512.
+/// Returns an error if the device has no implementation, there is no choice or 2^31 or more, or
+/// `experts` is not 1 to 512.
 pub(crate) fn sort_choices(
     chosen: Tensor<2, Int>,
     experts: usize,
@@ -443,7 +445,7 @@ pub(crate) fn sort_choices(
 /// The contents of `index` and `inverse` are not checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ or a shape does not fit.
+/// Returns an error if the device has no implementation, devices differ or a shape does not fit.
 pub fn try_moe_permute(
     x: Tensor<2>,
     index: Tensor<1, Int>,
@@ -469,7 +471,7 @@ pub fn try_moe_permute(
     )))
 }
 
-/// [`try_moe_permute`], panicking where it fails.
+/// Panicking version of [`try_moe_permute`].
 pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
     or_panic("moe_permute", try_moe_permute(x, index, inverse))
 }
@@ -481,8 +483,8 @@ pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>)
 /// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or a shape does
-/// not fit.
+/// Returns an error if the device has no implementation, devices differ, a type is not supported,
+/// or a shape does not fit.
 pub fn try_moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,
@@ -526,7 +528,7 @@ pub fn try_moe_unpermute(
     )))
 }
 
-/// [`try_moe_unpermute`], panicking where it fails.
+/// Panicking version of [`try_moe_unpermute`].
 pub fn moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,

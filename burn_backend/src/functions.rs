@@ -36,8 +36,8 @@ impl Nvfp4Tensor {
     /// `u8[outer, blocks]`, `amax` `f32[amax_len]`.
     ///
     /// # Errors
-    /// When `layout` is not that of a packed NVFP4 tensor with compact scales, or a buffer has
-    /// another shape, type or device than `layout` asks for.
+    /// Returns an error if `layout` is not that of a packed NVFP4 tensor with compact scales, or a
+    /// buffer has another shape, type or device than `layout` asks for.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -116,8 +116,8 @@ impl Nvfp4Tensor {
 /// after `hadamard` along the same axis if there is one.
 ///
 /// # Errors
-/// When the device or the type is not supported, when `cols` is no multiple of 16 for
-/// [`Usage::Rowwise`], or when a transform is asked for along [`Usage::Rowwise`].
+/// Returns an error if the device or the type is not supported, if `cols` is no multiple of 16 for
+/// [`Usage::Rowwise`], or if a transform is asked for along [`Usage::Rowwise`].
 pub fn try_quantize(
     x: Tensor<2>,
     usage: Usage,
@@ -155,7 +155,7 @@ pub(crate) fn quantize_params(
     })
 }
 
-/// [`try_quantize`], panicking where it fails.
+/// Panicking version of [`try_quantize`].
 pub fn quantize(
     x: Tensor<2>,
     usage: Usage,
@@ -169,7 +169,8 @@ pub fn quantize(
 /// the columnwise tensor, exact transposes of each other.
 ///
 /// # Errors
-/// When the device or the type is not supported, or a dimension is no multiple of 16.
+/// Returns an error if the device or the type is not supported, or a dimension is no multiple of
+/// 16.
 pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nvfp4Error> {
     validate::operand("x", &x)?;
     let [rows, cols] = x.dims();
@@ -185,7 +186,7 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     ))
 }
 
-/// [`try_quantize_tiles`], panicking where it fails.
+/// Panicking version of [`try_quantize_tiles`].
 pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
     or_panic("quantize_tiles", try_quantize_tiles(x))
 }
@@ -194,7 +195,7 @@ pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
 /// transform they stay in the rotated domain.
 ///
 /// # Errors
-/// When `dtype` is not one of `F32`, `BF16` and `F16`.
+/// Returns an error if `dtype` is not one of `F32`, `BF16` and `F16`.
 pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
     validate::float("dtype", dtype.into())?;
     Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(
@@ -204,7 +205,7 @@ pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2
     )))
 }
 
-/// [`try_dequantize`], panicking where it fails.
+/// Panicking version of [`try_dequantize`].
 pub fn dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Tensor<2> {
     or_panic("dequantize", try_dequantize(packed, dtype))
 }
@@ -213,8 +214,8 @@ pub fn dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Tensor<2> {
 /// accumulated in `f32` and rounded once to `dtype`.
 ///
 /// # Errors
-/// When the contractions differ in length or transform, when the bias is not `[b's stored rows]`,
-/// when devices differ, or when a type is not supported.
+/// Returns an error if the contractions differ in length or transform, if the bias is not
+/// `[b's stored rows]`, if devices differ, or if a type is not supported.
 pub fn try_matmul(
     a: Nvfp4Tensor,
     b: Nvfp4Tensor,
@@ -254,7 +255,7 @@ pub fn try_matmul(
     Ok(Tensor::from_dispatch(out))
 }
 
-/// [`try_matmul`], panicking where it fails.
+/// Panicking version of [`try_matmul`].
 pub fn matmul(
     a: Nvfp4Tensor,
     b: Nvfp4Tensor,
@@ -271,9 +272,9 @@ pub fn matmul(
 /// the type of `x`; each gradient has the type of its tensor.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does
-/// not fit, `d_in` or `d_out` is no positive multiple of 16, or `spec` asks for operands that no
-/// kernel makes or multiplies.
+/// Returns an error if the device has no implementation, devices differ, a type is not supported, a
+/// shape does not fit, `d_in` or `d_out` is no positive multiple of 16, or `spec` asks for operands
+/// that no kernel makes or multiplies.
 pub fn try_linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -291,7 +292,7 @@ pub fn try_linear<const D: usize>(
     ))
 }
 
-/// [`try_linear`], panicking where it fails.
+/// Panicking version of [`try_linear`].
 pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -353,7 +354,7 @@ pub(crate) fn or_panic<T>(operation: &str, result: Result<T, Nvfp4Error>) -> T {
 /// constant to autodiff.
 ///
 /// # Errors
-/// When shapes, types or devices do not fit.
+/// Returns an error if shapes, types or devices do not fit.
 pub fn try_logits(x: Tensor<2>, weight: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("x", &x)?;
     validate::operand("weight", &weight)?;

@@ -63,7 +63,7 @@ pub struct GraphSteps {
     /// Forwards of each layer in a step.
     forwards: Option<u64>,
     ordinary: usize,
-    /// Whether kernels of the graph overlap.
+    /// True if kernels of the graph overlap.
     overlaps: bool,
     graph: Option<BackendGraph<Dispatch>>,
 }
@@ -107,12 +107,12 @@ impl GraphSteps {
         self.overlaps = true;
     }
 
-    /// Whether steps are replays by now.
+    /// Returns true if steps are replays by now.
     pub fn is_captured(&self) -> bool {
         self.graph.is_some()
     }
 
-    /// Whether the next step is ordinary, and the one after it is captured.
+    /// Returns true if the next step is ordinary, and the one after it is captured.
     pub fn is_before_capture(&self) -> bool {
         !self.is_captured() && self.ordinary + 1 == WARM_UP
     }
@@ -121,8 +121,8 @@ impl GraphSteps {
     /// read nothing back and must not copy to the device.
     ///
     /// # Errors
-    /// When the device cannot capture or replay, or when the layers of the model have not all run
-    /// equally often: their offsets are one number.
+    /// Returns an error if the device cannot capture or replay, or if the layers of the model have
+    /// not all run equally often: their offsets are one number.
     pub fn step(&mut self, step: impl FnOnce()) -> Result<TakenBy, Nvfp4Error> {
         if let (Some(graph), Some(forwards)) = (&self.graph, self.forwards) {
             // SAFETY: by this type's contract, which `begin`'s caller keeps, every tensor of the
@@ -167,7 +167,7 @@ impl GraphSteps {
     /// Takes a step kernel by kernel, whatever was captured: to look at what it does.
     ///
     /// # Errors
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn launch(&mut self, step: impl FnOnce()) -> Result<(), Nvfp4Error> {
         for layer in &self.layers {
             layer.state.begin_step();
@@ -257,7 +257,7 @@ impl Drop for Busy {
 /// `from` at its next replay.
 ///
 /// # Errors
-/// When shapes, types or devices differ, or on Flex.
+/// Returns an error if shapes, types or devices differ, or on Flex.
 pub fn copy_into<const D: usize>(
     out: Tensor<D, Int>,
     from: Tensor<D, Int>,

@@ -131,8 +131,8 @@ fn norm_unchecked<const D: usize>(
 /// What is kept for the backward is `x` and a number for each row.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, the last axis is
-/// empty or not that of `gain`, or `epsilon` is negative.
+/// Returns an error if the device has no implementation, devices differ, a type is not supported,
+/// the last axis is empty or not that of `gain`, or `epsilon` is negative.
 pub fn try_rms_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -143,7 +143,7 @@ pub fn try_rms_norm<const D: usize>(
     Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, None).1)
 }
 
-/// [`try_rms_norm`], panicking where it fails.
+/// Panicking version of [`try_rms_norm`].
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> Tensor<D> {
     or_panic("rms_norm", try_rms_norm(x, gain, epsilon))
 }
@@ -155,7 +155,7 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> 
 /// sum and a number for each row.
 ///
 /// # Errors
-/// As [`try_rms_norm`], and when `residual` has not the shape, type and device of `x`.
+/// Same as [`try_rms_norm`]; also if `residual` has not the shape, type and device of `x`.
 pub fn try_add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -181,7 +181,7 @@ pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     Ok(norm_unchecked(norm, amax, x, Some(residual), gain, None))
 }
 
-/// [`try_add_rms_norm`], panicking where it fails.
+/// Panicking version of [`try_add_rms_norm`].
 pub fn add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -195,7 +195,7 @@ pub fn add_rms_norm<const D: usize>(
 /// that the layers beside it need are found with it.
 ///
 /// # Errors
-/// As [`try_rms_norm`].
+/// Same as [`try_rms_norm`].
 pub(crate) fn try_norm_of_stream<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -213,7 +213,7 @@ pub(crate) fn try_norm_of_stream<const D: usize>(
 /// What is kept for the backward is `x` and two numbers for each row.
 ///
 /// # Errors
-/// As [`try_rms_norm`], and when `bias` does not fit.
+/// Same as [`try_rms_norm`]; also if `bias` does not fit.
 pub fn try_layer_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -230,7 +230,7 @@ pub fn try_layer_norm<const D: usize>(
     Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, bias).1)
 }
 
-/// [`try_layer_norm`], panicking where it fails.
+/// Panicking version of [`try_layer_norm`].
 pub fn layer_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -256,8 +256,8 @@ fn activation_unchecked<const D: usize>(activation: Activation, x: Tensor<D>) ->
 /// What is kept for the backward is `gate_up`.
 ///
 /// # Errors
-/// When the device has no implementation, the type is not supported, or the last axis is odd or
-/// empty.
+/// Returns an error if the device has no implementation, the type is not supported, or the last
+/// axis is odd or empty.
 pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
     check_input("gate_up", &gate_up)?;
     let dims = gate_up.dims();
@@ -271,7 +271,7 @@ pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4
     Ok(activation_unchecked(Activation::SwiGlu, gate_up))
 }
 
-/// [`try_swiglu`], panicking where it fails.
+/// Panicking version of [`try_swiglu`].
 pub fn swiglu<const D: usize>(gate_up: Tensor<D>) -> Tensor<D> {
     or_panic("swiglu", try_swiglu(gate_up))
 }
@@ -282,13 +282,14 @@ pub fn swiglu<const D: usize>(gate_up: Tensor<D>) -> Tensor<D> {
 /// What is kept for the backward is `x`.
 ///
 /// # Errors
-/// When the device has no implementation, the type is not supported, or the last axis is empty.
+/// Returns an error if the device has no implementation, the type is not supported, or the last
+/// axis is empty.
 pub fn try_gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Result<Tensor<D>, Nvfp4Error> {
     check_input("x", &x)?;
     Ok(activation_unchecked(Activation::Gelu(form), x))
 }
 
-/// [`try_gelu`], panicking where it fails.
+/// Panicking version of [`try_gelu`].
 pub fn gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Tensor<D> {
     or_panic("gelu", try_gelu(x, form))
 }

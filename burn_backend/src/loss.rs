@@ -25,8 +25,9 @@ pub const CHUNK_BYTES: usize = 1 << 29;
 /// another one that is no class makes the loss NaN, and the gradient of its row.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, there are rows and no class, or `params` do not pass [`CrossEntropy::check`].
+/// Returns an error if the device has no implementation, devices differ, a type is not supported, a
+/// shape does not fit, there are rows and no class, or `params` do not pass
+/// [`CrossEntropy::check`].
 pub fn try_cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -40,7 +41,7 @@ pub fn try_cross_entropy(
     Ok(Tensor::from_dispatch(loss))
 }
 
-/// [`try_cross_entropy`], panicking where it fails.
+/// Panicking version of [`try_cross_entropy`].
 pub fn cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -58,7 +59,7 @@ pub fn cross_entropy(
 /// forward: what is kept for the backward is these, in the types of `x` and `w`.
 ///
 /// # Errors
-/// As [`try_cross_entropy`], and when `chunk_bytes` is 0.
+/// Same as [`try_cross_entropy`]; also if `chunk_bytes` is 0.
 pub fn try_linear_cross_entropy(
     x: Tensor<2>,
     w: Tensor<2>,
@@ -92,7 +93,7 @@ pub fn try_linear_cross_entropy(
     Ok(Tensor::from_dispatch(loss))
 }
 
-/// [`try_linear_cross_entropy`] with [`CHUNK_BYTES`], panicking where it fails.
+/// Panicking version of [`try_linear_cross_entropy`] with [`CHUNK_BYTES`].
 pub fn linear_cross_entropy(
     x: Tensor<2>,
     w: Tensor<2>,
@@ -123,8 +124,8 @@ pub struct Head {
 /// Gradients are computed in the forward, as by [`try_linear_cross_entropy`].
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, there are rows and no class, `chunk_bytes` is 0, or `params` do not pass
+/// Returns an error if the device has no implementation, devices differ, a type is not supported, a
+/// shape does not fit, there are rows and no class, `chunk_bytes` is 0, or `params` do not pass
 /// [`KlDivergence::check`].
 pub fn try_linear_kl_divergence(
     student: Head,
@@ -197,8 +198,8 @@ pub fn try_linear_kl_divergence(
 /// in the gradient.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or there are ids
-/// and no row.
+/// Returns an error if the device has no implementation, devices differ, a type is not supported,
+/// or there are ids and no row.
 pub fn try_embedding(
     table: Tensor<2>,
     ids: Tensor<1, Int>,
@@ -232,7 +233,7 @@ pub(crate) fn try_embedding_part(
     Ok(Tensor::from_dispatch(rows))
 }
 
-/// [`try_embedding`], panicking where it fails.
+/// Panicking version of [`try_embedding`].
 pub fn embedding(table: Tensor<2>, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
     or_panic("embedding", try_embedding(table, ids, dtype))
 }

@@ -10,7 +10,7 @@ use crate::meter::Meter;
 pub(crate) struct Snapshot {
     /// Collectives that it has begun so far.
     pub sequence: u64,
-    /// Whether it is inside of one.
+    /// True if it is inside of one.
     pub inside: bool,
     /// The one that it is in, or what it said last.
     pub doing: String,

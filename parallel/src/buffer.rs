@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// Whether `reduction` is defined for it: the mean is not for integers.
+    /// Returns true if `reduction` is defined for it: the mean is not for integers.
     pub fn supports(self, reduction: Reduction) -> bool {
         reduction != Reduction::Avg || matches!(self, Self::F32 | Self::Bf16)
     }
@@ -86,7 +86,7 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// Whether there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -167,7 +167,7 @@ impl BufferMut<'_> {
         self.as_buffer().len()
     }
 
-    /// Whether there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

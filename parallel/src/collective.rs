@@ -137,7 +137,8 @@ impl HostGroup {
     /// by all of their members; nothing is exchanged.
     ///
     /// # Errors
-    /// When `members` is not ascending, has a rank that there is not, or lacks this one.
+    /// Returns an error if `members` is not ascending, has a rank that there is not, or lacks this
+    /// one.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
         let ascending = members.is_sorted_by(|one, next| one < next);
         let exist = members.iter().all(|member| *member < self.size());

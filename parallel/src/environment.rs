@@ -107,7 +107,7 @@ impl Environment {
     /// That of this process; none when no launcher has set a rank, or one rank without an address.
     ///
     /// # Errors
-    /// When a variable is missing, is no number, or contradicts another one.
+    /// Returns an error if a variable is missing, is no number, or contradicts another one.
     pub fn detect() -> Result<Option<Self>> {
         // A variable that is not UTF-8 is none of these.
         let variables = env::vars_os().filter_map(|(name, value)| {
@@ -119,7 +119,7 @@ impl Environment {
     /// That of a process with these variables.
     ///
     /// # Errors
-    /// As [`detect`](Self::detect).
+    /// Same as [`detect`](Self::detect).
     pub fn from_variables(variables: &BTreeMap<String, String>) -> Result<Option<Self>> {
         let variables = Variables(variables);
         let present = |family: &&Family| {

@@ -70,8 +70,8 @@ impl Launch {
     /// them.
     ///
     /// # Errors
-    /// When there is no command, the number of processes is zero, or one cannot be started; those
-    /// that were are ended.
+    /// Returns an error if there is no command, the number of processes is zero, or one cannot be
+    /// started; those that were are ended.
     pub fn run(&self) -> Result<Ended> {
         if self.processes == 0 {
             return Err(ParallelError::argument("processes", 0, "at least 1"));

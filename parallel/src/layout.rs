@@ -44,7 +44,7 @@ impl Layout {
     /// A world of `world` ranks with the given sizes; data parallelism takes what they leave.
     ///
     /// # Errors
-    /// When a size is zero, or their product does not divide `world`.
+    /// Returns an error if a size is zero, or their product does not divide `world`.
     pub fn new(world: usize, tensor: usize, expert: usize, pipeline: usize) -> Result<Self> {
         let given = [
             ("tensor", tensor),
@@ -91,7 +91,7 @@ impl Layout {
     /// along data and expert.
     ///
     /// # Errors
-    /// When `rank` is not one of the world.
+    /// Returns an error if `rank` is not one of the world.
     pub fn group(&self, rank: usize, axes: &[Axis]) -> Result<Vec<usize>> {
         if rank >= self.world() {
             let expected = format!("less than {}", self.world());

@@ -51,7 +51,7 @@ impl Drop for Loopback {
 /// most `timeout`.
 ///
 /// # Panics
-/// When `size` is zero.
+/// If `size` is zero.
 pub fn groups(size: usize, timeout: Duration) -> Vec<HostGroup> {
     slow_groups(size, timeout, Duration::ZERO)
 }
@@ -59,7 +59,7 @@ pub fn groups(size: usize, timeout: Duration) -> Vec<HostGroup> {
 /// [`groups`] between which each message takes `delay`: to see what a slow connection does.
 ///
 /// # Panics
-/// When `size` is zero.
+/// If `size` is zero.
 pub fn slow_groups(size: usize, timeout: Duration, delay: Duration) -> Vec<HostGroup> {
     assert!(size > 0, "size is 0, but a group has a rank");
     let inboxes: Arc<[Inbox]> = (0..size).map(|_| Inbox::default()).collect();
@@ -78,7 +78,7 @@ pub fn slow_groups(size: usize, timeout: Duration, delay: Duration) -> Vec<HostG
 /// Runs `body` on each rank in a thread of its own; the results in the order of ranks.
 ///
 /// # Panics
-/// When `body` does, after all threads have ended.
+/// If `body` does, after all threads have ended.
 pub fn run<T: Send>(
     groups: Vec<HostGroup>,
     body: impl Fn(HostGroup) -> Result<T> + Sync,

@@ -10,7 +10,7 @@ pub trait DeviceSpan: Send {
     /// Its length in seconds; waits until the device has passed its end.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Returns an error if the device fails.
     fn seconds(&self) -> Result<f64, String>;
 }
 
@@ -54,13 +54,13 @@ impl Meter {
         self.0.host_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Whether those who queue collectives on a device measure, from here on, what its compute
-    /// stream waits for.
+    /// Returns true if those who queue collectives on a device measure, from here on, what its
+    /// compute stream waits for.
     pub fn record(&self, records: bool) {
         self.0.records.store(records, Ordering::Relaxed);
     }
 
-    /// Whether they do.
+    /// Returns true if they do.
     pub fn is_recording(&self) -> bool {
         self.0.records.load(Ordering::Relaxed)
     }

@@ -228,7 +228,7 @@ impl Communicator {
     /// notice. Rank 0 draws the id, which travels over `group`.
     ///
     /// # Errors
-    /// When the library is missing or fails, or the group does.
+    /// Returns an error if the library is missing or fails, or the group does.
     pub fn new(group: &HostGroup) -> Result<Self> {
         let (rank, size) = (group.rank(), group.size());
         let interface = Interface::get()?;
@@ -274,8 +274,8 @@ impl Communicator {
     /// has passed the operation, and not written by others until then.
     ///
     /// # Errors
-    /// When `call` is not a collective of equal parts, a rank or reduction is not one that there
-    /// is, or the library refuses.
+    /// Returns an error if `call` is not a collective of equal parts, a rank or reduction is not
+    /// one that there is, or the library refuses.
     pub unsafe fn queue(
         &mut self,
         call: &Call,
@@ -361,7 +361,7 @@ impl Communicator {
     /// As [`queue`](Self::queue), with memory for all counts.
     ///
     /// # Errors
-    /// When there is not one count for each rank, or the library refuses.
+    /// Returns an error if there is not one count for each rank, or the library refuses.
     pub unsafe fn all_to_all(
         &mut self,
         dtype: DType,
@@ -426,7 +426,7 @@ impl Communicator {
     /// Ends the operations that wait on the device, so that the process can go on.
     ///
     /// # Errors
-    /// When the library fails.
+    /// Returns an error if the library fails.
     pub fn abort(self) -> Result<()> {
         // SAFETY: the communicator is alive, and not used afterwards.
         let status = unsafe { (self.interface.abort)(self.handle) };

@@ -46,7 +46,8 @@ impl Mesh {
     /// Connects rank `rank` of `world` to all others, all of which call this.
     ///
     /// # Errors
-    /// When a rank does not come within `patience`, does not know the token, or the run was ended.
+    /// Returns an error if a rank does not come within `patience`, does not know the token, or the
+    /// run was ended.
     pub fn connect(
         store: &StoreClient,
         token: &Token,
@@ -267,7 +268,7 @@ fn receive(mut stream: TcpStream, peer: usize, inbox: &Inbox) {
 /// The address of this machine that `name` resolves to, for listening, or that of another one.
 ///
 /// # Errors
-/// When it does not resolve.
+/// Returns an error if it does not resolve.
 pub(crate) fn resolve(name: &str, port: u16) -> Result<SocketAddr> {
     use std::net::ToSocketAddrs;
     let found = (name, port).to_socket_addrs();

@@ -43,7 +43,7 @@ impl Token {
     /// A token of `text`.
     ///
     /// # Errors
-    /// When it is shorter than [`Token::SHORTEST`] bytes.
+    /// Returns an error if it is shorter than [`Token::SHORTEST`] bytes.
     pub fn new(text: &str) -> Result<Self> {
         if text.len() < Self::SHORTEST {
             return Err(ParallelError::argument(
@@ -58,7 +58,7 @@ impl Token {
     /// A random token of 64 hexadecimal digits.
     ///
     /// # Errors
-    /// When the system gives no random bytes.
+    /// Returns an error if the system gives no random bytes.
     pub fn random() -> Result<String> {
         let bytes = random()?;
         Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
@@ -79,7 +79,7 @@ impl Token {
     /// The side that was connected to. The rank that the peer has proven to be one of the run.
     ///
     /// # Errors
-    /// When it does not know the token, speaks another protocol, or is too slow.
+    /// Returns an error if it does not know the token, speaks another protocol, or is too slow.
     pub(crate) fn accept(&self, stream: &TcpStream, purpose: &str) -> io::Result<u32> {
         let mut stream = Timed::new(stream);
         let server = random().map_err(io::Error::other)?;
@@ -109,8 +109,8 @@ impl Token {
     /// The side that has connected, as `rank`.
     ///
     /// # Errors
-    /// When the other side refuses the token, does not know it itself, speaks another protocol, or
-    /// is too slow.
+    /// Returns an error if the other side refuses the token, does not know it itself, speaks
+    /// another protocol, or is too slow.
     pub(crate) fn connect(&self, stream: &TcpStream, purpose: &str, rank: u32) -> io::Result<()> {
         let refuse = |reason| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
         let mut stream = Timed::new(stream);

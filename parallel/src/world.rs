@@ -71,8 +71,8 @@ impl World {
     /// ranks call it.
     ///
     /// # Errors
-    /// When the address of rank 0 cannot be listened on or reached, the token is another, or a rank
-    /// does not come in time.
+    /// Returns an error if the address of rank 0 cannot be listened on or reached, the token is
+    /// another, or a rank does not come in time.
     pub fn join(environment: Environment, settings: Settings) -> Result<Self> {
         let Environment {
             rank,
@@ -161,7 +161,7 @@ impl World {
     /// Waits for all ranks to come here, and leaves the run. Rank 0 is the last one.
     ///
     /// # Errors
-    /// When the run has failed or a rank does not come.
+    /// Returns an error if the run has failed or a rank does not come.
     pub fn leave(self) -> Result<()> {
         self.group.label("leaving");
         self.group.barrier()?;

@@ -60,18 +60,18 @@ impl Bench {
         }
     }
 
-    /// Whether the device is one to measure; others run at tiny sizes.
+    /// Returns true if the device is one to measure; others run at tiny sizes.
     pub fn is_gpu(&self) -> bool {
         self.device_name == "cuda"
     }
 
-    /// Whether the device is one of CubeCL's, which models are decorated on.
+    /// Returns true if the device is one of CubeCL's, which models are decorated on.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub fn is_cube(&self) -> bool {
         self.device_name != "flex"
     }
 
-    /// Whether the filter asks for settings that begin with `setting`, and no others.
+    /// Returns true if the filter asks for settings that begin with `setting`, and no others.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub fn asks_for(&self, setting: &str) -> bool {
         self.filter

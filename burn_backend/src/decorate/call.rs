@@ -91,9 +91,9 @@ pub(super) struct Call {
     /// Shape of the weight, `[d_in, d_out]`.
     pub dims: [usize; 2],
     pub spec: LinearSpec,
-    /// Whether a backward may follow.
+    /// True if a backward may follow.
     pub training: bool,
-    /// Whether the weight needs a gradient.
+    /// True if the weight needs a gradient.
     pub weight_tracked: bool,
     pub context: LinearContext,
     state: Mutex<CallState>,
@@ -105,7 +105,7 @@ pub(super) struct CallState {
     /// The weight, from its mark until its GEMM.
     pub weight: Option<CubeTensor>,
     pub bias: BiasState,
-    /// Whether the bias needs a gradient.
+    /// True if the bias needs a gradient.
     pub bias_tracked: bool,
     /// The forward GEMM has been registered.
     pub gemm: bool,
@@ -175,8 +175,8 @@ impl Call {
         self.layer.fail(what);
     }
 
-    /// Whether `shape` is that of the weight, or of the transposed weight; leading axes of 1 do not
-    /// count.
+    /// Returns true if `shape` is that of the weight, or of the transposed weight; leading axes of
+    /// 1 do not count.
     pub fn is_weight(&self, shape: &Shape, transposed: bool) -> bool {
         let [d_in, d_out] = self.dims;
         let matrix = if transposed {
@@ -187,7 +187,7 @@ impl Call {
         self.is_stack(shape, matrix)
     }
 
-    /// Whether `shape` is `matrix`, or where the weight is a stack one for each expert.
+    /// Returns true if `shape` is `matrix`, or where the weight is a stack one for each expert.
     pub fn is_stack(&self, shape: &Shape, [rows, cols]: [usize; 2]) -> bool {
         let expected = [self.layer.experts.unwrap_or(1), rows, cols];
         let elements: usize = expected.iter().product();

@@ -79,10 +79,10 @@ const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 /// see the decorated layers.
 ///
 /// # Errors
-/// When the model is not on a CubeCL CPU or CUDA device, when fusion has started without
-/// [`install`], when the model has no linear layer or is decorated already, when `d_in` or `d_out`
-/// of a layer that is not in high precision is no multiple of 16, or when `high_precision` matches
-/// no layer.
+/// Returns an error if the model is not on a CubeCL CPU or CUDA device, if fusion has started
+/// without [`install`], if the model has no linear layer or is decorated already, if `d_in` or
+/// `d_out` of a layer that is not in high precision is no multiple of 16, or if `high_precision`
+/// matches no layer.
 pub fn decorate<M: Module>(model: M, recipe: &Nvfp4Recipe) -> Result<M, Nvfp4Error> {
     Decorator::new(recipe).decorate(model)
 }
@@ -123,7 +123,7 @@ impl Decorator {
         self
     }
 
-    /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank
+    /// Decorates the weights in `group` as well: those of heads and routers, and parameters of rank
     /// 2 called `weight` of modules other than `burn_nn::Linear`, which use them as
     /// `x.matmul(weight)` with `[d_in, d_out]`.
     ///
@@ -136,7 +136,7 @@ impl Decorator {
         self
     }
 
-    /// Leave out the layers whose weight is in `group`, such as a head with an unusual name. They
+    /// Leaves out the layers whose weight is in `group`, such as a head with an unusual name. They
     /// are not decorated, whatever the recipe says. It wins over [`include`](Self::include).
     ///
     /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
@@ -146,7 +146,7 @@ impl Decorator {
         self
     }
 
-    /// Decorate `model`; see [`decorate`].
+    /// Decorates `model`; see [`decorate`].
     ///
     /// # Errors
     /// As there, and when the group of [`include`](Self::include) or of [`exclude`](Self::exclude)
@@ -252,7 +252,7 @@ impl Decorator {
 /// matmuls with the operations after them.
 ///
 /// # Errors
-/// When fusion has started already.
+/// Returns an error if fusion has started already.
 pub fn install() -> Result<(), Nvfp4Error> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = lock(&INSTALLED);

@@ -82,7 +82,7 @@ impl fmt::Display for RoleReport {
 /// The GEMMs of one layer and their formats, since the model was decorated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerReport {
-    /// Whether the recipe keeps the layer in high precision. Burn runs it then, and nothing is
+    /// True if the recipe keeps the layer in high precision. Burn runs it then, and nothing is
     /// counted. (Layers that a mode has put into high precision are counted.)
     pub high_precision: bool,
     /// The GEMMs of the forward.
@@ -121,8 +121,8 @@ impl LayerReport {
 /// formats.
 ///
 /// # Errors
-/// When an operation failed, or when the model has no decorated layer. A broken guarantee is no
-/// error here; see [`Nvfp4Report::check`].
+/// Returns an error if an operation failed, or if the model has no decorated layer. A broken
+/// guarantee is no error here; see [`Nvfp4Report::check`].
 pub fn report<M: Module>(model: &M) -> Result<Nvfp4Report, Nvfp4Error> {
     for device in model.devices() {
         device
@@ -172,7 +172,8 @@ impl Nvfp4Report {
         roles.map(|role| role.missed).sum()
     }
 
-    /// Whether GEMMs of decorated layers ran, none was missed, and all had operands in `format`.
+    /// Returns true if GEMMs of decorated layers ran, none was missed, and all had operands in
+    /// `format`.
     pub fn is_all(&self, format: GemmFormat) -> bool {
         let sum = |count: &dyn Fn(RoleReport) -> u64| -> u64 {
             let roles = self.layers.values().flat_map(LayerReport::roles);

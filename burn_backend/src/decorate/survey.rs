@@ -49,7 +49,7 @@ pub(super) struct Surveyed {
     pub layers: Vec<Found>,
     /// Paths of the linear layers that are not to be decorated.
     pub left_alone: Vec<String>,
-    /// Whether `include` had anything to add, and `exclude` anything to take away.
+    /// True if `include` had anything to add, and `exclude` anything to take away.
     pub included: bool,
     pub excluded: bool,
     /// The first parameter that has a reparameterization.
@@ -102,8 +102,8 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Whether the layer at `path` is, or is part of, an output head or a router. `modules` are the
-/// paths of all modules.
+/// Returns true if the layer at `path` is, or is part of, an output head or a router. `modules` are
+/// the paths of all modules.
 fn is_head_or_router(path: &str, modules: &HashSet<String>) -> bool {
     let by_name = |name: &str| {
         HEADS.contains(&name)

@@ -32,7 +32,7 @@ pub struct FeedForwardSpec {
     pub input: (LinearSpec, LinearContext),
     /// The second layer.
     pub output: (LinearSpec, LinearContext),
-    /// Whether the backward computes the input of the activation again, by the GEMM of the forward,
+    /// True if the backward computes the input of the activation again, by the GEMM of the forward,
     /// instead of keeping it. No bit of a result depends on it.
     pub recompute: bool,
 }

@@ -47,7 +47,7 @@ pub(super) struct LayerGemm<'a> {
     pub shape: (usize, usize, usize),
     /// What is in groups.
     pub grouped: GroupedAxis,
-    /// Whether the contraction is the tokens.
+    /// True if the contraction is the tokens.
     pub along_tokens: bool,
 }
 

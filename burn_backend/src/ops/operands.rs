@@ -242,7 +242,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     )
 }
 
-/// Whether both tensors are by MS-EDEN of one matrix, whose amax values are found together.
+/// Returns true if both tensors are by MS-EDEN of one matrix, whose amax values are found together.
 fn shares_screening<B: Backend>(
     groups: &RowGroups<B>,
     row: &QuantParams,
@@ -251,7 +251,7 @@ fn shares_screening<B: Backend>(
     matches!(groups, RowGroups::Whole) && row.is_ms_eden() && col.is_ms_eden()
 }
 
-/// Whether one kernel makes both tensors.
+/// Returns true if one kernel makes both tensors.
 pub(super) fn is_one_kernel<B: Backend>(
     groups: &RowGroups<B>,
     row: &QuantParams,

@@ -46,7 +46,7 @@ pub struct QuantParams {
     pub hadamard: Option<Hadamard>,
     /// How block scales follow from the amax of a block.
     pub scaling: BlockScaling,
-    /// Whether what [`GraphSteps`](crate::graph) keeps in device memory is added to the offset of
+    /// True if what [`GraphSteps`](crate::graph) keeps in device memory is added to the offset of
     /// the stream.
     pub offset_in_memory: bool,
 }
@@ -122,27 +122,28 @@ impl QuantParams {
         self
     }
 
-    /// Whether two quantizations of one matrix are equal: no random bits.
+    /// Returns true if two quantizations of one matrix are equal: no random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.stream().is_none()
     }
 
-    /// Whether it is made by MS-EDEN.
+    /// Returns true if it is made by MS-EDEN.
     pub const fn is_ms_eden(&self) -> bool {
         matches!(self.rounding, QuantRounding::MsEden(_))
     }
 
-    /// Whether it can be made straight from the codes of another quantized tensor.
+    /// Returns true if it can be made straight from the codes of another quantized tensor.
     pub(super) fn is_made_from_codes(&self) -> bool {
         self.is_ms_eden() || !self.format.has_global_scale()
     }
 
-    /// Whether its values before the global scale can be stored as bf16, and its codes need not be.
+    /// Returns true if its values before the global scale can be stored as bf16, and its codes need
+    /// not be.
     pub(super) fn has_bf16_storage(&self) -> bool {
         self.block == BlockShape::Block1d && self.format.has_global_scale()
     }
 
-    /// Whether one amax of the whole matrix, transformed or not, serves it; none is made by
+    /// Returns true if one amax of the whole matrix, transformed or not, serves it; none is made by
     /// MS-EDEN.
     pub(super) fn has_one_amax(&self) -> bool {
         self.format.has_global_scale()
@@ -150,7 +151,7 @@ impl QuantParams {
             && self.amax == AmaxGranularity::PerTensor
     }
 
-    /// Whether one amax of the untransformed matrix serves it.
+    /// Returns true if one amax of the untransformed matrix serves it.
     pub(super) fn shares_amax(&self) -> bool {
         self.has_one_amax() && self.hadamard.is_none()
     }
@@ -236,7 +237,7 @@ impl QuantParams {
         })
     }
 
-    /// Whether a captured step would repeat its signs.
+    /// Returns true if a captured step would repeat its signs.
     fn redraws_unknown_signs(&self) -> bool {
         let is_given = matches!(
             self.rounding,
@@ -284,7 +285,7 @@ impl OperandSpec {
         params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
     }
 
-    /// Whether it has 4-bit codes.
+    /// Returns true if it has 4-bit codes.
     pub(crate) fn is_nvfp4(&self) -> bool {
         self.format() == Some(Format::Nvfp4)
     }
@@ -294,7 +295,7 @@ impl OperandSpec {
         self.params().map_or(1, QuantParams::unit)
     }
 
-    /// Whether two uses of one matrix give the same operand: no random bits.
+    /// Returns true if two uses of one matrix give the same operand: no random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.params().is_none_or(QuantParams::is_deterministic)
     }
@@ -325,8 +326,8 @@ impl OperandSpec {
         self
     }
 
-    /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
-    /// tokens.
+    /// Returns true if a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along
+    /// the tokens.
     fn fits(&self, other: &Self, is_wgrad: bool) -> bool {
         match (self.params(), other.params()) {
             (None, None) => true,
@@ -414,8 +415,8 @@ impl LinearSpec {
         })
     }
 
-    /// Whether both operands of `w` are made from its values: by the source, or since they are of
-    /// 16x16 blocks, where each is the transpose of the other, whatever it is made from.
+    /// Returns true if both operands of `w` are made from its values: by the source, or since they
+    /// are of 16x16 blocks, where each is the transpose of the other, whatever it is made from.
     pub(crate) fn has_weight_pair(&self) -> bool {
         let is_2d = |params: &QuantParams| params.block == BlockShape::Block2d;
         self.source == BackwardSource::Original
@@ -434,8 +435,8 @@ impl LinearSpec {
         ]
     }
 
-    /// Whether a part of random offsets is in device memory: in the steps of a graph, before its
-    /// capture too.
+    /// Returns true if a part of random offsets is in device memory: in the steps of a graph,
+    /// before its capture too.
     pub(crate) fn has_offset_in_memory(mut self) -> bool {
         let in_memory = |params: &QuantParams| params.offset_in_memory;
         let mut operands = self.operands().into_iter();

@@ -136,7 +136,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     /// The codes and block scales.
     ///
     /// # Panics
-    /// When the storage is not [`Storage::Packed`](nvfp4_kernels::Storage::Packed).
+    /// If the storage is not [`Storage::Packed`](nvfp4_kernels::Storage::Packed).
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
@@ -248,7 +248,7 @@ impl<B: Backend> QuantizedPair<B> {
     /// The only tensor.
     ///
     /// # Panics
-    /// When there are two.
+    /// If there are two.
     pub fn into_one(self) -> QuantizedMatrix<B> {
         match self {
             Self::Rowwise(one) | Self::Columnwise(one) => one,
@@ -259,7 +259,7 @@ impl<B: Backend> QuantizedPair<B> {
     /// The rowwise and the columnwise tensor.
     ///
     /// # Panics
-    /// When there is one.
+    /// If there is one.
     pub fn into_both(self) -> (QuantizedMatrix<B>, QuantizedMatrix<B>) {
         match self {
             Self::Both(rowwise, columnwise) => (rowwise, columnwise),
@@ -330,7 +330,7 @@ pub enum RowGroups<B: Backend> {
     },
 }
 
-/// Whether every number of a row, or of a place, names one.
+/// True if every number of a row, or of a place, names one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Named {
     /// Every one does.

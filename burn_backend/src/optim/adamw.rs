@@ -202,7 +202,7 @@ impl AdamWConfig {
     /// An optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is outside of its range.
     pub fn try_init(self) -> Result<AdamW, Nvfp4Error> {
         self.check()?;
         Ok(AdamW::new(self))
@@ -272,8 +272,8 @@ impl AdamW {
     /// Goes on from this state, taken after `time` steps.
     ///
     /// # Errors
-    /// When the tensors of a parameter have different lengths, or other types than the
-    /// configuration says; `weight` is `f32`.
+    /// Returns an error if the tensors of a parameter have different lengths, or other types than
+    /// the configuration says; `weight` is `f32`.
     pub fn restore(
         &mut self,
         time: u64,
@@ -300,10 +300,10 @@ impl AdamW {
     /// written yet has the weights of a later step then.
     ///
     /// # Errors
-    /// When the learning rate is negative or not finite, parameters with a gradient are on several
-    /// devices, a parameter or a gradient is on a device or of a type that has no implementation,
-    /// or a parameter does not fit its gradient or its state. No parameter has changed then, but
-    /// `model` is gone.
+    /// Returns an error if the learning rate is negative or not finite, parameters with a gradient
+    /// are on several devices, a parameter or a gradient is on a device or of a type that has no
+    /// implementation, or a parameter does not fit its gradient or its state. No parameter has
+    /// changed then, but `model` is gone.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,
@@ -319,7 +319,7 @@ impl AdamW {
     /// a captured graph cannot have, since it differs from step to step.
     ///
     /// # Errors
-    /// When the learning rate is negative or not finite.
+    /// Returns an error if the learning rate is negative or not finite.
     pub fn begin_step(&mut self, lr: f64, device: &Device) -> Result<(), Nvfp4Error> {
         learning_rate(lr)?;
         self.time += 1;

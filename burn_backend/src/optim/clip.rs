@@ -20,8 +20,8 @@ use crate::validate;
 /// what that multiplies by, bit for bit.
 ///
 /// # Errors
-/// When `max_norm` is not a finite number above 0, gradients are on several devices, or one is on a
-/// device or of a type that has no implementation.
+/// Returns an error if `max_norm` is not a finite number above 0, gradients are on several devices,
+/// or one is on a device or of a type that has no implementation.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
     gradients: GradientsParams,

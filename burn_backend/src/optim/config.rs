@@ -49,8 +49,8 @@ pub struct AdamWConfig {
     pub moments: MomentType,
     /// Seed of the random bits that round moments.
     pub seed: u64,
-    /// Whether each step also finds [the amax of each new parameter](super::AdamW::amax), from which
-    /// the layers of this crate quantize it in the next forward, without a pass over it.
+    /// True if each step also finds [the amax of each new parameter](super::AdamW::amax), from
+    /// which the layers of this crate quantize it in the next forward, without a pass over it.
     pub amax: bool,
 }
 

@@ -30,7 +30,7 @@ impl AdamWConfig {
     /// is there an [`amax`](Self::amax).
     ///
     /// # Errors
-    /// When a setting is outside of its range, or one of those two is set.
+    /// Returns an error if a setting is outside of its range, or one of those two is set.
     pub fn try_module_optimizer<M: Module>(
         &self,
         model: &M,

@@ -67,7 +67,7 @@ impl NewtonSchulz {
     /// zeros stays.
     ///
     /// # Panics
-    /// When `x` has one axis only.
+    /// If `x` has one axis only.
     pub fn orthogonalize<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         assert!(D > 1, "a vector cannot be made orthogonal");
         let dtype = x.dtype();
@@ -114,7 +114,7 @@ impl NewtonSchulz {
 pub struct MuonConfig {
     /// Decay of the momentum, in `[0, 1)`.
     pub momentum: f64,
-    /// Whether the update looks ahead: `(1 - momentum) g + momentum m` in place of `m`.
+    /// True if the update looks ahead: `(1 - momentum) g + momentum m` in place of `m`.
     pub nesterov: bool,
     /// The iteration.
     pub newton_schulz: NewtonSchulz,
@@ -151,7 +151,7 @@ impl MuonConfig {
     /// An optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is outside of its range.
     pub fn try_init(self) -> Result<Muon, Nvfp4Error> {
         let momentum = self.momentum;
         in_range(
@@ -179,8 +179,8 @@ impl MuonConfig {
         crate::functions::or_panic("Muon", self.try_init())
     }
 
-    /// Whether Muon updates a parameter: one of two axes, or a stack of matrices of three, that is
-    /// not excepted.
+    /// Returns true if Muon updates a parameter: one of two axes, or a stack of matrices of three,
+    /// that is not excepted.
     pub fn takes(&self, id: ParamId, path: &str, axes: usize) -> bool {
         (axes == 2 || axes == 3) && !self.except.matches(&id, Some(path))
     }
@@ -233,8 +233,8 @@ impl Muon {
     /// [`adamw`](Self::adamw) counts them, and `moments` is its state.
     ///
     /// # Errors
-    /// When the tensors of a parameter have different lengths or other types than the
-    /// configuration says.
+    /// Returns an error if the tensors of a parameter have different lengths or other types than
+    /// the configuration says.
     pub fn restore(
         &mut self,
         (time, adamw_time): (u64, u64),

@@ -14,7 +14,7 @@ const WORDS: usize = 4;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Schedule {
     buffer: Option<(Device, Tensor<1, Int>)>,
-    /// Whether the buffer has the numbers of the step to come.
+    /// True if the buffer has the numbers of the step to come.
     begun: bool,
 }
 

@@ -39,7 +39,7 @@ impl ZeroAdamW {
     /// An optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is outside of its range.
     pub fn try_new(config: AdamWConfig, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
         Ok(Self {
             adamw: config.try_init()?,
@@ -92,10 +92,10 @@ impl ZeroAdamW {
     /// which take their steps together.
     ///
     /// # Errors
-    /// As [`AdamW::try_step`].
+    /// Same as [`AdamW::try_step`].
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,

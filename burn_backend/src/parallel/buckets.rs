@@ -11,7 +11,7 @@ use burn_optim::GradientsParams;
 pub(super) struct Buckets<F> {
     /// Elements from which on a bucket takes no more.
     most: usize,
-    /// Whether the gradient of a parameter is exchanged.
+    /// True if the gradient of a parameter is exchanged.
     takes: F,
 }
 

@@ -151,7 +151,7 @@ pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<
 /// arrive, in the order of ranks. Gradients go back the same way.
 ///
 /// # Panics
-/// When the counts do not fit `x`, the number of ranks or the counts of another rank, too.
+/// If the counts do not fit `x`, the number of ranks or the counts of another rank, too.
 pub fn all_to_all<const D: usize>(
     x: Tensor<D>,
     send: &[usize],

@@ -20,7 +20,7 @@ const BUCKET: usize = 1 << 23;
 /// ranks.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn broadcast<M: Module>(module: M, group: &ProcessGroup) -> M {
     match group.size() {
         1 => module,
@@ -47,7 +47,7 @@ impl ModuleMapper for Broadcast<'_> {
 /// [`average_in_backward`](super::average_in_backward) the backward has begun most of it.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn average_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -61,7 +61,7 @@ pub fn average_gradients<M: Module>(
 /// that the backward has begun, and averages the gradients of the parameters that are whole.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn reduce_gradients<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
     let group = &shards.group;
     let mean = (group, Reduction::Avg);
@@ -110,7 +110,7 @@ impl ModuleVisitor for Join<'_> {
 /// most of it.
 ///
 /// # Panics
-/// When a group fails.
+/// If a group fails.
 pub fn average_expert_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -123,7 +123,7 @@ pub fn average_expert_gradients<M: Module>(
 /// whose parameters `sharded` are parts.
 ///
 /// # Panics
-/// When a group fails.
+/// If a group fails.
 pub fn reduce_expert_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,

@@ -56,7 +56,7 @@ impl ProcessGroup {
     /// for at most `timeout`.
     ///
     /// # Panics
-    /// When `size` is zero.
+    /// If `size` is zero.
     pub fn loopback(size: usize, timeout: Duration) -> Vec<Self> {
         let groups = loopback::groups(size, timeout).into_iter();
         groups.map(|group| Self::from(Arc::new(group))).collect()
@@ -102,7 +102,8 @@ impl ProcessGroup {
     /// them call this at the same point of their program; nothing is exchanged.
     ///
     /// # Errors
-    /// When `members` is not ascending, has a rank that there is not, or lacks this one.
+    /// Returns an error if `members` is not ascending, has a rank that there is not, or lacks this
+    /// one.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self, ParallelError> {
         let group = Self::from(Arc::new(self.link.host.subgroup(members)?));
         Ok(group.with_reduce_dtype(self.reduce_dtype))
@@ -117,7 +118,8 @@ impl ProcessGroup {
     /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
     ///
     /// # Errors
-    /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
+    /// Returns an error if the device is not a CUDA device, NCCL is not there or fails, or the
+    /// group does.
     pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self, Nvfp4Error> {
         let refused = |reason: String| Nvfp4Error::Unsupported {
             library: "NCCL",
@@ -145,7 +147,7 @@ impl ProcessGroup {
         Err(refused("this build is without the feature cuda".into()))
     }
 
-    /// Whether tensors travel from device to device, of which the ranks each have one.
+    /// Returns true if tensors travel from device to device, of which the ranks each have one.
     pub fn is_connected(&self) -> bool {
         self.link.is_connected()
     }
@@ -163,7 +165,7 @@ impl ProcessGroup {
     /// The reduction of all ranks' tensors, which have one shape; a constant for autodiff.
     ///
     /// # Panics
-    /// When `reduction` is the mean of a tensor that is not `f32`, `bf16` or `f16`, and when the
+    /// If `reduction` is the mean of a tensor that is not `f32`, `bf16` or `f16`, and when the
     /// group fails.
     pub fn all_reduce<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         self.constant(x, Step::AllReduce(reduction))
@@ -173,7 +175,7 @@ impl ProcessGroup {
     /// constant for autodiff.
     ///
     /// # Panics
-    /// When `dim` is not an axis, and when the group fails.
+    /// If `dim` is not an axis, and when the group fails.
     pub fn all_gather<const D: usize>(&self, x: Tensor<D>, dim: usize) -> Tensor<D> {
         let x = x.swap_dims(0, dim);
         self.constant(x, Step::AllGather).swap_dims(0, dim)
@@ -183,7 +185,7 @@ impl ProcessGroup {
     /// autodiff.
     ///
     /// # Panics
-    /// When the axis is no multiple of the number of ranks, and when the group fails.
+    /// If the axis is no multiple of the number of ranks, and when the group fails.
     pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         or_panic(self.check_parts("x", x.dims()[0]));
         self.constant(x, Step::ReduceScatter(reduction))
@@ -192,7 +194,7 @@ impl ProcessGroup {
     /// The tensor of rank `root`, in place of tensors of its shape; a constant for autodiff.
     ///
     /// # Panics
-    /// When there is no such rank, and when the group fails.
+    /// If there is no such rank, and when the group fails.
     pub fn broadcast<const D: usize>(&self, x: Tensor<D>, root: usize) -> Tensor<D> {
         self.constant(x, Step::Broadcast { root })
     }
@@ -200,7 +202,7 @@ impl ProcessGroup {
     /// [`all_gather`](Self::all_gather) of integers along the first axis.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn all_gather_int<const D: usize>(&self, x: Tensor<D, Int>) -> Tensor<D, Int> {
         self.exchange_int(x, Step::AllGather)
     }
@@ -209,7 +211,7 @@ impl ProcessGroup {
     /// arrive, in the order of ranks.
     ///
     /// # Panics
-    /// When the counts do not fit `x` or those of another rank, and when the group fails.
+    /// If the counts do not fit `x` or those of another rank, and when the group fails.
     pub fn all_to_all_int<const D: usize>(
         &self,
         x: Tensor<D, Int>,
@@ -226,7 +228,7 @@ impl ProcessGroup {
     /// Waits until all ranks have called it.
     ///
     /// # Errors
-    /// When the group fails.
+    /// Returns an error if the group fails.
     pub fn barrier(&self) -> Result<(), ParallelError> {
         self.link.host.barrier()
     }

@@ -36,7 +36,7 @@ impl ExposedCommunication {
 pub struct CommunicationMeter {
     group: ProcessGroup,
     clock: Clock,
-    /// Whether a step is being measured.
+    /// True if a step is being measured.
     is_open: bool,
     found: ExposedCommunication,
 }
@@ -75,7 +75,7 @@ impl CommunicationMeter {
         }
     }
 
-    /// Whether it costs nothing to measure each step.
+    /// Returns true if it costs nothing to measure each step.
     pub fn is_free(&self) -> bool {
         matches!(self.clock, Clock::Host { .. })
     }

@@ -17,12 +17,12 @@ use crate::ops::sharding::gathered_tokens;
 /// tokens of a rank are a part of each stored row.
 ///
 /// # Errors
-/// When the device or the type is not supported, `cols` is no multiple of 16 for
+/// Returns an error if the device or the type is not supported, `cols` is no multiple of 16 for
 /// [`Usage::Rowwise`], a transform is asked for there, or the rows are no multiple of 16, or of the
 /// size of the transform. Nothing has been exchanged then.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn try_quantize_all_gather(
     x: Tensor<2>,
     usage: Usage,

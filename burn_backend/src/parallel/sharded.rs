@@ -65,7 +65,7 @@ impl Sharded {
     }
 }
 
-/// Whether the parameter is gathered each time that it is used.
+/// Returns true if the parameter is gathered each time that it is used.
 pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     param.reparameterization::<Sharded>().is_some()
 }
@@ -159,7 +159,7 @@ impl Reparameterizer for Shard<'_> {
     }
 }
 
-/// Whether a parameter of this shape is sharded over `group`.
+/// Returns true if a parameter of this shape is sharded over `group`.
 pub(crate) fn is_shardable(dims: &[usize], group: &ProcessGroup) -> bool {
     group.size() > 1 && dims[0] > 0 && dims[0].is_multiple_of(group.size())
 }

@@ -45,7 +45,7 @@ impl Shards {
         sets
     }
 
-    /// Whether the parameter `id` is sharded.
+    /// Returns true if the parameter `id` is sharded.
     pub fn contains(&self, id: ParamId) -> bool {
         self.ids.contains(&id.val())
     }

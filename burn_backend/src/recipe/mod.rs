@@ -88,7 +88,7 @@ pub struct Nvfp4Recipe {
     #[config(default = "WgradRecipe { \
                    x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }")]
     pub wgrad: WgradRecipe,
-    /// Whether the backward's `x` and `w` are quantized from the forward's tensors, or from its
+    /// True if the backward's `x` and `w` are quantized from the forward's tensors, or from its
     /// dequantized operands.
     #[config(default = "BackwardSource::Original")]
     pub source: BackwardSource,
@@ -227,7 +227,7 @@ impl Nvfp4Recipe {
         [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
     }
 
-    /// Whether any operand is quantized.
+    /// Returns true if any operand is quantized.
     pub fn is_quantized(&self) -> bool {
         self.operands().iter().any(QuantSpec::is_quantized)
     }

@@ -54,7 +54,7 @@ impl LayerPolicy {
     /// Which of the layers at `paths` stay in high precision.
     ///
     /// # Errors
-    /// When the policy is about blocks, and no path has a number.
+    /// Returns an error if the policy is about blocks, and no path has a number.
     pub(crate) fn matches(&self, paths: &[&str]) -> Result<Vec<bool>, Nvfp4Error> {
         let (first, last) = match *self {
             Self::None => return Ok(vec![false; paths.len()]),

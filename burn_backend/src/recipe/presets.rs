@@ -38,7 +38,7 @@ impl Nvfp4Recipe {
     /// The preset called `name`.
     ///
     /// # Errors
-    /// When there is none of that name; the message lists the names.
+    /// Returns an error if there is none of that name; the message lists the names.
     pub fn preset(name: &str) -> Result<Self, Nvfp4Error> {
         let found = PRESETS.iter().find(|(preset, _)| *preset == name);
         found.map(|(_, recipe)| recipe()).ok_or_else(|| {

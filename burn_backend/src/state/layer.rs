@@ -96,7 +96,7 @@ impl LayerState {
     /// A state that starts at `rng_state`, in NVFP4.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more, or the offset 2^48 or more.
+    /// Returns an error if the layer number is 2^56 or more, or the offset 2^48 or more.
     pub fn new(rng_state: RngState) -> Result<Self, Nvfp4Error> {
         rng_state.check()?;
         let RngState {
@@ -124,7 +124,7 @@ impl LayerState {
     /// The state of a new layer with `recipe`: its id is `layer`, or the next one of the process.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more.
+    /// Returns an error if the layer number is 2^56 or more.
     pub(crate) fn for_recipe(recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
         Self::new(RngState {
             seed: recipe.seed,
@@ -168,8 +168,8 @@ impl LayerState {
     /// Draws from `rng_state` next, in this layer, all its clones and forks.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged
-    /// then.
+    /// Returns an error if the layer number is 2^56 or more, or the offset 2^48 or more; the state
+    /// is unchanged then.
     pub fn set_rng_state(&self, rng_state: RngState) -> Result<(), Nvfp4Error> {
         rng_state.check()?;
         let RngState {
@@ -226,7 +226,7 @@ impl LayerState {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Whether the layer computes in the type of its input instead of NVFP4.
+    /// Returns true if the layer computes in the type of its input instead of NVFP4.
     pub fn is_high_precision(&self) -> bool {
         self.shared.high_precision.load(Ordering::Relaxed)
     }
@@ -263,7 +263,7 @@ impl LayerState {
     /// its context. If it `draws`, being a training forward, it takes the current offset.
     ///
     /// # Errors
-    /// When it draws in a step of a graph what that would repeat.
+    /// Returns an error if it draws in a step of a graph what that would repeat.
     pub(crate) fn for_forward(
         &self,
         recipe: &Nvfp4Recipe,
@@ -462,7 +462,7 @@ impl Traversal {
     }
 }
 
-/// Whether `path` is that of the weight in the module at `owner`.
+/// Returns true if `path` is that of the weight in the module at `owner`.
 fn is_weight_of(path: &[String], owner: &[String]) -> bool {
     path.split_last()
         .is_some_and(|(last, parent)| last == "weight" && parent == owner)

@@ -56,7 +56,7 @@ pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
 /// Clones of the model share the setting, on whichever device.
 ///
 /// # Errors
-/// When `rank` is 2^16 or more.
+/// Returns an error if `rank` is 2^16 or more.
 pub fn set_rank<M: Module>(model: &M, rank: usize) -> Result<(), Nvfp4Error> {
     let limit = 1 << (u64::BITS - RANK_SHIFT);
     if rank >= limit {
@@ -77,8 +77,8 @@ impl Nvfp4Recipe {
     /// Clones of the model share the setting.
     ///
     /// # Errors
-    /// When the model has no such layer, or the group contains none of them: a pattern that matches
-    /// nothing is a mistake.
+    /// Returns an error if the model has no such layer, or the group contains none of them: a
+    /// pattern that matches nothing is a mistake.
     pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
         let layers = layers(model);
         if layers.is_empty() {

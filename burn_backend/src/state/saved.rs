@@ -70,8 +70,8 @@ impl Nvfp4State {
     /// Puts every layer of `model`, and all clones of them, into this state.
     ///
     /// # Errors
-    /// When a layer of the model is missing here, or one named here is missing in the model;
-    /// nothing has been changed then.
+    /// Returns an error if a layer of the model is missing here, or one named here is missing in
+    /// the model; nothing has been changed then.
     pub fn apply<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
         self.apply_to(&layers(model))
     }

@@ -169,9 +169,9 @@ pub struct TelemetryMetric {
     layer: Option<String>,
     name: MetricName,
     state: NumericMetricState,
-    /// Whether the last step had a value.
+    /// True if the last step had a value.
     current: bool,
-    /// Whether any step had one.
+    /// True if any step had one.
     any: bool,
 }
 

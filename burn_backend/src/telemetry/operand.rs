@@ -22,7 +22,7 @@ pub struct OperandSample {
     pub underflowed_blocks: f64,
     /// The amax of the whole operand.
     pub amax: f32,
-    /// Whether it was rounded stochastically.
+    /// True if it was rounded stochastically.
     pub stochastic: bool,
 }
 

@@ -651,7 +651,7 @@ fn preset(name: &str, stochastic: bool) -> LinearSpec {
     })
 }
 
-/// Whether any operand is of this kind.
+/// Returns true if any operand is of this kind.
 fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
     let LinearSpec {
         fprop_x,

@@ -98,7 +98,7 @@ fn from_linear_and_into_linear_hand_over_the_parameters() {
     );
 }
 
-/// A lazily initialised, column-major `nn::Linear` keeps its layout through both conversions.
+/// A lazily initialized, column-major `nn::Linear` keeps its layout through both conversions.
 #[test]
 fn column_major_layers_keep_their_record() {
     flex_only!();

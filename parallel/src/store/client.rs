@@ -29,7 +29,7 @@ impl StoreClient {
     /// Connects as `rank`. The store need not listen yet: for `patience`, the attempt is repeated.
     ///
     /// # Errors
-    /// When nobody listens in time, or the token is another.
+    /// Returns an error if nobody listens in time, or the token is another.
     pub fn connect(
         address: SocketAddr,
         token: &Token,
@@ -97,8 +97,8 @@ impl StoreClient {
     /// Sets `key`.
     ///
     /// # Errors
-    /// When the key has more than 256 bytes or the value more than 64 KiB, the store is full or
-    /// gone, or the run was ended.
+    /// Returns an error if the key has more than 256 bytes or the value more than 64 KiB, the store
+    /// is full or gone, or the run was ended.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_key(key)?;
         if value.len() > LONGEST_VALUE {
@@ -115,7 +115,7 @@ impl StoreClient {
     /// The value of `key`, if it is set.
     ///
     /// # Errors
-    /// When the store is gone or the run was ended.
+    /// Returns an error if the store is gone or the run was ended.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         check_key(key)?;
         match self.ask(&Request::Get { key: key.into() })? {
@@ -129,7 +129,7 @@ impl StoreClient {
     /// requests of this connection wait for this one.
     ///
     /// # Errors
-    /// When the store is gone or the run was ended.
+    /// Returns an error if the store is gone or the run was ended.
     pub fn wait(&self, key: &str, patience: Duration) -> Result<Option<Vec<u8>>> {
         check_key(key)?;
         let key = key.to_owned();
@@ -143,7 +143,7 @@ impl StoreClient {
     /// Adds `amount` to the counter `key`, which begins at zero; its new value.
     ///
     /// # Errors
-    /// When it overflows, the store is full or gone, or the run was ended.
+    /// Returns an error if it overflows, the store is full or gone, or the run was ended.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
         check_key(key)?;
         let key = key.to_owned();
@@ -156,7 +156,8 @@ impl StoreClient {
     /// Waits until `count` ranks have called this with the same `name`, which is used once.
     ///
     /// # Errors
-    /// When they have not within `patience`, the store is gone, or the run was ended.
+    /// Returns an error if they have not within `patience`, the store is gone, or the run was
+    /// ended.
     pub fn barrier(&self, name: &str, count: usize, patience: Duration) -> Result<()> {
         let arrived = self.add(&format!("barrier/{name}"), 1)?;
         let open = format!("barrier/{name}/open");
@@ -178,7 +179,7 @@ impl StoreClient {
     /// Ends the run on all ranks.
     ///
     /// # Errors
-    /// When the store is gone.
+    /// Returns an error if the store is gone.
     pub fn abort(&self, failure: Failure) -> Result<()> {
         match self.ask(&Request::Abort(failure))? {
             Response::Aborted(_) => Ok(()),

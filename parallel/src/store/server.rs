@@ -68,7 +68,7 @@ impl Store {
     /// Listens on `address` alone (port 0: one that is free) for the ranks of a world of `world`.
     ///
     /// # Errors
-    /// When the address is in use or not one of this machine.
+    /// Returns an error if the address is in use or not one of this machine.
     pub fn start(address: SocketAddr, token: Token, world: usize, limits: Limits) -> Result<Self> {
         let failed = |error: io::Error| {
             ParallelError::connection(address, "listening for the ranks of the run", error)

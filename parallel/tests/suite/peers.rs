@@ -42,7 +42,7 @@ fn serves(store: &Store) {
     assert_eq!(store.failure(), None);
 }
 
-/// Whether the other side has closed the connection, after whatever it sent.
+/// Returns true if the other side has closed the connection, after whatever it sent.
 fn is_closed(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut rest = Vec::new();

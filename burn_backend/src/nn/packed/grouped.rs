@@ -37,7 +37,7 @@ impl Nvfp4PackedGroupedLinear {
     /// `activations` are static, and a `bias`.
     ///
     /// # Errors
-    /// When `input` is missing or not `f32[experts]`, or the bias does not fit.
+    /// Returns an error if `input` is missing or not `f32[experts]`, or the bias does not fit.
     pub fn try_new(
         weight: Nvfp4Weight,
         activations: Activations,
@@ -68,12 +68,13 @@ impl Nvfp4PackedGroupedLinear {
         self.activations
     }
 
-    /// Apply the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or
+    /// Applies the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or
     /// `f16`, to `[tokens, d_out]` of the same, zero for tokens of no expert.
     ///
     /// # Errors
-    /// When the input is on another device than the weight or `experts`, its type is not supported,
-    /// its shape is not `[experts.tokens(), d_in]`, or `experts` are not as many as the weights.
+    /// Returns an error if the input is on another device than the weight or `experts`, its type is
+    /// not supported, its shape is not `[experts.tokens(), d_in]`, or `experts` are not as many as
+    /// the weights.
     pub fn try_forward(
         &self,
         input: Tensor<2>,
@@ -111,7 +112,7 @@ impl Nvfp4PackedGroupedLinear {
         Ok(Tensor::from_dispatch(y))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
         or_panic(
             "Nvfp4PackedGroupedLinear::forward",
@@ -125,8 +126,8 @@ impl Nvfp4GroupedLinear {
     /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
     ///
     /// # Errors
-    /// When the layer is in high precision, or its recipe has weights or activations in another
-    /// format than NVFP4, or weights with a global scale for each row.
+    /// Returns an error if the layer is in high precision, or its recipe has weights or activations
+    /// in another format than NVFP4, or weights with a global scale for each row.
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedGroupedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;

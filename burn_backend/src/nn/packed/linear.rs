@@ -42,7 +42,8 @@ impl Nvfp4PackedLinear {
     /// `activations` are static, and a `bias`.
     ///
     /// # Errors
-    /// When the weight is a stack, `input` is missing or not `f32[1]`, or the bias does not fit.
+    /// Returns an error if the weight is a stack, `input` is missing or not `f32[1]`, or the bias
+    /// does not fit.
     pub fn try_new(
         weight: Nvfp4Weight,
         activations: Activations,
@@ -96,12 +97,12 @@ impl Nvfp4PackedLinear {
         Ok(())
     }
 
-    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
+    /// Applies the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
     /// same.
     ///
     /// # Errors
-    /// When the input is on another device than the weight, its type is not supported, or its last
-    /// axis is not `d_in`.
+    /// Returns an error if the input is on another device than the weight, its type is not
+    /// supported, or its last axis is not `d_in`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check_x(&input)?;
         let [d_out, _] = self.weight.shape();
@@ -125,7 +126,7 @@ impl Nvfp4PackedLinear {
         Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4PackedLinear::forward", self.try_forward(input))
     }
@@ -136,8 +137,8 @@ impl Nvfp4Linear {
     /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
     ///
     /// # Errors
-    /// When the layer is in high precision, or its recipe has weights or activations in another
-    /// format than NVFP4, or weights with a global scale for each row.
+    /// Returns an error if the layer is in high precision, or its recipe has weights or activations
+    /// in another format than NVFP4, or weights with a global scale for each row.
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;

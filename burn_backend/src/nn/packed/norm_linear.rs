@@ -22,7 +22,7 @@ pub struct NormLinear<'a> {
     pub norm: &'a RmsNorm,
     /// Behind it.
     pub linear: &'a Nvfp4PackedLinear,
-    /// Whether the output of the layer is gate and up, concatenated, of which [SwiGLU](try_swiglu)
+    /// True if the output of the layer is gate and up, concatenated, of which [SwiGLU](try_swiglu)
     /// is taken.
     pub swiglu: bool,
 }
@@ -32,9 +32,9 @@ impl NormLinear<'_> {
     /// norm, `[batch, time, d_out]`, half as wide with SwiGLU, both in the type of the stream.
     ///
     /// # Errors
-    /// When the device has no implementation, devices or types differ or are not supported, the
-    /// parts of the stream differ in shape, its last axis is not that of the norm and the `d_in` of
-    /// the layer, or `d_out` is odd with SwiGLU.
+    /// Returns an error if the device has no implementation, devices or types differ or are not
+    /// supported, the parts of the stream differ in shape, its last axis is not that of the norm
+    /// and the `d_in` of the layer, or `d_out` is odd with SwiGLU.
     pub fn try_forward(
         &self,
         stream: ResidualStream,

@@ -32,8 +32,8 @@ impl Nvfp4Weight {
     /// A weight of these buffers.
     ///
     /// # Errors
-    /// When a buffer has another shape or type than its field says, they are on different devices,
-    /// or the device has no implementation.
+    /// Returns an error if a buffer has another shape or type than its field says, they are on
+    /// different devices, or the device has no implementation.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -66,7 +66,7 @@ impl Nvfp4Weight {
     /// element in the low half, E4M3 `scales` `[n, k / 16]`, both row-major.
     ///
     /// # Errors
-    /// When a number of bytes does not fit the shape; and as
+    /// Returns an error if a number of bytes does not fit the shape; and as
     /// [`try_from_parts`](Self::try_from_parts).
     pub fn try_from_bytes(
         [n, k]: [usize; 2],
@@ -133,7 +133,7 @@ impl Nvfp4Weight {
     /// The values, `[n, k]` as `dtype`: the weight in high precision.
     ///
     /// # Errors
-    /// When `dtype` is not one of `F32`, `BF16` and `F16`.
+    /// Returns an error if `dtype` is not one of `F32`, `BF16` and `F16`.
     pub fn try_dequantize(&self, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
         validate::float("dtype", dtype.into())?;
         let groups = match self.stack() {

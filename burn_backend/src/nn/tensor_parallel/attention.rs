@@ -32,9 +32,9 @@ impl TensorParallelAttention {
     /// This rank's part of `attention`, of which all ranks have the same, state included.
     ///
     /// # Errors
-    /// When the ranks do not divide the heads, those of keys and values included, the heads of a
-    /// rank are no multiple of 16 wide, or the attention has dropout or heads wider than 256, which
-    /// its kernels do not have.
+    /// Returns an error if the ranks do not divide the heads, those of keys and values included,
+    /// the heads of a rank are no multiple of 16 wide, or the attention has dropout or heads wider
+    /// than 256, which its kernels do not have.
     pub fn from_attention(
         attention: Nvfp4Attention,
         parallel: &TensorParallel,
@@ -63,12 +63,12 @@ impl TensorParallelAttention {
     /// of all ranks, each of which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_layers(self) -> (Nvfp4Linear, Nvfp4Linear) {
         (self.qkv.into_linear(), self.out.into_linear())
     }
 
-    /// Attend within each of `batch` sequences.
+    /// Attends within each of `batch` sequences.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::try_forward`]; when `batch` does not divide the tokens, and when
@@ -98,7 +98,7 @@ impl TensorParallelAttention {
         self.out.try_forward(mixed)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, x: Tensor<2>, batch: usize, positions: &RopeCache) -> Tensor<2> {
         let y = self.try_forward(x, batch, positions);
         or_panic("TensorParallelAttention::forward", y)

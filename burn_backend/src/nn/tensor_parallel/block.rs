@@ -87,8 +87,8 @@ impl TensorParallelBlock {
         attention.concat().into_iter().chain(mixed).collect()
     }
 
-    /// Apply the block to the residual stream of `batch` sequences. Each addition to the stream is
-    /// left to the norm behind it.
+    /// Applies the block to the residual stream of `batch` sequences. Each addition to the stream
+    /// is left to the norm behind it.
     ///
     /// # Errors
     /// As [`TensorParallelAttention::try_forward`], [`TensorParallelSwiGlu::try_forward`] and
@@ -130,7 +130,7 @@ impl TensorParallelBlock {
         })
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
     pub fn forward_stream(
         &self,
         stream: ResidualStream,

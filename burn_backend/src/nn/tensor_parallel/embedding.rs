@@ -30,7 +30,7 @@ impl VocabParallelEmbedding {
     /// id.
     ///
     /// # Errors
-    /// When the ranks do not divide the vocabulary.
+    /// Returns an error if the ranks do not divide the vocabulary.
     pub fn from_embedding(
         embedding: Embedding,
         parallel: &TensorParallel,
@@ -49,7 +49,7 @@ impl VocabParallelEmbedding {
     /// The embedding of one device, of the parts of all ranks, each of which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_embedding(self) -> Embedding {
         let group = &self.parallel.group;
         Embedding::new(replaced(&self.weight, |weight| group.all_gather(weight, 0)))
@@ -66,7 +66,7 @@ impl VocabParallelEmbedding {
     /// with sequence parallelism the rank's part of that. An id that is no row gives NaN.
     ///
     /// # Errors
-    /// As [`try_embedding`], and when the ranks do not divide the tokens that they share.
+    /// Same as [`try_embedding`]; also if the ranks do not divide the tokens that they share.
     pub fn try_forward(
         &self,
         ids: Tensor<1, Int>,
@@ -92,7 +92,7 @@ impl VocabParallelEmbedding {
         })
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
         or_panic(
             "VocabParallelEmbedding::forward",

@@ -33,7 +33,7 @@ impl TensorParallelSwiGlu {
     /// This rank's part of `layer`, of which all ranks have the same, state included.
     ///
     /// # Errors
-    /// When the hidden features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the hidden features have no parts of a multiple of 16 for each rank.
     pub fn from_swiglu(layer: Nvfp4SwiGlu, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let recompute = layer.recomputes();
         let Nvfp4SwiGlu { gate_up, down, .. } = layer;
@@ -50,7 +50,7 @@ impl TensorParallelSwiGlu {
     /// which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_layers(self) -> (crate::Nvfp4Linear, crate::Nvfp4Linear) {
         (self.gate_up.into_linear(), self.down.into_linear())
     }
@@ -74,10 +74,10 @@ impl TensorParallelSwiGlu {
         .concat()
     }
 
-    /// Apply the layer: to the same shape and type.
+    /// Applies the layer: to the same shape and type.
     ///
     /// # Errors
-    /// As [`ColumnParallelLinear::try_forward`], and when the two layers do not fit each other.
+    /// Same as [`ColumnParallelLinear::try_forward`]; also if the two layers do not fit each other.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.gate_up.check(&x)?;
         let [d_model, both] = whole_dims(&self.gate_up.linear.weight);
@@ -92,7 +92,7 @@ impl TensorParallelSwiGlu {
         Ok(y.reshape(dims))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
     }

@@ -38,7 +38,7 @@ impl VocabParallelHead {
     /// This rank's part of `head`, of which all ranks have the same. The parameter keeps its id.
     ///
     /// # Errors
-    /// When the ranks do not divide the vocabulary.
+    /// Returns an error if the ranks do not divide the vocabulary.
     pub fn from_head(head: LmHead, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let group = &parallel.group;
         let vocab = head.weight.lazy_shape().dims::<2>()[1];
@@ -55,7 +55,7 @@ impl VocabParallelHead {
     /// The head of one device, of the parts of all ranks, each of which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_head(self) -> LmHead {
         let group = &self.parallel.group;
         let weight = replaced(&self.weight, |weight| group.all_gather(weight, 1));
@@ -73,7 +73,7 @@ impl VocabParallelHead {
     /// the same on all ranks, or with sequence parallelism the rank's part of that.
     ///
     /// # Errors
-    /// When the type of `x` is not supported, or its last axis is not `d_model`.
+    /// Returns an error if the type of `x` is not supported, or its last axis is not `d_model`.
     pub fn try_logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
         self.check_features(&x)?;
         let (spec, context) = (LinearSpec::high_precision(), LinearContext::default());
@@ -109,8 +109,8 @@ impl VocabParallelHead {
     /// the `targets` of all tokens, `[tokens]`; as [`CrossEntropy`] defines it.
     ///
     /// # Errors
-    /// As [`try_logits`](Self::try_logits), and when there is not a target for each token, or the
-    /// loss does not pass [`CrossEntropy::check`].
+    /// Same as [`try_logits`](Self::try_logits); also if there is not a target for each token, or
+    /// the loss does not pass [`CrossEntropy::check`].
     pub fn try_loss(&self, x: Tensor<2>, targets: Tensor<1, Int>) -> Result<Tensor<1>, Nvfp4Error> {
         self.params.check()?;
         let group = &self.parallel.group;
@@ -157,7 +157,7 @@ impl VocabParallelHead {
         weights.mask_fill(nowhere.bool_and(ignored.bool_not()), f32::NAN)
     }
 
-    /// [`try_loss`](Self::try_loss), panicking where it fails.
+    /// Panicking version of [`try_loss`](Self::try_loss).
     pub fn loss(&self, x: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
         or_panic("VocabParallelHead::loss", self.try_loss(x, targets))
     }

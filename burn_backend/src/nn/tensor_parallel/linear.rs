@@ -68,7 +68,7 @@ impl ColumnParallelLinear {
     /// parameters keep their ids.
     ///
     /// # Errors
-    /// When the output features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the output features have no parts of a multiple of 16 for each rank.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let d_output = linear.weight.lazy_shape().dims::<2>()[1];
         Self::from_segments(linear, &[d_output], parallel)
@@ -93,7 +93,7 @@ impl ColumnParallelLinear {
         })
     }
 
-    /// Whether the output of every rank is that of all, `[..., d_output]`.
+    /// Returns true if the output of every rank is that of all, `[..., d_output]`.
     pub fn with_gather_output(self, gather_output: bool) -> Self {
         Self {
             gather_output,
@@ -104,7 +104,7 @@ impl ColumnParallelLinear {
     /// The layer of one device, of the parts of all ranks, each of which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_linear(self) -> Nvfp4Linear {
         self.shard.gathered(self.linear)
     }
@@ -120,7 +120,7 @@ impl ColumnParallelLinear {
         self.shard.parameters(&self.linear)
     }
 
-    /// Apply the layer; see the [type](Self) for shapes.
+    /// Applies the layer; see the [type](Self) for shapes.
     ///
     /// # Errors
     /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
@@ -139,7 +139,8 @@ impl ColumnParallelLinear {
         })
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`. By what the first axis grows.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`. By what the
+    /// first axis grows.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
         self.linear.check(x)?;
         let tokens = x.dims()[..D - 1].iter().product();
@@ -155,7 +156,7 @@ impl ColumnParallelLinear {
         self.shard.part(&self.linear, is_tracked)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("ColumnParallelLinear::forward", self.try_forward(x))
     }
@@ -166,7 +167,7 @@ impl RowParallelLinear {
     /// parameters keep their ids.
     ///
     /// # Errors
-    /// When the input features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the input features have no parts of a multiple of 16 for each rank.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let d_input = linear.weight.lazy_shape().dims::<2>()[0];
         let (linear, shard) = Shard::of(linear, ShardedDim::Input, &[d_input], parallel)?;
@@ -177,8 +178,8 @@ impl RowParallelLinear {
         })
     }
 
-    /// Whether the input of a rank is its part, as a column-parallel layer makes it (the default),
-    /// or that of all ranks, `[..., d_input]`.
+    /// Returns true if the input of a rank is its part, as a column-parallel layer makes it (the
+    /// default), or that of all ranks, `[..., d_input]`.
     pub fn with_input_is_parallel(self, input_is_parallel: bool) -> Self {
         Self {
             input_is_parallel,
@@ -189,7 +190,7 @@ impl RowParallelLinear {
     /// The layer of one device, of the parts of all ranks, each of which calls this.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_linear(self) -> Nvfp4Linear {
         self.shard.gathered(self.linear)
     }
@@ -205,7 +206,7 @@ impl RowParallelLinear {
         self.shard.parameters(&self.linear)
     }
 
-    /// Apply the layer; see the [type](Self) for shapes.
+    /// Applies the layer; see the [type](Self) for shapes.
     ///
     /// # Errors
     /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
@@ -237,8 +238,8 @@ impl RowParallelLinear {
         Ok(y.reshape(dims))
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`, a rank's part. By what the first
-    /// axis is divided.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`, a rank's part.
+    /// By what the first axis is divided.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
         self.linear.check(x)?;
         let (group, dims) = (&self.shard.parallel.group, x.dims());
@@ -263,7 +264,7 @@ impl RowParallelLinear {
         self.shard.part(&self.linear, is_tracked)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("RowParallelLinear::forward", self.try_forward(x))
     }

@@ -96,7 +96,7 @@ impl TensorParallel {
         }
     }
 
-    /// Whether activations outside of the sharded layers are sharded by tokens.
+    /// Returns true if activations outside of the sharded layers are sharded by tokens.
     ///
     /// Ranks have equally many tokens: a multiple of 16, or of 32 in an MX format and of 128 in
     /// MS-EDEN.
@@ -113,7 +113,7 @@ impl TensorParallel {
         Self { amax, ..self }
     }
 
-    /// Whether all outputs and gradients have the bits of one device.
+    /// Returns true if all outputs and gradients have the bits of one device.
     ///
     /// Every rank then computes the GEMMs whose contraction is sharded as a whole: use it to check
     /// a run, not to make one faster.
@@ -144,7 +144,7 @@ impl TensorParallel {
         &self.group
     }
 
-    /// Whether activations outside of the sharded layers are sharded by tokens.
+    /// Returns true if activations outside of the sharded layers are sharded by tokens.
     pub fn is_sequence_parallel(&self) -> bool {
         self.sequence_parallel
     }

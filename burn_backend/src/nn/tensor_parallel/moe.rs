@@ -37,9 +37,9 @@ impl TensorParallelMoe {
     /// This rank's part of `moe`, of which all ranks have the same, state included.
     ///
     /// # Errors
-    /// When tokens are not sharded ([`TensorParallel::with_sequence_parallel`]): all ranks would send
-    /// the same ones. When the ranks of experts are not those of whole tensor groups. As
-    /// [`ExpertParallelMoe::try_from_moe`] and [`TensorParallelSwiGlu::from_swiglu`].
+    /// Returns an error if tokens are not sharded ([`TensorParallel::with_sequence_parallel`]): all
+    /// ranks would send the same ones. When the ranks of experts are not those of whole tensor
+    /// groups. As [`ExpertParallelMoe::try_from_moe`] and [`TensorParallelSwiGlu::from_swiglu`].
     pub fn from_moe(mut moe: Nvfp4Moe, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         if !parallel.sequence_parallel && parallel.group.size() > 1 {
             return Err(Nvfp4Error::value(
@@ -100,13 +100,13 @@ impl TensorParallelMoe {
             .collect()
     }
 
-    /// Apply the mixture. All ranks that its experts are on call it together.
+    /// Applies the mixture. All ranks that its experts are on call it together.
     ///
     /// # Errors
     /// As [`ExpertParallelMoe::try_forward`] and [`TensorParallelSwiGlu::try_forward`].
     ///
     /// # Panics
-    /// When a group fails.
+    /// If a group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         let shared = self.shared.as_ref();
         (self.experts).try_forward_with(x, |x| {
@@ -114,7 +114,7 @@ impl TensorParallelMoe {
         })
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("TensorParallelMoe::forward", self.try_forward(x))
     }

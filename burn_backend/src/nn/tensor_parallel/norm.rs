@@ -12,7 +12,7 @@ use super::TensorParallel;
 use crate::functions::or_panic;
 use crate::parallel::functions;
 
-/// [`RmsNorm`] between layers that are sharded: each rank normalises its tokens, and the gradient
+/// [`RmsNorm`] between layers that are sharded: each rank normalizes its tokens, and the gradient
 /// of the gain, which all ranks have, is the sum over the ranks.
 ///
 /// Without sequence parallelism all ranks do the same, and exchange nothing.
@@ -33,7 +33,7 @@ impl SequenceParallelRmsNorm {
         }
     }
 
-    /// Normalise `x`, `[..., width]`, the rank's tokens, to the same shape in type `dtype`.
+    /// Normalizes `x`, `[..., width]`, the rank's tokens, to the same shape in type `dtype`.
     ///
     /// # Panics
     /// As [`RmsNorm::forward`].
@@ -42,7 +42,7 @@ impl SequenceParallelRmsNorm {
     }
 
     /// What is still to be added to the residual stream of the rank's tokens is added, in the pass
-    /// that normalises the sum; see [`RmsNorm::try_forward_stream`].
+    /// that normalizes the sum; see [`RmsNorm::try_forward_stream`].
     ///
     /// # Errors
     /// As there.
@@ -55,7 +55,7 @@ impl SequenceParallelRmsNorm {
             .try_forward_stream_with(self.gain(), neighbours, stream)
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic(
             "SequenceParallelRmsNorm::forward_stream",

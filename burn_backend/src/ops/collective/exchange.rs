@@ -137,7 +137,7 @@ impl Exchange {
         Self::new(group, forward, Step::Identity)
     }
 
-    /// Whether the tensor stays as it is.
+    /// Returns true if the tensor stays as it is.
     pub(super) fn is_local(&self) -> bool {
         // An exchange with oneself is one too: rows for this rank come back in their order.
         self.group.host.size() == 1 || self.forward == Step::Identity
@@ -198,7 +198,7 @@ impl Exchange {
 /// On the device.
 #[cfg(feature = "cuda")]
 impl Exchange {
-    /// Whether a tensor that travels in type `dtype` is exchanged on the device.
+    /// Returns true if a tensor that travels in type `dtype` is exchanged on the device.
     pub(super) fn is_queued(&self, dtype: DType) -> bool {
         self.group.device.is_some() && !self.is_local() && self.forward.is_queued(dtype)
     }
@@ -214,7 +214,7 @@ impl Exchange {
 
 #[cfg(feature = "cuda")]
 impl Step {
-    /// Whether NCCL takes this step for a tensor of type `dtype`.
+    /// Returns true if NCCL takes this step for a tensor of type `dtype`.
     fn is_queued(&self, dtype: DType) -> bool {
         match self {
             // A part of one's own tensor travels nowhere; the host copies it as well.

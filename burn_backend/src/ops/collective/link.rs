@@ -70,7 +70,7 @@ impl fmt::Debug for Link {
 }
 
 impl Link {
-    /// Whether both are connections of this rank to the others of one group.
+    /// Returns true if both are connections of this rank to the others of one group.
     pub(crate) fn is_of(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.host, &other.host)
     }
@@ -86,7 +86,7 @@ impl Link {
         Overlap::None
     }
 
-    /// Whether there are connections from device to device.
+    /// Returns true if there are connections from device to device.
     pub(crate) fn is_connected(&self) -> bool {
         #[cfg(feature = "cuda")]
         return self.device.is_some();

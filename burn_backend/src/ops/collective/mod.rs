@@ -153,7 +153,7 @@ pub trait CollectiveOps: Backend {
 /// a deadlock, both ways.
 ///
 /// # Panics
-/// When an operation that was held back fails.
+/// If an operation that was held back fails.
 fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
     B::flush(&out.device()).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
     out

@@ -32,7 +32,7 @@ impl Waiting {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a gradient of the parameter `id` waits.
+    /// Returns true if a gradient of the parameter `id` waits.
     pub fn has(&self, id: u64) -> bool {
         self.entries().contains_key(&id)
     }
@@ -48,7 +48,7 @@ impl Waiting {
     /// for its collective, and gives it the type of the gradient.
     ///
     /// # Panics
-    /// When none waits, or one is of another backend.
+    /// If none waits, or one is of another backend.
     pub(super) fn join<B: Backend>(
         &self,
         id: u64,

@@ -29,7 +29,7 @@ impl<T> Window<T> {
         self.entries.iter().map(|(bytes, _)| bytes).sum()
     }
 
-    /// Whether it holds more than it may.
+    /// Returns true if it holds more than it may.
     pub(super) fn is_full(&self) -> bool {
         self.bytes() > self.most
     }

@@ -125,8 +125,8 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     }
 }
 
-/// Whether a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of Burn's
-/// matmul in the type `inner`.
+/// Returns true if a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of
+/// Burn's matmul in the type `inner`.
 ///
 /// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On
 /// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255

@@ -155,7 +155,7 @@ fn values(
     }
 }
 
-/// Whether an operand is a float that the kernels do not take.
+/// Returns true if an operand is a float that the kernels do not take.
 fn is_wide(operand: &Operand<CubeBackend>) -> bool {
     matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }

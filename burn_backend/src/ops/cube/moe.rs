@@ -99,7 +99,7 @@ fn device_named(named: Named) -> moe::Named {
     }
 }
 
-/// Whether the rows of `x` are whole words, as the kernels that move rows require.
+/// Returns true if the rows of `x` are whole words, as the kernels that move rows require.
 fn has_whole_words(x: &CubeTensor) -> bool {
     (x.meta.shape()[1] * x.dtype.size()).is_multiple_of(4)
 }

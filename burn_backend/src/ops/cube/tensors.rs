@@ -93,7 +93,7 @@ pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor 
     }
 }
 
-/// Whether nobody else holds the memory of `tensor`.
+/// Returns true if nobody else holds the memory of `tensor`.
 ///
 /// The runtime's thread holds memory for a moment while it allocates it. In a graph a copy for that
 /// reason would be silent, and wrong: there the thread is waited for.

@@ -43,7 +43,7 @@ pub struct NormResult<B: Backend> {
     /// The sum of `x` and the residual, rounded to their type, if there is a residual.
     #[extension_type]
     pub sum: MaybeTensor<B>,
-    /// The normalised rows, of the shape and type of `x`.
+    /// The normalized rows, of the shape and type of `x`.
     pub normed: FloatTensor<B>,
     /// What the backward needs of each row: the factor, `f32[rows]`, and for [`Norm::Layer`] behind
     /// these the mean, `f32[2 * rows]`.
@@ -54,7 +54,7 @@ pub struct NormResult<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormGradients<B: Backend> {
-    /// By what was normalised, and so by `x` and by the residual: of their shape and type.
+    /// By what was normalized, and so by `x` and by the residual: of their shape and type.
     pub x: FloatTensor<B>,
     /// By the gain, `f32[cols]`.
     pub gain: FloatTensor<B>,
@@ -67,9 +67,9 @@ pub struct NormGradients<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormOutput<B: Backend> {
-    /// What was normalised: `x`, or the sum of `x` and the residual.
+    /// What was normalized: `x`, or the sum of `x` and the residual.
     pub sum: FloatTensor<B>,
-    /// The normalised rows.
+    /// The normalized rows.
     pub normed: FloatTensor<B>,
 }
 
@@ -100,8 +100,8 @@ pub trait NormOps: Backend {
     ) -> NormResult<Self>;
 
     /// The gradients of [`nvfp4_norm_forward`](Self::nvfp4_norm_forward), given `grad`, that of the
-    /// normalised rows, and `sum_grad`, that of the sum by its other uses. `x` is what was
-    /// normalised, and all three have one shape and type; `bias` says whether there is one.
+    /// normalized rows, and `sum_grad`, that of the sum by its other uses. `x` is what was
+    /// normalized, and all three have one shape and type; `bias` says whether there is one.
     #[fusion(meta = meta::backward)]
     fn nvfp4_norm_backward(
         grad: FloatTensor<Self>,

@@ -18,8 +18,8 @@ use crate::ops::{
     RowGroups, StoredForm,
 };
 
-/// Whether a layer makes operands in a branch: in the steps of a graph, on one rank, from matrices
-/// without groups. Telemetry, which reads values back, is not in such steps.
+/// Returns true if a layer makes operands in a branch: in the steps of a graph, on one rank, from
+/// matrices without groups. Telemetry, which reads values back, is not in such steps.
 fn has_branches<B: Backend>(
     groups: &RowGroups<B>,
     spec: &LinearSpec,

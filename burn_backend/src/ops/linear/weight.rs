@@ -60,7 +60,7 @@ impl<B: Nvfp4KernelOps> SavedPart<B> {
     }
 }
 
-/// Whether one amax of the matrix serves the operand.
+/// Returns true if one amax of the matrix serves the operand.
 fn shares_amax(spec: &OperandSpec) -> bool {
     spec.params().is_some_and(QuantParams::shares_amax)
 }

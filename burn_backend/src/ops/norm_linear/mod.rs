@@ -27,7 +27,7 @@ use super::tensors::{MaybeTensor, QuantizedMatrix, RowGroups};
 pub struct NormLinearSpec {
     /// Added to the mean square of a row.
     pub epsilon: f32,
-    /// Whether the output of the GEMM is gate and up, of which SwiGLU is taken.
+    /// True if the output of the GEMM is gate and up, of which SwiGLU is taken.
     pub swiglu: bool,
 }
 
@@ -93,7 +93,7 @@ fn norm<B: NormLinearOps>(
     (has_residual.then_some(sum).into(), normed)
 }
 
-/// The linear layer of what is normalised, and SwiGLU of it.
+/// The linear layer of what is normalized, and SwiGLU of it.
 fn linear<B: NormLinearOps>(
     normed: FloatTensor<B>,
     w: QuantizedMatrix<B>,

@@ -31,7 +31,7 @@ use super::known_amax::{self, GroupAmax, KnownAmax};
 pub struct AdamWOptions {
     /// The constants.
     pub params: AdamWParams,
-    /// Whether the largest magnitudes of the new parameters are asked for.
+    /// True if the largest magnitudes of the new parameters are asked for.
     pub amax: bool,
 }
 

@@ -29,7 +29,7 @@ impl WeightPart {
     /// That of a rank whose part has these dimensions.
     ///
     /// # Panics
-    /// When it is neither of a matrix nor of a stack.
+    /// If it is neither of a matrix nor of a stack.
     pub(crate) fn of(dims: &[usize]) -> Self {
         match *dims {
             [rows, _] => Self::Rows(rows),

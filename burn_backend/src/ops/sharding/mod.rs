@@ -55,13 +55,13 @@ pub(crate) struct LinearSharding {
     /// The segments of this rank's part of the dimension. Segment `i` of the whole layer is made of
     /// segment `i` of each rank, in the order of ranks: gate and up of a gated activation are two.
     pub(crate) segments: Vec<usize>,
-    /// Whether ranks have parts of the tokens where they have all columns: of the input with
+    /// True if ranks have parts of the tokens where they have all columns: of the input with
     /// [`ShardedDim::Output`], of the output with [`ShardedDim::Input`].
     pub(crate) sequence_parallel: bool,
-    /// Whether the amax of every operand is that of the group; else only that of operands that are
+    /// True if the amax of every operand is that of the group; else only that of operands that are
     /// gathered.
     pub(crate) group_amax: bool,
-    /// Whether no sum is reordered.
+    /// True if no sum is reordered.
     pub(crate) deterministic: bool,
 }
 
@@ -349,8 +349,8 @@ impl LinearSharding {
         )
     }
 
-    /// Whether ranks have parts of the contraction of this operand's GEMM: of dgrad where the
-    /// output is sharded, of fprop where the input is.
+    /// Returns true if ranks have parts of the contraction of this operand's GEMM: of dgrad where
+    /// the output is sharded, of fprop where the input is.
     fn splits_contraction(&self, role: Role, usage: Usage) -> bool {
         match self.dim {
             ShardedDim::Output => {
@@ -363,7 +363,7 @@ impl LinearSharding {
         }
     }
 
-    /// Whether a part that draws random bits is made in more than one piece.
+    /// Returns true if a part that draws random bits is made in more than one piece.
     fn is_cut(&self, part: &Part) -> bool {
         match part {
             Part::Whole | Part::Tokens(_) => false,
@@ -450,7 +450,7 @@ impl LinearSharding {
         })
     }
 
-    /// Whether the amax of this operand is the largest of the group's.
+    /// Returns true if the amax of this operand is the largest of the group's.
     fn shares_amax(&self, part: &Part, params: &QuantParams, usage: Usage) -> bool {
         let is_split = match (params.amax, usage, part) {
             (_, _, Part::Whole) => false,

@@ -8,7 +8,8 @@ use burn_nn::{Linear, LinearConfig, LinearLayout};
 use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
-/// Whether the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16` arithmetic.
+/// Returns true if the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16`
+/// arithmetic.
 pub fn small_only() -> bool {
     std::env::var("NVFP4_TEST_DEVICE").map_or(cfg!(feature = "cpu"), |name| name != "cuda")
 }

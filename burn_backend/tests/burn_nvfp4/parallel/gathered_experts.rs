@@ -40,7 +40,7 @@ struct Case {
     recipe: Nvfp4Recipe,
     dtype: DType,
     recompute: bool,
-    /// Whether each rank draws random bits of its own.
+    /// True if each rank draws random bits of its own.
     own_draws: bool,
 }
 

@@ -68,7 +68,7 @@ impl tracing::Subscriber for Collector {
     fn exit(&self, _span: &span::Id) {}
 }
 
-/// Start to collect, for one test at a time.
+/// Starts to collect, for one test at a time.
 pub fn collect() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     static ONCE: Once = Once::new();

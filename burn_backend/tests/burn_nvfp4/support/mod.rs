@@ -44,7 +44,7 @@ pub fn device() -> Device {
     }
 }
 
-/// Whether the device under test is CubeCL's CPU runtime, which is for small checks only.
+/// Returns true if the device under test is CubeCL's CPU runtime, which is for small checks only.
 pub fn small_only() -> bool {
     device_name() == "cpu"
 }
@@ -59,8 +59,8 @@ pub fn activation() -> DType {
     }
 }
 
-/// Whether grouped GEMMs of `f32` add up in an order that depends on where the rows of a group lie:
-/// on a GPU Burn multiplies floats other than bf16 with masks over all rows.
+/// Returns true if grouped GEMMs of `f32` add up in an order that depends on where the rows of a
+/// group lie: on a GPU Burn multiplies floats other than bf16 with masks over all rows.
 pub fn float_sums_depend_on_rows() -> bool {
     device_name() == "cuda"
 }

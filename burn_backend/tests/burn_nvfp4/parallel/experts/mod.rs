@@ -38,11 +38,11 @@ struct Case {
     favourite: Option<usize>,
     /// How tokens travel.
     dispatch: ExpertDispatch,
-    /// Whether they do beside kernels.
+    /// True if they do beside kernels.
     overlap: bool,
-    /// Whether gate and up are computed again.
+    /// True if gate and up are computed again.
     recompute: bool,
-    /// Whether autodiff computes what it can again.
+    /// True if autodiff computes what it can again.
     checkpointing: bool,
 }
 
@@ -85,14 +85,14 @@ impl Case {
         ways.map(with).collect()
     }
 
-    /// Whether outputs have the bits of one rank: sums of two terms do, in `f32`, which nothing is
-    /// rounded to between.
+    /// Returns true if outputs have the bits of one rank: sums of two terms do, in `f32`, which
+    /// nothing is rounded to between.
     fn has_bits_of_one(&self) -> bool {
         let rounds = self.top_k > 2 || self.dtype != DType::F32 && self.top_k > 1;
         self.dispatch == ExpertDispatch::AllToAll || !rounds
     }
 
-    /// Whether the gradients of experts have the bits of one rank.
+    /// Returns true if the gradients of experts have the bits of one rank.
     fn has_gradients_of_one(&self) -> bool {
         let wgrad = &self.recipe.wgrad;
         let in_floats = [&wgrad.x, &wgrad.dy]

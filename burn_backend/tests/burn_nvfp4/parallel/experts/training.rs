@@ -85,7 +85,7 @@ struct Run {
 struct Groups<'a> {
     batch: &'a ProcessGroup,
     data: &'a ProcessGroup,
-    /// Whether gradients are averaged from within the backward.
+    /// True if gradients are averaged from within the backward.
     in_backward: bool,
     loss: RankLoss,
 }

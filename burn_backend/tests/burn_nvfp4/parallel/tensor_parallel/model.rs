@@ -396,7 +396,7 @@ fn head_and_loss() {
     }
 }
 
-/// Each rank normalises its tokens; the gradient of the gain is the sum over them all.
+/// Each rank normalizes its tokens; the gradient of the gain is the sum over them all.
 #[test]
 fn norm() {
     let (rows, width) = (64, 48);

@@ -80,14 +80,14 @@ struct Case {
     tp: usize,
     preset: &'static str,
     dispatch: ExpertDispatch,
-    /// Whether there is an expert of every token.
+    /// True if there is an expert of every token.
     shared: bool,
-    /// Whether the losses of the routers are part of the loss.
+    /// True if the losses of the routers are part of the loss.
     losses: bool,
 }
 
 impl Case {
-    /// Whether the forward has the bits of one device, whose tensor group sees all tokens.
+    /// Returns true if the forward has the bits of one device, whose tensor group sees all tokens.
     fn has_bits_of_one(&self) -> bool {
         self.world == self.tp
     }
