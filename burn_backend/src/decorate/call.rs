@@ -1,4 +1,4 @@
-// State of one call of a decorated layer, and state shared by all calls.
+//! State of one call of a decorated layer, and state shared by all calls.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};

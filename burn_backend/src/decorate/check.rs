@@ -1,4 +1,4 @@
-// Devices that decorated layers run on.
+//! Devices that decorated layers run on.
 
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::Device;

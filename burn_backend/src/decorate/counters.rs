@@ -1,4 +1,4 @@
-// Counters of one decorated layer.
+//! Counters of one decorated layer.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,4 @@
-// Constant tensors that stand for marked parameters and for GEMMs that are not computed.
+//! Constant tensors that stand for marked parameters and for GEMMs that are not computed.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock};

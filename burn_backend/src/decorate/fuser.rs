@@ -1,15 +1,15 @@
-// Fuser that runs the GEMMs of decorated layers.
+//! Fuser that runs the GEMMs of decorated layers.
 //!
-// Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
-// fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block entirely, at
-// the highest score, so that no other fuser gets a GEMM and no GEMM runs on its own. Blocks that
-// are claimed entirely can always be ordered, because Burn keeps them free of cycles. If a fuser
-// left the end of a block, Burn would gather the ends of several blocks into one more block; that
-// block can depend on a block that depends on it, and Burn then drops all fusion of the segment.
+//! Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
+//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block entirely, at
+//! the highest score, so that no other fuser gets a GEMM and no GEMM runs on its own. Blocks that
+//! are claimed entirely can always be ordered, because Burn keeps them free of cycles. If a fuser
+//! left the end of a block, Burn would gather the ends of several blocks into one more block; that
+//! block can depend on a block that depends on it, and Burn then drops all fusion of the segment.
 //!
-// Operations before, between and after the GEMMs go to Burn's own fusers, as they would without
-// this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all other
-// GEMMs run unfused.
+//! Operations before, between and after the GEMMs go to Burn's own fusers, as they would without
+//! this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all other
+//! GEMMs run unfused.
 
 use burn_core::backend::fusion::{
     FuserProperties, FuserStatus, NumOperations, OperationFuser,

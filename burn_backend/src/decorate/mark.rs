@@ -1,4 +1,4 @@
-// Marks on the parameters of an unmodified model.
+//! Marks on the parameters of an unmodified model.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};

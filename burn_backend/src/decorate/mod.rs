@@ -1,8 +1,8 @@
-// NVFP4 training and inference of unmodified Burn models.
+//! NVFP4 training and inference of unmodified Burn models.
 //!
-// [`decorate`] routes the `burn_nn::Linear` layers of a Burn model through NVFP4, forward and
-// backward: those of `burn_nn::MultiHeadAttention`, `TransformerEncoder`, `PositionWiseFeedForward`
-// and of user-defined modules.
+//! [`decorate`] routes the `burn_nn::Linear` layers of a Burn model through NVFP4, forward and
+//! backward: those of `burn_nn::MultiHeadAttention`, `TransformerEncoder`,
+//! `PositionWiseFeedForward` and of user-defined modules.
 //!
 //! ```no_run
 //! use burn_core::tensor::{Device, Tensor};
@@ -23,11 +23,11 @@
 //! # }
 //! ```
 //!
-// `docs/src/decorator.md` describes the mechanism, the guarantees and the refused cases. In short:
-// a reparameterization marks the weights, and a fuser registered with Burn's fusion runs the GEMMs
-// of marked weights. An observer of Burn's fusion server derives the role of each GEMM from the
-// graph, and sees whether the GEMM ran. The graph sees a marked weight as NaN, so the result of a
-// missed GEMM is NaN.
+//! `docs/src/decorator.md` describes the mechanism, the guarantees and the refused cases. In short:
+//! a reparameterization marks the weights, and a fuser registered with Burn's fusion runs the GEMMs
+//! of marked weights. An observer of Burn's fusion server derives the role of each GEMM from the
+//! graph, and sees whether the GEMM ran. The graph sees a marked weight as NaN, so the result of a
+//! missed GEMM is NaN.
 
 mod call;
 mod check;

@@ -1,7 +1,7 @@
-// Operations at the boundary of a decorated layer: they mark its parameters in the graph, and
-// replace their gradients.
+//! Operations at the boundary of a decorated layer: they mark its parameters in the graph, and
+//! replace their gradients.
 //!
-// The tracker finds the GEMMs between them, and the fuser runs them.
+//! The tracker finds the GEMMs between them, and the fuser runs them.
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Report of a decorated model: counts of the GEMMs of its layers by format.
+//! Report of a decorated model: counts of the GEMMs of its layers by format.
 
 use std::collections::BTreeMap;
 use std::fmt;

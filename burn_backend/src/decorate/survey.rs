@@ -1,4 +1,4 @@
-// Search for the linear layers of a model, and for the heads and routers among them.
+//! Search for the linear layers of a model, and for the heads and routers among them.
 
 use std::collections::HashSet;
 

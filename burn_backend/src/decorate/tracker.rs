@@ -1,11 +1,11 @@
-// Roles of GEMMs: an observer that follows marked tensors through the graph.
+//! Roles of GEMMs: an observer that follows marked tensors through the graph.
 //!
-// The fusion server shows every operation to its observers when it is registered, before any part
-// of it runs, with the ids of its tensors, which are never reused. So the role of a GEMM is known
-// exactly, not guessed from shapes or buffers: it is the forward GEMM of a call if its right
-// operand is that call's mark (or a view of it), and dgrad if its right operand is the transposed
-// mark. The same observer sees which operations ran, so a missed GEMM is noticed in the block that
-// ran it.
+//! The fusion server shows every operation to its observers when it is registered, before any part
+//! of it runs, with the ids of its tensors, which are never reused. So the role of a GEMM is known
+//! exactly, not guessed from shapes or buffers: it is the forward GEMM of a call if its right
+//! operand is that call's mark (or a view of it), and dgrad if its right operand is the transposed
+//! mark. The same observer sees which operations ran, so a missed GEMM is noticed in the block that
+//! ran it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-// Weight gradient of a call, which replaces the one that Burn computed.
+//! Weight gradient of a call, which replaces the one that Burn computed.
 
 use burn_core::backend::ops::FloatTensorOps;
 use burn_core::tensor::DType;

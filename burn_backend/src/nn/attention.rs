@@ -1,4 +1,4 @@
-// Multi-head attention.
+//! Multi-head attention.
 
 use burn_core as burn;
 

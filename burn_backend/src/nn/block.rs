@@ -1,4 +1,4 @@
-// Transformer block.
+//! Transformer block.
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Embedding layer.
+//! Embedding layer.
 
 use burn_core as burn;
 

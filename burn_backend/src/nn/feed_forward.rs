@@ -1,4 +1,4 @@
-// Feed-forward layers.
+//! Feed-forward layers.
 
 use burn_core as burn;
 

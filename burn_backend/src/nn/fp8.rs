@@ -1,4 +1,4 @@
-// Linear layer with a weight stored in FP8.
+//! Linear layer with a weight stored in FP8.
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Grouped linear layer (one matrix per expert).
+//! Grouped linear layer (one matrix per expert).
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Output head of a language model, with its loss.
+//! Output head of a language model, with its loss.
 
 use burn_core as burn;
 

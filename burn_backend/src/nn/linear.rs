@@ -1,4 +1,4 @@
-// Linear layer in NVFP4.
+//! Linear layer in NVFP4.
 
 use burn_core as burn;
 

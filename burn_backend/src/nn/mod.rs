@@ -1,18 +1,18 @@
-// Modules.
+//! Modules.
 //!
-// [`Nvfp4Linear`] is the plain layer; [`Nvfp4GroupedLinear`] is one layer per expert, all in one
-// launch. [`Nvfp4Attention`], [`Nvfp4SwiGlu`], [`Nvfp4FeedForward`], [`Nvfp4Moe`] and
-// [`Nvfp4TransformerBlock`] build on them. GEMMs with a common input are fused (queries, keys and
-// values; gate and up): the input is quantized once, and the parts of the weight share one global
-// scale. [`ExpertParallelMoe`] is the mixture of experts with its experts sharded over ranks.
+//! [`Nvfp4Linear`] is the plain layer; [`Nvfp4GroupedLinear`] is one layer per expert, all in one
+//! launch. [`Nvfp4Attention`], [`Nvfp4SwiGlu`], [`Nvfp4FeedForward`], [`Nvfp4Moe`] and
+//! [`Nvfp4TransformerBlock`] build on them. GEMMs with a common input are fused (queries, keys and
+//! values; gate and up): the input is quantized once, and the parts of the weight share one global
+//! scale. [`ExpertParallelMoe`] is the mixture of experts with its experts sharded over ranks.
 //!
-// [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are
-// stored in NVFP4. The weight of [`Fp8Linear`] is stored in FP8.
+//! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are
+//! stored in NVFP4. The weight of [`Fp8Linear`] is stored in FP8.
 //!
 //! [`tensor_parallel`] has layers whose weights are sharded over ranks.
 //!
-// [`Embedding`] and [`LmHead`] are the first and last layers of a language model, in high
-// precision.
+//! [`Embedding`] and [`LmHead`] are the first and last layers of a language model, in high
+//! precision.
 
 mod attention;
 mod block;

@@ -1,4 +1,4 @@
-// RMS and layer norms, each in one pass, and the residual stream that they add to.
+//! RMS and layer norms, each in one pass, and the residual stream that they add to.
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Weight of a layer's next forward: the whole weight or this rank's shard.
+//! Weight of a layer's next forward: the whole weight or this rank's shard.
 
 use burn_core::module::Param;
 use burn_core::tensor::Tensor;

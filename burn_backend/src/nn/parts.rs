@@ -1,4 +1,4 @@
-// Concatenation of layers into one, and the inverse, which restores their ids.
+//! Concatenation of layers into one, and the inverse, which restores their ids.
 
 use burn_core::module::{Param, ParamId};
 use burn_core::tensor::Tensor;

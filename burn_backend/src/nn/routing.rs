@@ -1,4 +1,4 @@
-// Sorting of tokens by expert, on the device.
+//! Sorting of tokens by expert, on the device.
 
 use burn_core::tensor::{Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;

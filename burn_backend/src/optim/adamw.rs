@@ -1,4 +1,4 @@
-// AdamW optimizer of a module.
+//! AdamW optimizer of a module.
 
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};

@@ -1,4 +1,4 @@
-// Clipping of gradients to a global norm, on the device.
+//! Clipping of gradients to a global norm, on the device.
 
 use burn_core::backend::{Dispatch, DispatchTensor, tensor::FloatTensor};
 use burn_core::module::{Module, ModuleVisitor, Param, ParamId};

@@ -1,4 +1,4 @@
-// Settings of AdamW, and their valid ranges.
+//! Settings of AdamW, and their valid ranges.
 
 use burn_core::module::{ParamGroup, ParamId};
 use burn_core::tensor::FloatDType;

@@ -1,4 +1,4 @@
-// AdamW as a Burn `Optimizer` of one parameter.
+//! AdamW as a Burn `Optimizer` of one parameter.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

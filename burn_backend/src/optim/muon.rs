@@ -1,9 +1,10 @@
-// Muon for matrices, and AdamW for all other parameters.
+//! Muon for matrices, and AdamW for all other parameters.
 //!
-// The update of a matrix is its orthogonalized momentum: five Newton-Schulz iterations of Jordan et
-// al., <https://kellerjordan.github.io/posts/muon/>, bring all singular values of the momentum near
-// 1. The scale factors are those of Jordan et al. and of Liu et al., "Muon is scalable for LLM
-// training" (arXiv 2502.16982).
+//! The update of a matrix is its orthogonalized momentum: five Newton-Schulz iterations of Jordan
+//! et al., <https://kellerjordan.github.io/posts/muon/>, bring all singular values of the momentum
+//! near
+//! 1. The scale factors are those of Jordan et al. and of Liu et al., "Muon is scalable for LLM
+//!    training" (arXiv 2502.16982).
 
 use std::collections::BTreeMap;
 

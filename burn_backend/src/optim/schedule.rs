@@ -1,4 +1,4 @@
-// Per-step numbers of the optimizer in device memory.
+//! Per-step numbers of the optimizer in device memory.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};

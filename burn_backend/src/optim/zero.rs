@@ -1,4 +1,4 @@
-// AdamW with sharded state (ZeRO-1).
+//! AdamW with sharded state (ZeRO-1).
 
 use std::collections::BTreeSet;
 

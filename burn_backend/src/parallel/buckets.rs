@@ -1,4 +1,4 @@
-// Buckets of gradients of a module.
+//! Buckets of gradients of a module.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-// Detection of Burn's own data parallelism on a weight.
+//! Detection of Burn's own data parallelism on a weight.
 
 use std::sync::Once;
 

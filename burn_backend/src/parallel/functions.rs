@@ -1,21 +1,21 @@
-// Differentiable collectives. Each defines an operation on a tensor in the forward and one on its
-// gradient in the backward. Megatron calls the first four f, g, g with sequence parallelism, and f
-// with sequence parallelism.
+//! Differentiable collectives. Each defines an operation on a tensor in the forward and one on its
+//! gradient in the backward. Megatron calls the first four f, g, g with sequence parallelism, and f
+//! with sequence parallelism.
 //!
 //! | function | forward | backward | between |
 //! |---|---|---|---|
-//! | [`copy`] | nothing | sum | an input that all ranks have, and layers with parts of the weights |
-//! | [`reduce`] | sum | nothing | partial sums, and an output that all ranks have |
-//! | [`reduce_scatter`] | sum, part of it | gather | partial sums, and parts of the output's rows |
-//! | [`gather_sum`] | gather | sum, part of it | parts of an input, and layers with parts of the weights |
-//! | [`gather_mean`] | gather | mean, part of it | parts of a weight, and parts of the batch |
-//! | [`gather`] | gather | part | parts, and a tensor with which all ranks do the same |
-//! | [`scatter`] | part | gather | a tensor that all ranks have, and parts of it |
-//! | [`all_reduce`] | sum | sum | shares of something in which each rank has a loss of its own |
-//! | [`all_to_all`] | rows to other ranks | rows back | tokens, and their experts |
+//! | [`copy`] | identity | sum | replicated input, sharded layers |
+//! | [`reduce`] | sum | identity | partial sums, replicated output |
+//! | [`reduce_scatter`] | reduce-scatter | gather | partial sums, output sharded by rows |
+//! | [`gather_sum`] | gather | reduce-scatter (sum) | sharded input, sharded layers |
+//! | [`gather_mean`] | gather | reduce-scatter (mean) | sharded weight, sharded batch |
+//! | [`gather`] | gather | slice | shards, a tensor that all ranks use in the same way |
+//! | [`scatter`] | slice | gather | replicated tensor, its shards |
+//! | [`all_reduce`] | sum | sum | summands, a sum from which each rank computes a separate loss |
+//! | [`all_to_all`] | rows to other ranks | rows back | tokens, their experts |
 //!
-// All functions panic if the group fails or a shape does not fit; the message names the shape. For
-// a group of one rank they return their argument.
+//! All functions panic if the group fails or a shape does not fit; the message names the shape. For
+//! a group of one rank they return their argument.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;

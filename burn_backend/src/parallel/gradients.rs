@@ -1,4 +1,4 @@
-// Gradient reduction in data parallelism.
+//! Gradient reduction in data parallelism.
 
 use std::collections::BTreeSet;
 

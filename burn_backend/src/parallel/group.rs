@@ -1,4 +1,4 @@
-// This rank's handle of a process group.
+//! This rank's handle of a process group.
 
 use std::fmt;
 use std::sync::Arc;

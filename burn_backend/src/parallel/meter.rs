@@ -1,4 +1,4 @@
-// Exposed communication: the fraction of a training step in which compute waits for collectives.
+//! Exposed communication: the fraction of a training step in which compute waits for collectives.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-// Gradients that are averaged during the backward.
+//! Gradients that are averaged during the backward.
 
 use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
 use burn_core::tensor::Tensor;

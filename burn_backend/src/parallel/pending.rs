@@ -1,4 +1,4 @@
-// Tensors that are exchanged concurrently with kernels.
+//! Tensors that are exchanged concurrently with kernels.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;

@@ -1,4 +1,4 @@
-// Quantized all-gather of the tokens of all ranks.
+//! Quantized all-gather of the tokens of all ranks.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;

@@ -1,4 +1,4 @@
-// Fully sharded parameters (FSDP).
+//! Fully sharded parameters (FSDP).
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-// Descriptions of sharded parameters and of their ranks.
+//! Descriptions of sharded parameters and of their ranks.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-// Quantization recipes: which operands are quantized, and by which rules.
+//! Quantization recipes: which operands are quantized, and by which rules.
 
 mod policy;
 mod presets;

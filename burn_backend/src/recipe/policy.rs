@@ -1,4 +1,4 @@
-// Selection of the high-precision layers by their position in the model.
+//! Selection of the high-precision layers by their position in the model.
 
 use std::collections::BTreeSet;
 

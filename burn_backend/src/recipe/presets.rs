@@ -1,4 +1,4 @@
-// Recipes by name.
+//! Recipes by name.
 
 use nvfp4_kernels::{BlockScaling, ErrorNorm, Nvfp4Error};
 

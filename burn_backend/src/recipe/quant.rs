@@ -1,4 +1,4 @@
-// Quantization of GEMM operands: format, blocks, scale factors, rounding, transform.
+//! Quantization of GEMM operands: format, blocks, scale factors, rounding, transform.
 
 use nvfp4_kernels::{
     AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Format, Hadamard, HadamardSize,

@@ -1,4 +1,4 @@
-// Layer modes, which switch the quantization of an existing model between steps.
+//! Layer modes, which switch the quantization of an existing model between steps.
 
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-// State of one layer, and enumeration of the layers of a model.
+//! State of one layer, and enumeration of the layers of a model.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

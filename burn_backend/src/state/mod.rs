@@ -1,10 +1,10 @@
-// State of NVFP4 layers, and its serialization next to a model.
+//! State of NVFP4 layers, and its serialization next to a model.
 //!
-// Burn's module records hold tensors by path, and loading refuses entries that one side lacks. A
-// layer's counter in the record would make its checkpoints differ from those of `burn_nn::Linear`.
-// Therefore the state of a layer is invisible to Burn's visitors and mappers, and [`Nvfp4State`] is
-// saved next to the record: collect it from the model when saving, and apply it to the model after
-// loading.
+//! Burn's module records hold tensors by path, and loading refuses entries that one side lacks. A
+//! layer's counter in the record would make its checkpoints differ from those of `burn_nn::Linear`.
+//! Therefore the state of a layer is invisible to Burn's visitors and mappers, and [`Nvfp4State`]
+//! is saved next to the record: collect it from the model when saving, and apply it to the model
+//! after loading.
 
 mod layer;
 mod saved;

@@ -1,4 +1,4 @@
-// Layer state that is saved next to a model's record.
+//! Layer state that is saved next to a model's record.
 
 use std::collections::BTreeMap;
 

@@ -1,10 +1,10 @@
-// All-to-all exchange of tokens with the ranks that hold their experts.
+//! All-to-all exchange of tokens with the ranks that hold their experts.
 //!
-// Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive as
-// `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
-// order in which a single rank with the tokens of all ranks, in rank order, sorts them. Each expert
-// therefore sees the same matrix as on a single rank: amax values, blocks along the tokens and sums
-// over tokens are the same.
+//! Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive
+//! as `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
+//! order in which a single rank with the tokens of all ranks, in rank order, sorts them. Each
+//! expert therefore sees the same matrix as on a single rank: amax values, blocks along the tokens
+//! and sums over tokens are the same.
 
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;

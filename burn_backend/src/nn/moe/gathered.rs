@@ -1,9 +1,9 @@
-// Exchange of tokens by an all-gather, and of expert outputs by a reduce-scatter: Megatron's
-// all-gather dispatcher.
+//! Exchange of tokens by an all-gather, and of expert outputs by a reduce-scatter: Megatron's
+//! all-gather dispatcher.
 //!
-// Each rank has the tokens and choices of all ranks of the group, in rank order, as a single rank
-// with all of them would have. It sorts the choices as that rank does, and keeps the rows of its
-// own experts. No shape depends on the number of those rows, and the host reads nothing.
+//! Each rank has the tokens and choices of all ranks of the group, in rank order, as a single rank
+//! with all of them would have. It sorts the choices as that rank does, and keeps the rows of its
+//! own experts. No shape depends on the number of those rows, and the host reads nothing.
 
 use burn_core::tensor::{Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;

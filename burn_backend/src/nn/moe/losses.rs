@@ -1,4 +1,4 @@
-// Router losses for the tokens of several ranks.
+//! Router losses for the tokens of several ranks.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{Int, Tensor};

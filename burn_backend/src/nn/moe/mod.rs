@@ -1,4 +1,4 @@
-// Mixture of experts.
+//! Mixture of experts.
 
 mod exchange;
 mod gathered;

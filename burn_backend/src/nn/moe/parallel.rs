@@ -1,4 +1,4 @@
-// Expert parallelism: a mixture whose experts are sharded over ranks.
+//! Expert parallelism: a mixture whose experts are sharded over ranks.
 
 use burn_core as burn;
 

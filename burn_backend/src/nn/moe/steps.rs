@@ -1,4 +1,4 @@
-// Steps of a mixture that do not depend on the placement of its experts.
+//! Steps of a mixture that do not depend on the placement of its experts.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};

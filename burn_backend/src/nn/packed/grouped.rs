@@ -1,4 +1,4 @@
-// Grouped linear layer with packed weights.
+//! Grouped linear layer with packed weights.
 
 use burn_core as burn;
 

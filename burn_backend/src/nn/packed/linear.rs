@@ -1,4 +1,4 @@
-// Linear layer with a packed weight.
+//! Linear layer with a packed weight.
 
 use burn_core as burn;
 

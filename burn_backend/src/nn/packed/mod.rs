@@ -1,10 +1,11 @@
-// Layers whose weights are stored in NVFP4, without a high-precision copy: for inference, or as
-// frozen layers in training.
+//! Layers whose weights are stored in NVFP4, without a high-precision copy: for inference, or as
+//! frozen layers in training.
 //!
-// [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer with one such
-// weight, and [`Nvfp4PackedGroupedLinear`] has one per expert. [`Activations`] sets whether the
-// input is quantized too. Both can be created from the bytes of a checkpoint, or from trained
-// layers, with the same results. [`NormLinear`] fuses a norm with the linear layer that follows it.
+//! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer with one
+//! such weight, and [`Nvfp4PackedGroupedLinear`] has one per expert. [`Activations`] sets whether
+//! the input is quantized too. Both can be created from the bytes of a checkpoint, or from trained
+//! layers, with the same results. [`NormLinear`] fuses a norm with the linear layer that follows
+//! it.
 
 mod grouped;
 mod linear;

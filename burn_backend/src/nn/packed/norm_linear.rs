@@ -1,4 +1,4 @@
-// Fused RMSNorm and packed linear layer.
+//! Fused RMSNorm and packed linear layer.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};

@@ -1,7 +1,7 @@
-// Block scales of packed weights, row-major or in 128x4 tiles.
+//! Block scales of packed weights, row-major or in 128x4 tiles.
 //!
-// Backend-independent operations convert between the two layouts, once when a layer is created,
-// loaded or saved.
+//! Backend-independent operations convert between the two layouts, once when a layer is created,
+//! loaded or saved.
 
 use burn_core::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,

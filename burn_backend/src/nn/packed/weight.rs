@@ -1,4 +1,4 @@
-// Codes and scales of a packed weight, as module state.
+//! Codes and scales of a packed weight, as module state.
 
 use burn_core as burn;
 

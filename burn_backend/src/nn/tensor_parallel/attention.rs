@@ -1,4 +1,4 @@
-// Tensor-parallel attention.
+//! Tensor-parallel attention.
 
 use burn_core as burn;
 

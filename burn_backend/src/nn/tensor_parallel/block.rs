@@ -1,4 +1,4 @@
-// Tensor-parallel transformer block.
+//! Tensor-parallel transformer block.
 
 use burn_core as burn;
 

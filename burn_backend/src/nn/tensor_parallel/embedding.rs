@@ -1,4 +1,4 @@
-// Vocabulary-parallel embedding.
+//! Vocabulary-parallel embedding.
 
 use burn_core as burn;
 

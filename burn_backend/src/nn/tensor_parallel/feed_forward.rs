@@ -1,4 +1,4 @@
-// Tensor-parallel SwiGLU feed-forward.
+//! Tensor-parallel SwiGLU feed-forward.
 
 use burn_core as burn;
 

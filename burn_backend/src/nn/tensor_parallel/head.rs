@@ -1,4 +1,4 @@
-// Vocabulary-parallel output head, with its loss.
+//! Vocabulary-parallel output head, with its loss.
 
 use burn_core as burn;
 

@@ -1,4 +1,4 @@
-// Tensor-parallel linear layers.
+//! Tensor-parallel linear layers.
 
 use burn_core as burn;
 

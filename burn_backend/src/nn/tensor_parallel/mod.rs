@@ -1,27 +1,27 @@
-// Tensor parallelism: layers whose weights are sharded over the ranks of a group.
+//! Tensor parallelism: layers whose weights are sharded over the ranks of a group.
 //!
-// [`ColumnParallelLinear`] shards the output features, [`RowParallelLinear`] the input features.
-// Between the two, activations are sharded too and need no communication: such a pair communicates
-// once before the first and once after the second layer. With sequence parallelism the activations
-// before and after the pair, on which norms and residual additions operate, are sharded by tokens.
+//! [`ColumnParallelLinear`] shards the output features, [`RowParallelLinear`] the input features.
+//! Between the two, activations are sharded too and need no communication: such a pair communicates
+//! once before the first and once after the second layer. With sequence parallelism the activations
+//! before and after the pair, on which norms and residual additions operate, are sharded by tokens.
 //!
-// [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs. [`TensorParallelBlock`]
-// has one of each, or a [`TensorParallelMoe`] as its feed-forward, which has whole experts on each
-// rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are the first and last layers of a
-// language model; [`SequenceParallelRmsNorm`] is the norm between layers.
+//! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs. [`TensorParallelBlock`]
+//! has one of each, or a [`TensorParallelMoe`] as its feed-forward, which has whole experts on each
+//! rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are the first and last layers of a
+//! language model; [`SequenceParallelRmsNorm`] is the norm between layers.
 //!
-// Every rank must build its layers from its own identical copy of the unsharded layers
-// ([`Nvfp4Linear`] and others): clones of a module of another rank would share its state and its
-// autodiff nodes. All ranks must call the same layers in the same order.
+//! Every rank must build its layers from its own identical copy of the unsharded layers
+//! ([`Nvfp4Linear`] and others): clones of a module of another rank would share its state and its
+//! autodiff nodes. All ranks must call the same layers in the same order.
 //!
 //! # Bits
-// By default, ranks quantize with the amax of the group, and each block draws the random bits of
-// its position in the unsharded operand. Every quantized operand therefore has the bits of one
-// device, as do the GEMMs whose K dimension is not sharded. GEMMs with a sharded K dimension (the
-// output of a row-parallel layer, the input gradient of a column-parallel one) are summed over the
-// ranks, in the dtype of the activations and in rank order, which differs from the order on one
-// device. [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that
-// all outputs and gradients have the bits of one device.
+//! By default, ranks quantize with the amax of the group, and each block draws the random bits of
+//! its position in the unsharded operand. Every quantized operand therefore has the bits of one
+//! device, as do the GEMMs whose K dimension is not sharded. GEMMs with a sharded K dimension (the
+//! output of a row-parallel layer, the input gradient of a column-parallel one) are summed over the
+//! ranks, in the dtype of the activations and in rank order, which differs from the order on one
+//! device. [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that
+//! all outputs and gradients have the bits of one device.
 //!
 //! [`Nvfp4Linear`]: crate::Nvfp4Linear
 

@@ -1,4 +1,4 @@
-// Mixture of experts under tensor parallelism.
+//! Mixture of experts under tensor parallelism.
 
 use burn_core as burn;
 

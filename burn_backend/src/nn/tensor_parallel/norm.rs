@@ -1,4 +1,4 @@
-// RMSNorm of a rank's tokens.
+//! RMSNorm of a rank's tokens.
 
 use burn_core as burn;
 
