@@ -1,4 +1,4 @@
-//! The side of a rank.
+//! Client side of the store, for each rank.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -12,12 +12,12 @@ use crate::error::{Failure, ParallelError, Result};
 use crate::token::Token;
 use crate::wire::{read_frame, write_frame};
 
-/// How long the store may take for an answer, beside what it is asked to wait.
+/// Maximum response time of the store, in addition to a requested wait.
 const ANSWER: Duration = Duration::from_secs(10);
-/// Between two attempts to connect.
+/// Interval between attempts to connect.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// A connection to the store of a run.
+/// Connection to the store of a run.
 #[derive(Debug)]
 pub struct StoreClient {
     stream: Mutex<TcpStream>,
@@ -26,10 +26,10 @@ pub struct StoreClient {
 }
 
 impl StoreClient {
-    /// Connects as `rank`. The store need not listen yet: for `patience`, the attempt is repeated.
+    /// Connects as `rank`. The store need not listen yet: the attempt is repeated for `patience`.
     ///
     /// # Errors
-    /// Returns an error if nobody listens in time, or the token is another.
+    /// Returns an error if no store listens in time, or the token differs.
     pub fn connect(
         address: SocketAddr,
         token: &Token,
@@ -49,7 +49,7 @@ impl StoreClient {
                         local,
                     });
                 }
-                // Who refuses the token will do so again.
+                // A peer that refuses the token will do so again.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed(error));
                 }
@@ -59,7 +59,7 @@ impl StoreClient {
         }
     }
 
-    /// Address of this machine in the network of the store.
+    /// Returns the address of this machine in the network of the store.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
     }
@@ -112,7 +112,7 @@ impl StoreClient {
         }
     }
 
-    /// The value of `key`, if it is set.
+    /// Returns the value of `key`, if it is set.
     ///
     /// # Errors
     /// Returns an error if the store is gone or the run was ended.
@@ -125,8 +125,8 @@ impl StoreClient {
         }
     }
 
-    /// The value of `key`, as soon as it is set; none when that is not within `patience`. Other
-    /// requests of this connection wait for this one.
+    /// Waits until `key` is set, and returns its value, or `None` after `patience`. Other requests
+    /// of this connection wait for this one.
     ///
     /// # Errors
     /// Returns an error if the store is gone or the run was ended.
@@ -140,7 +140,7 @@ impl StoreClient {
         }
     }
 
-    /// Adds `amount` to the counter `key`, which begins at zero; its new value.
+    /// Adds `amount` to the counter `key`, which begins at zero, and returns its new value.
     ///
     /// # Errors
     /// Returns an error if it overflows, the store is full or gone, or the run was ended.
@@ -153,11 +153,11 @@ impl StoreClient {
         }
     }
 
-    /// Waits until `count` ranks have called this with the same `name`, which is used once.
+    /// Waits until `count` ranks have called this with the same `name`, which must not be reused.
     ///
     /// # Errors
-    /// Returns an error if they have not within `patience`, the store is gone, or the run was
-    /// ended.
+    /// Returns an error if not all ranks have called it within `patience`, the store is gone, or
+    /// the run was ended.
     pub fn barrier(&self, name: &str, count: usize, patience: Duration) -> Result<()> {
         let arrived = self.add(&format!("barrier/{name}"), 1)?;
         let open = format!("barrier/{name}/open");
