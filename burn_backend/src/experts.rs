@@ -313,7 +313,7 @@ pub(crate) struct SortedChoices {
 pub(crate) struct ChoiceWindow {
     /// Offsets of the choices of each of these experts among the positions of all choices.
     pub experts: ExpertOffsets,
-    /// Number of choices of earlier experts, as in [`RowGroups::Window`].
+    /// Extent of the choices of earlier experts, as in [`RowGroups::Window`].
     pub earlier: Tensor<1, Int>,
     /// Number of choices per expert, for all experts, `i32[experts]`.
     pub counts: Tensor<1, Int>,

@@ -52,7 +52,7 @@
 //! | GEMM | operands | rounding |
 //! |---|---|---|
 //! | `y = Q(x) Q(w)` | `x` in 1x16 blocks, `w` in 16x16 tiles | nearest |
-//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the same `Q(w)` rowwise | stochastic for `dy` |
+//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the same `Q(w)` row-wise | stochastic for `dy` |
 //! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens | stochastic for `dy` |
 //!
 //! `H` is the random Hadamard transform along the tokens. In the last row `x` is rounded to

@@ -122,7 +122,7 @@ impl Interface {
     fn load(names: &[&str]) -> Result<Self> {
         let mut reasons = Vec::new();
         for name in names {
-            // SAFETY: loading runs the library's initialisers, which are NVIDIA's.
+            // SAFETY: loading runs the library's initializers, which are NVIDIA's.
             match unsafe { Library::new(*name) } {
                 Ok(library) => {
                     let interface = Self::of(library).map_err(|reason| missing(name, reason))?;
@@ -219,7 +219,7 @@ pub struct Communicator {
 }
 
 // SAFETY: NCCL allows calls from any thread, one at a time for a communicator; queueing takes
-// `&mut self`, and aborting and polling while another thread queues is what they are for.
+// `&mut self`, and aborting and polling are designed to run while another thread queues.
 unsafe impl Send for Communicator {}
 
 impl Communicator {

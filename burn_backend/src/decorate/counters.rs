@@ -67,7 +67,7 @@ impl fmt::Display for GemmFormat {
     }
 }
 
-/// Number of GEMMs of one role that ran in one layer.
+/// GEMM counts of one layer in one role.
 #[derive(Debug, Default)]
 pub(super) struct RoleCounters {
     ran: [AtomicU64; GemmFormat::ALL.len()],

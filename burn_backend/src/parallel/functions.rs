@@ -150,7 +150,7 @@ pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<
 /// all received rows in rank order. Gradients are sent back the same way.
 ///
 /// # Panics
-/// Also if the counts do not match `x`, the number of ranks or the counts of another rank.
+/// If the counts do not match `x`, the number of ranks or the counts of another rank.
 pub fn all_to_all<const D: usize>(
     x: Tensor<D>,
     send: &[usize],

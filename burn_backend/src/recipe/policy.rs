@@ -72,8 +72,8 @@ impl LayerPolicy {
         }
         let last = match last {
             Count::Exactly(last) => last,
-            // The subtraction keeps the rounding error of a product such as 0.15 · 20 from rounding
-            // 3 up to 4.
+            // Keeps the rounding error of a multiplication such as 0.15 · 20 from rounding 3 up to
+            // 4.
             Count::Share(share) => (share * blocks.len() as f64 - 1e-9).ceil() as usize,
         };
         let kept: BTreeSet<u64> = blocks

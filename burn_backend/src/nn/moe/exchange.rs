@@ -183,8 +183,9 @@ impl ExpertExchange {
         Pending::begin(results, steps, &self.group, overlaps)
     }
 
-    /// The step is skipped only for a single rank, independently of the data: ranks with different
-    /// graphs would run their exchanges in different orders in the backward.
+    /// Permutes rows by `index`. The step is skipped only for a single rank, independently of the
+    /// data: ranks with different graphs would run their exchanges in different orders in the
+    /// backward.
     fn permute(&self, x: Tensor<2>, index: &Tensor<1, Int>, inverse: &Tensor<1, Int>) -> Tensor<2> {
         if self.group.size() == 1 {
             return x;

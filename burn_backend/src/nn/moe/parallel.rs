@@ -19,7 +19,7 @@ use crate::functions::or_panic;
 use crate::parallel::{Overlap, ProcessGroup, broadcast, whole_dims};
 
 /// Dispatch mode of the tokens to the ranks of their experts and of the results back. Which
-/// exchanges can overlap with kernels [depends on it](ExpertParallelMoe#beside-kernels).
+/// exchanges can overlap with kernels [depends on it](ExpertParallelMoe#overlap-with-kernels).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertDispatch {
     /// All-to-all with unequal counts, in both directions: each choice of an expert is sent once.
@@ -69,7 +69,7 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 /// All ranks must run the same operations in the same order, forward and backward. If one rank uses
 /// a loss of [`MoeOutput`], all must.
 ///
-/// # Beside kernels
+/// # Overlap with kernels
 ///
 /// If the group [requests overlap](crate::parallel::Overlap), or with
 /// [`with_overlap`](Self::with_overlap), exchanges run concurrently with kernels, on a second
@@ -256,9 +256,10 @@ impl ExpertParallelMoe {
         self.dispatch
     }
 
-    /// Sets whether exchanges of tokens and results [overlap with kernels](Self#beside-kernels) or
-    /// are serialized with them; all ranks must choose the same. The default is the [setting of the
-    /// group](ProcessGroup::overlap). Outputs and gradients have the same bits.
+    /// Sets whether exchanges of tokens and results [overlap with
+    /// kernels](Self#overlap-with-kernels) or are serialized with them; all ranks must choose the
+    /// same. The default is the [setting of the group](ProcessGroup::overlap). Outputs and
+    /// gradients have the same bits.
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
         self

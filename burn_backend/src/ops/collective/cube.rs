@@ -182,7 +182,7 @@ mod nccl {
             return Ok(());
         }
         let queued: Vec<_> = calls.iter().map(|own| (own.call, own.addresses)).collect();
-        // SAFETY: as of `Work::queue`; `calls` has the inputs, and whoever joins the outputs.
+        // SAFETY: as for `Work::queue`; `calls` holds the inputs, and the joiner holds the outputs.
         let queued = unsafe { link.communicator().queue_all(&queued, place.stream) };
         queued.map_err(|error| error.to_string())
     }

@@ -21,7 +21,7 @@ impl NormLinearOps for CubeBackend {
         bias: MaybeTensor<Self>,
         spec: NormLinearSpec,
     ) -> NormLinearResult<Self> {
-        // The fused kernel for small M supports only this dtype.
+        // The fused kernel for small M supports only bf16.
         if x.dtype != DType::BF16 {
             return separate::<Self>(x, residual, gain, w, bias, spec);
         }

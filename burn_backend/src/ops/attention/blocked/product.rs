@@ -41,11 +41,12 @@ fn add_tile<const R: usize>(
     assert!((first + R - 1) * a.row_stride + last * a.step < a.values.len());
     assert!(last * b.pitch + column + COLUMNS <= b.values.len());
     for k in ks {
-        // SAFETY: `k` is at most `last`, with which the right operand holds so many elements.
+        // SAFETY: `k` is at most `last`, for which the right operand was checked to hold the
+        // elements.
         let b: &[f32; COLUMNS] = unsafe { &*b.values.as_ptr().add(k * b.pitch + column).cast() };
         for (r, sums) in sums.iter_mut().enumerate() {
             let at = (first + r) * a.row_stride + k * a.step;
-            // SAFETY: neither `r` nor `k` is larger than those for which the left operand was found
+            // SAFETY: neither `r` nor `k` exceeds the values for which the left operand was checked
             // to hold the element.
             let a = unsafe { *a.values.get_unchecked(at) };
             for (sum, b) in sums.iter_mut().zip(b) {
