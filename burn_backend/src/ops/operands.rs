@@ -341,8 +341,7 @@ fn values<B: Nvfp4KernelOps>(
     }
 }
 
-/// Flattens a stack to one matrix whose K dimension is along the rows: the rows of the matrices, or
-/// of the transposed matrices.
+/// Flattens a stack to one K-major matrix: the rows of the matrices, or of the transposed matrices.
 fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
     let w = match usage {
         Usage::Rowwise => w,

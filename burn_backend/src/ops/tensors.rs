@@ -279,16 +279,16 @@ pub struct BothStorages<B: Backend> {
     pub unscaled: QuantizedMatrix<B>,
 }
 
-/// Operand of a GEMM, in any format: `outer` stored rows along the K dimension, unless a variant
+/// Operand of a GEMM, in any format: `outer` stored rows of K elements each, unless a variant
 /// states otherwise.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
     Quantized(#[extension_type] QuantizedMatrix<B>),
-    /// Packed NVFP4 matrix, or a stack of them, whose K dimension is across the stored rows
-    /// (MN-major). Only as `b` of a GEMM that is not K-grouped: the weight of a layer, stored as
-    /// its forward reads it, in dgrad. It must not be transformed or have an amax per stored row.
+    /// MN-major packed NVFP4 matrix, or a stack of them: each stored row is one index of K. Only as
+    /// `b` of a GEMM that is not K-grouped: the weight of a layer, stored as its forward reads it,
+    /// in dgrad. It must not be transformed or have an amax per stored row.
     QuantizedMnMajor(#[extension_type] QuantizedMatrix<B>),
     /// Unquantized matrix, with the K dimension along this axis; for a stack of weights, the
     /// matrices stacked along the rows, each with its K dimension along this axis.

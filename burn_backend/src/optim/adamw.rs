@@ -452,7 +452,7 @@ struct Taken {
     amax: Option<(usize, usize)>,
     /// Autodiff state of the parameter.
     tracked: Tracking,
-    /// Of type `ParamMapper<Tensor<D>>`.
+    /// A `ParamMapper<Tensor<D>>`.
     mapper: Box<dyn Any>,
 }
 

@@ -169,8 +169,8 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
 pub(super) enum DeviceOperand {
     /// NVFP4 or MXFP8 operand; the flag is true if each group has its own amax.
     Quantized(Box<DeviceQuantized>, bool),
-    /// NVFP4 operand whose K dimension is along its stored rows; the flag is true if each group has
-    /// its own amax.
+    /// MN-major NVFP4 operand: each stored row is one index of K. The flag is true if each group
+    /// has its own amax.
     QuantizedMnMajor(Box<DeviceQuantized>, bool),
     /// bf16 operand whose K dimension is along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),

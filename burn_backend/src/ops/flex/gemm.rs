@@ -115,7 +115,7 @@ enum Elements {
         scales: FlexTensor,
         layout: Layout,
     },
-    /// Packed matrix whose K dimension is along its stored rows.
+    /// MN-major packed matrix: each stored row is one index of K.
     PackedMnMajor {
         codes: FlexTensor,
         scales: FlexTensor,
@@ -204,7 +204,7 @@ impl StoredOperand {
         }
     }
 
-    /// Converts a packed NVFP4 matrix whose K dimension is along its stored rows.
+    /// Converts an MN-major packed NVFP4 matrix: each stored row is one index of K.
     fn mn_major(quantized: QuantizedMatrix<Flex>) -> Self {
         let layout = quantized.layout;
         let is_taken = layout.format == Format::Nvfp4
@@ -271,8 +271,8 @@ impl StoredOperand {
     }
 }
 
-/// Returns some rows along K, in `f32`, of a packed matrix whose K dimension is along its stored
-/// rows: decodes the blocks of each stored row that contain them.
+/// Returns some output rows of an MN-major packed matrix, in `f32`, K-major: decodes the blocks of
+/// each stored row that contain them.
 fn mn_major_rows(
     codes: &FlexTensor,
     scales: &FlexTensor,

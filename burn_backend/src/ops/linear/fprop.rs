@@ -50,7 +50,8 @@ impl<B: Nvfp4KernelOps> Fprop<B> {
         }
     }
 
-    /// Gathers the weight if it is missing; also returns the operand if it was gathered.
+    /// Gathers the weight if it is missing. Also returns its operand if the weight can be gathered
+    /// again.
     pub(super) fn gathered(mut self) -> (Self, Option<Operand<B>>) {
         let FpropWeight::Gathered { .. } = &self.w else {
             return (self, None);

@@ -267,7 +267,7 @@ fn in_the_type_of_activations() {
     }
 }
 
-/// Of four ranks, pairs have different experts; the two ranks with the same experts shard these.
+/// Four ranks in pairs with different experts; the two ranks with the same experts shard these.
 #[test]
 fn with_experts_of_other_ranks() {
     skip_where_small_only!();
