@@ -14,6 +14,7 @@
 //! | [`all_reduce`] | sum | sum | summands, a sum from which each rank computes a separate loss |
 //! | [`all_to_all`] | rows to other ranks | rows back | tokens, their experts |
 //!
+//! # Panics
 //! All functions panic if the group fails or a shape does not fit; the message names the shape. For
 //! a group of one rank they return their argument.
 
