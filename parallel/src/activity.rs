@@ -1,8 +1,10 @@
 //! Current activity of a process, for the watchdog.
 
+use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::error::Result;
 use crate::meter::Meter;
 
 /// Activity of a rank at one point in time.
@@ -28,10 +30,23 @@ struct State {
     since: Instant,
 }
 
+/// Check that the watchdog runs at each heartbeat.
+type Probe = Box<dyn Fn() -> Result<()> + Send>;
+
+#[derive(Default)]
+struct Probes(Mutex<Vec<Probe>>);
+
+impl fmt::Debug for Probes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Probes")
+    }
+}
+
 /// Activity of this rank, shared by its groups and its watchdog.
 #[derive(Debug, Clone)]
 pub(crate) struct Activity {
     state: Arc<Mutex<State>>,
+    probes: Arc<Probes>,
     meter: Meter,
 }
 
@@ -44,6 +59,7 @@ impl Activity {
                 call: None,
                 since: Instant::now(),
             })),
+            probes: Arc::default(),
             meter: Meter::default(),
         }
     }
@@ -64,6 +80,23 @@ impl Activity {
             state.label = text.into();
             state.since = Instant::now();
         });
+    }
+
+    /// Registers `probe`, which the watchdog calls at each heartbeat.
+    pub fn watch(&self, probe: impl Fn() -> Result<()> + Send + 'static) {
+        let probes = self.probes.0.lock();
+        let mut probes = probes.unwrap_or_else(|held| held.into_inner());
+        probes.push(Box::new(probe));
+    }
+
+    /// Calls all probes.
+    ///
+    /// # Errors
+    /// Returns the first error of a probe.
+    pub fn probe(&self) -> Result<()> {
+        let probes = self.probes.0.lock();
+        let probes = probes.unwrap_or_else(|held| held.into_inner());
+        probes.iter().try_for_each(|probe| probe())
     }
 
     /// Enters `call`, over host memory, until the result is dropped.

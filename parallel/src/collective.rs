@@ -181,6 +181,12 @@ impl HostGroup {
         self.activity.label(doing);
     }
 
+    /// Registers `probe`, which the watchdog calls every half second in its thread. The first error
+    /// ends the run on all ranks, and names this rank and the error.
+    pub fn watch(&self, probe: impl Fn() -> Result<()> + Send + 'static) {
+        self.activity.watch(probe);
+    }
+
     /// Returns the meter of this rank's collectives, in this group and all others.
     pub fn meter(&self) -> &Meter {
         self.activity.meter()

@@ -62,7 +62,7 @@ macro_rules! interface {
         struct Interface {
             $($field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
             /// Never unloaded.
-            _library: Library,
+            _library: Option<Library>,
         }
 
         impl Interface {
@@ -78,8 +78,27 @@ macro_rules! interface {
                                 let name = String::from_utf8_lossy($name);
                                 format!("it has no {name}: {error}")
                             })?,)*
-                        _library: library,
+                        _library: Some(library),
                     })
+                }
+            }
+
+            /// An interface whose functions must not be called.
+            #[cfg(test)]
+            fn without_library() -> Self {
+                extern "C" fn absent() {
+                    unreachable!("a function of NCCL that the test has not replaced");
+                }
+                // SAFETY: function pointers are of one size; the function takes no argument and
+                // never returns.
+                unsafe {
+                    Self {
+                        $($field: std::mem::transmute::<
+                            extern "C" fn(),
+                            unsafe extern "C" fn($($argument),*) $(-> $result)?,
+                        >(absent),)*
+                        _library: None,
+                    }
                 }
             }
         }
@@ -91,7 +110,6 @@ interface! {
     error_text = b"ncclGetErrorString": fn(Status) -> *const c_char;
     unique_id = b"ncclGetUniqueId": fn(*mut UniqueId) -> Status;
     init = b"ncclCommInitRank": fn(*mut Handle, c_int, UniqueId, c_int) -> Status;
-    abort = b"ncclCommAbort": fn(Handle) -> Status;
     async_error = b"ncclCommGetAsyncError": fn(Handle, *mut Status) -> Status;
     all_reduce = b"ncclAllReduce":
         fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Stream) -> Status;
@@ -205,8 +223,8 @@ pub struct Counts<'a> {
     pub receive: &'a [usize],
 }
 
-/// Handle of a communicator. One thread queues operations; any thread may poll it for errors and
-/// abort it.
+/// Handle of a communicator. One thread queues operations. The watchdog polls for errors of
+/// operations on the device, and ends the run at the first one.
 ///
 /// Dropping it frees nothing: `ncclCommDestroy` waits for the other ranks, which may have ended, or
 /// may wait for this one elsewhere. Its memory is freed when the process ends.
@@ -218,8 +236,32 @@ pub struct Communicator {
     activity: Activity,
 }
 
+/// Communicator for polling by the watchdog.
+struct Watched {
+    interface: &'static Interface,
+    handle: Handle,
+}
+
+// SAFETY: `ncclCommGetAsyncError` may be called while another thread queues.
+unsafe impl Send for Watched {}
+
+impl Watched {
+    /// Returns the error of an operation that was queued earlier: another rank is gone, the network
+    /// or the device has failed.
+    fn check(&self) -> Result<()> {
+        let mut state = SUCCESS;
+        // SAFETY: the result is written to a local; communicators are never freed.
+        let status = unsafe { (self.interface.async_error)(self.handle, &mut state) };
+        self.interface.check("ncclCommGetAsyncError", status)?;
+        match state {
+            IN_PROGRESS => Ok(()),
+            state => self.interface.check("an operation of NCCL", state),
+        }
+    }
+}
+
 // SAFETY: NCCL allows calls from any thread, one at a time for a communicator; queueing takes
-// `&mut self`, and aborting and polling are designed to run while another thread queues.
+// `&mut self`.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
@@ -244,6 +286,8 @@ impl Communicator {
         let status = unsafe { (interface.init)(&mut handle, size as c_int, id, rank as c_int) };
         interface.check("ncclCommInitRank", status)?;
         drop(inside);
+        let watched = Watched { interface, handle };
+        activity.watch(move || watched.check());
         Ok(Self {
             interface,
             handle,
@@ -410,31 +454,6 @@ impl Communicator {
         })
     }
 
-    /// Returns an error if an operation that was queued earlier has failed.
-    ///
-    /// # Errors
-    /// Returns the library's error: another rank is gone, a network failure, or a device failure.
-    pub fn poll(&self) -> Result<()> {
-        let mut state = SUCCESS;
-        // SAFETY: the result is written to a local; the communicator is alive.
-        let status = unsafe { (self.interface.async_error)(self.handle, &mut state) };
-        self.interface.check("ncclCommGetAsyncError", status)?;
-        match state {
-            IN_PROGRESS => Ok(()),
-            state => self.interface.check("an operation of NCCL", state),
-        }
-    }
-
-    /// Ends the operations that wait on the device, so that the process can continue.
-    ///
-    /// # Errors
-    /// Returns an error if the library fails.
-    pub fn abort(self) -> Result<()> {
-        // SAFETY: the communicator is alive, and not used afterwards.
-        let status = unsafe { (self.interface.abort)(self.handle) };
-        self.interface.check("ncclCommAbort", status)
-    }
-
     fn refuse(&self, call: &Call, argument: &'static str, found: String) -> ParallelError {
         let expected = match argument {
             "reduction" => "sum, max or min of integers".into(),
@@ -474,5 +493,44 @@ mod tests {
         let error = Interface::load(&["libc.so.6"]).err().unwrap().to_string();
         assert!(error.contains("it has no ncclGetVersion"), "{error}");
         assert!(error.contains("libc.so.6"), "{error}");
+    }
+    /// An error that NCCL reports after an operation was queued ends the run: the watchdog's probe
+    /// returns it in the library's words.
+    #[test]
+    fn errors_of_the_device_are_seen() {
+        const REMOTE_ERROR: Status = 6;
+        extern "C" fn text(status: Status) -> *const c_char {
+            match status {
+                REMOTE_ERROR => c"remote process exited or there was a network error".as_ptr(),
+                _ => c"another error".as_ptr(),
+            }
+        }
+        // The handle is the state that the library would report.
+        unsafe extern "C" fn state(handle: Handle, state: *mut Status) -> Status {
+            // SAFETY: the test passes a local as the handle.
+            unsafe { *state = *handle.cast::<Status>() };
+            SUCCESS
+        }
+        let interface = Interface {
+            error_text: text,
+            async_error: state,
+            ..Interface::without_library()
+        };
+        let interface = Box::leak(Box::new(interface));
+        let activity = Activity::new();
+        let reported = Box::leak(Box::new(SUCCESS));
+        let handle: Handle = std::ptr::from_mut(reported).cast();
+        let watched = Watched { interface, handle };
+        activity.watch(move || watched.check());
+        let report = |status: Status| {
+            // SAFETY: the probe reads it on this thread.
+            unsafe { *handle.cast::<Status>() = status };
+            activity.probe()
+        };
+        assert_eq!(report(SUCCESS), Ok(()));
+        assert_eq!(report(IN_PROGRESS), Ok(()));
+        let error = report(REMOTE_ERROR).unwrap_err().to_string();
+        assert!(error.contains("an operation of NCCL"), "{error}");
+        assert!(error.contains("remote process exited"), "{error}");
     }
 }

@@ -22,10 +22,11 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog. `on_failure` is called once, in its thread, when the run was ended or
-    /// the store is gone.
+    /// Starts the thread of `rank`. It calls `on_failure` once: if the run was ended, the store is
+    /// gone, or a probe of `activity` fails, which ends the run on all ranks.
     pub fn start(
         client: StoreClient,
+        rank: usize,
         activity: Activity,
         on_failure: impl FnOnce(&Failure) + Send + 'static,
     ) -> Result<Self> {
@@ -46,6 +47,16 @@ impl Watchdog {
                     Err(RecvTimeoutError::Timeout) => {}
                 }
                 if let Err(failure) = beat(&client, &activity) {
+                    break failure;
+                }
+                if let Err(error) = activity.probe() {
+                    let failure = Failure {
+                        rank,
+                        doing: activity.snapshot().doing,
+                        reason: format!("failed: {error}"),
+                    };
+                    // If the store is gone, so is the run.
+                    let _ = client.abort(failure.clone());
                     break failure;
                 }
             };

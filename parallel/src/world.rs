@@ -108,7 +108,7 @@ impl World {
             settings.operation,
             activity.clone(),
         );
-        let watchdog = Watchdog::start(connect()?, activity, move |failure| {
+        let watchdog = Watchdog::start(connect()?, rank, activity, move |failure| {
             mesh.inbox().abort(failure);
             // The owner of a device's memory may be waiting for the device.
             drop(mesh);

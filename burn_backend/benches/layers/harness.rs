@@ -185,7 +185,7 @@ fn device_name(name: &str) -> String {
         "cuda" => {
             use nvfp4_kernels::capabilities::Capabilities;
             let client = nvfp4_kernels::cubecl::Device::Cuda(Default::default()).client();
-            Capabilities::of(&client).device
+            Capabilities::of(&client).device.clone()
         }
         other => other.into(),
     }

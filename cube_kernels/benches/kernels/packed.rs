@@ -1,4 +1,4 @@
-//! Kernels whose input is packed already, and MS-EDEN, which takes both.
+//! Kernels with packed inputs, and MS-EDEN with both kinds of input.
 
 use cubecl::server::Handle;
 use nvfp4_kernels::{
@@ -65,7 +65,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             });
         }
     }
-    // As the backward makes the left operand of a weight gradient, for either GEMM of bf16.
+    // As the backward makes the left operand of a weight gradient, for either bf16 GEMM.
     let (from, packed) = &quantized[0];
     let forms = [
         ("unscaled bf16", EdenForm::Bf16Unscaled),
@@ -92,7 +92,8 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// What the backward pass makes of tokens in groups, with `amax` for each: along the tokens.
+/// Times the quantization of tokens in groups in the backward, with one `amax` per group: along the
+/// tokens.
 pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax: &Handle) {
     let client = section.client();
     let n = inputs.elements();
@@ -144,8 +145,8 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
     );
 }
 
-/// MS-EDEN of `source(i)` along `usage`, and its maxima, of which those of the values before the
-/// transform are about as large. `bytes` are read and written.
+/// Times MS-EDEN of `source(i)` along `usage`, and its amax; the amax before the transform is about
+/// as large. `bytes` are read and written.
 fn eden<'a>(
     section: &mut Section<'_>,
     name: &str,

@@ -1,4 +1,4 @@
-//! The operation before a GEMM, fused with quantization and as an operation of its own.
+//! The operation before a GEMM, fused with quantization and as a separate kernel.
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
@@ -16,20 +16,20 @@ use crate::{
 
 const EPSILON: f32 = 1e-6;
 
-/// A prologue, by the name of its operation.
+/// A prologue, with the name of its operation.
 struct Case<'a> {
     name: &'a str,
     source: &'a dyn Fn(usize) -> Prologue<'a>,
-    /// What has to be found before it.
+    /// Computes the factors that it requires.
     factors: &'a dyn Fn(usize),
-    /// Bytes that it reads, and elements that it makes.
+    /// Bytes read, and elements computed.
     sizes: [f64; 2],
-    /// How its copies are rounded.
+    /// Rounding of its quantized tensors.
     rounding: DeviceRounding,
 }
 
-/// All prologues of `rows` x `cols` values. Rates of chains count the bytes of the fused form, so
-/// that their times compare.
+/// Times all prologues of `rows` x `cols` values. The rates of unfused sequences use the bytes of
+/// the fused form, so that times are comparable.
 pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     let (x, gate_up) = (
@@ -98,7 +98,8 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     }
 }
 
-/// The amax values and both quantized tensors of what is computed, in every way to them.
+/// Times the amax values and both quantized tensors of the computed values, in every
+/// implementation.
 fn both(section: &mut Section<'_>, case: &Case<'_>) {
     let client = section.client();
     let Case {
@@ -127,7 +128,7 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     section.time(&format!("{name}: row + col RHT"), quantized, |i| {
         copies(&client, source(i), &found, rounding);
     });
-    // All that stands between the inputs and both tensors, in three ways.
+    // The complete path from the inputs to both tensors, in three ways.
     section.time(&format!("{name}, all: computed twice"), quantized, |i| {
         factors(i);
         let found = quantize::amaxes(&client, source(i), one, &request).unwrap();
@@ -149,7 +150,7 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     });
 }
 
-/// The rowwise tensor and the transformed columnwise one, in one read.
+/// Computes the rowwise tensor and the transformed columnwise one, in one read.
 fn copies<'a>(
     client: &Client,
     x: impl Into<Prologue<'a>>,

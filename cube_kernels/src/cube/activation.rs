@@ -1,4 +1,4 @@
-//! RMS normalisation and SwiGLU; see [`reference::rms_norm`](crate::reference::rms_norm) and
+//! RMS normalization and activations; see [`reference::rms_norm`](crate::reference::rms_norm) and
 //! [`reference::swiglu`](crate::reference::swiglu).
 
 use cubecl::prelude::*;
@@ -58,7 +58,7 @@ pub fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
     select(x != x, x, value)
 }
 
-/// A sigmoid, and 1 less it.
+/// A sigmoid and its complement.
 #[derive(CubeType, Clone, Copy)]
 pub struct Sigmoid {
     /// `1 / (1 + e^-x)`.
@@ -71,7 +71,7 @@ pub struct Sigmoid {
 #[cube]
 pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     let e = exp_of_negative(-x.abs(), conversion);
-    // The sum of bits made by integers: nothing to contract.
+    // `e` is assembled by an integer addition, so this sum has no multiplication to contract with.
     let far = reciprocal_of_1_to_2(1.0f32 + e, conversion);
     let near = e * far;
     let negative = x < 0.0f32;
@@ -81,18 +81,18 @@ pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     }
 }
 
-/// `silu(gate) · up`.
+/// Returns `silu(gate) · up`.
 #[cube]
 pub fn swiglu(gate: f32, up: f32, #[comptime] conversion: Conversion) -> f32 {
     gate * sigmoid(gate, conversion).value * up
 }
 
-/// The gradients of a gated activation.
+/// Gradients of a gated activation.
 #[derive(CubeType, Clone, Copy)]
 pub struct Gradients {
-    /// By the gate.
+    /// Gradient with respect to the gate.
     pub by_gate: f32,
-    /// By what it is multiplied with.
+    /// Gradient with respect to the factor of the activated gate (up).
     pub by_up: f32,
 }
 
@@ -112,8 +112,8 @@ pub fn swiglu_backward(
     }
 }
 
-/// The distribution function of the normal distribution, as
-/// [`reference::gelu`](crate::reference::gelu) has it.
+/// Returns the cumulative distribution function of the normal distribution, as in
+/// [`reference::gelu`](crate::reference::gelu).
 #[cube]
 fn normal_distribution(x: f32, #[comptime] conversion: Conversion) -> f32 {
     let a = x * INV_SQRT_2;
@@ -132,13 +132,13 @@ fn normal_distribution(x: f32, #[comptime] conversion: Conversion) -> f32 {
         tail = fma(tail, t, comptime!(ERFC_POLYNOMIAL[5 - i]), conversion);
     }
     tail = fma(tail, t, -t, conversion);
-    // Halves are exact: the difference is rounded once, contracted or not.
+    // Halving is exact: the difference is rounded once, contracted or not.
     let rest = 0.5f32 * exp_of_negative(tail, conversion);
     let far = select(x < 0.0f32, rest, 1.0f32 - rest);
     select(t > ERF_SPLIT, far, near)
 }
 
-/// Twice what `tanh` is taken of.
+/// Returns twice the argument of `tanh`.
 #[cube]
 fn tanh_argument(x: f32, square: f32, #[comptime] conversion: Conversion) -> f32 {
     x * (TANH_SCALE * fma(square, TANH_CUBE, 1.0f32, conversion))
@@ -154,7 +154,7 @@ pub fn gelu(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) 
     }
 }
 
-/// The slope of GELU; see [`reference::gelu_backward`](crate::reference::gelu_backward).
+/// Returns the slope of GELU; see [`reference::gelu_backward`](crate::reference::gelu_backward).
 #[cube]
 pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) -> f32 {
     let square = x * x;
@@ -166,28 +166,27 @@ pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conver
         let inner = TANH_SCALE * fma(square, TANH_SLOPE, 1.0f32, conversion);
         let bell = sigmoid.value * sigmoid.rest;
         let slope = fma(x * bell, inner, sigmoid.value, conversion);
-        // Of NaN the exponential may be a number, and the bell 0.
+        // For NaN the exponential may be a number, and the bell curve 0.
         let is_number = x <= 0.0f32 || x > 0.0f32;
         select(bell == 0.0f32 && is_number, sigmoid.value, slope)
     }
 }
 
-/// The sum of the squares of a row, and what follows from it; see
-/// [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd). Units share a row: unit `u` adds
-/// the blocks `u`, `u + units`, ... in this order, where there are 256 units, or no more blocks
-/// than units, or one unit.
+/// Sum of the squares of a row; see [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
+/// Units share a row: unit `u` adds the blocks `u`, `u + units`, ... in this order. There must be
+/// 256 units, at least as many units as blocks, or one unit.
 #[derive(CubeType)]
 pub struct SquareSum {
-    /// The sums, where there are no planes; else those of planes, two sets in turn.
+    /// Sums of units if there are no planes; otherwise two alternating sets of sums of planes.
     sums: Shared<[f32]>,
-    /// This unit's sum, where there are planes.
+    /// Sum of this unit, if there are planes.
     own: f32,
     set: usize,
 }
 
 #[cube]
 impl SquareSum {
-    /// Memory for it.
+    /// Allocates its shared memory.
     pub fn new(#[comptime] planes: bool) -> SquareSum {
         SquareSum {
             sums: Shared::new_slice(comptime!(if planes { 16 } else { SUM_LANES })),
@@ -235,7 +234,7 @@ impl SquareSum {
         }
     }
 
-    /// `1 / sqrt(mean + epsilon)` of the row, for every unit, all of which must be here.
+    /// Returns `1 / sqrt(mean + epsilon)` of the row to every unit. All units must call it.
     pub fn rstd(
         &mut self,
         cols: usize,
@@ -244,7 +243,7 @@ impl SquareSum {
         #[comptime] conversion: Conversion,
     ) -> f32 {
         let sum = if comptime!(planes) {
-            // Both of two units add the same two numbers, so all of them have the sum of the tree.
+            // Both units of a pair add the same two numbers, so all units get the sum of the tree.
             let mut sum = self.own;
             #[unroll]
             for stage in 0..5u32 {

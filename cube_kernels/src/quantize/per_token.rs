@@ -1,5 +1,5 @@
-//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the
-//! row is quantized from registers.
+//! Per-token quantization in one read: the kernel computes a row's amax while it loads the row, and
+//! quantizes the row from registers.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -29,18 +29,18 @@ use crate::{
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The most blocks of a row that each unit keeps in registers between finding the maximum and
-/// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
+/// Maximum number of blocks of a row that each unit keeps in registers between computing the amax
+/// and quantizing. Blocks of a row beyond `units * KEPT` are read again.
 const KEPT: usize = 4;
 
-/// The rowwise tensor of `x` (or of what is computed from its inputs) with one amax for each row,
-/// which it also finds: rows are tokens. See [`reference::quantize`](crate::reference::quantize)
-/// with the amax values of [`reference::amax_rows`](crate::reference::amax_rows).
+/// Quantizes `x` (or the result of a prologue) to a rowwise tensor with one amax per row, i.e. per
+/// token, which it also computes. See [`reference::quantize`](crate::reference::quantize) with the
+/// amax values of [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape; for a computed `x` as
-/// [`run_prologue`](super::run_prologue()), too.
+/// Returns an error if the columns of `x` are no multiple of 16, if the copy has a transform or
+/// stochastic four over six, or if a buffer is smaller than its shape; for a prologue, also the
+/// errors of [`run_prologue`](super::run_prologue()).
 pub fn quantize_per_token<'a>(
     client: &Client,
     x: impl Into<Prologue<'a>>,
@@ -49,12 +49,12 @@ pub fn quantize_per_token<'a>(
     launch(client, &Input::new(x.into())?, copy, RowNormArgs::None)
 }
 
-/// [`quantize_per_token`] of `x` after RMS normalisation, and `1 / sqrt(mean(x²) + epsilon)` of
-/// each row (`f32`), which it also finds: one read of `x`. `gain` has an `f32` for each column.
+/// [`quantize_per_token`] of `x` after RMS normalization. Also computes `1 / sqrt(mean(x²) +
+/// epsilon)` of each row (`f32`), with one read of `x`. `gain` has an `f32` per column.
 ///
 /// # Errors
-/// As [`quantize_per_token`], and when `gain` is too short or does not start at a multiple of 16
-/// bytes.
+/// See [`quantize_per_token`]; also returns an error if `gain` is too short or does not start at a
+/// multiple of 16 bytes.
 pub fn quantize_per_token_rms_norm(
     client: &Client,
     x: &Matrix,
@@ -119,8 +119,7 @@ fn launch(
             client,
             count,
             dim,
-            // The padding of swizzled scales makes them more than elements where rows are few and
-            // long.
+            // With few long rows, the padding of swizzled scales makes more scales than elements.
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
@@ -141,18 +140,18 @@ fn launch(
     Ok(args.out)
 }
 
-/// The columnwise tensor of `x` with one amax for each column of each group, which it also finds;
-/// of the transformed values where `copy` has a transform. See
+/// Quantizes `x` to a columnwise tensor with one amax per column of each group, which it also
+/// computes; of the transformed values if `copy` has a transform. See
 /// [`reference::quantize`](crate::reference::quantize) with the amax values of
 /// [`reference::amax_cols`](crate::reference::amax_cols).
 ///
-/// Two passes in one call: no code of a column can be written before its last row was seen, and a
-/// strip of 64 columns of 16 bits, the least whose rows are read in whole sectors of memory, fills
-/// the shared memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) from
-/// one pass to the other.
+/// This takes two passes: no code of a column can be written before its last row was read. A strip
+/// of 64 columns of 16 bits, the minimum whose rows are read in whole memory sectors, fills the
+/// shared memory of an H100 with 1800 rows. Short matrices stay in its L2 cache (50 MB) between the
+/// passes.
 ///
 /// # Errors
-/// As [`quantize`].
+/// See [`quantize`].
 pub fn quantize_per_token_cols<'a>(
     client: &Client,
     x: impl Into<Prologue<'a>>,
@@ -173,11 +172,11 @@ pub fn quantize_per_token_cols<'a>(
     quantize(client, x, groups, Usage::Columnwise, &request)
 }
 
-/// Both quantized tensors of `x`, with one amax for each row and for each column of each group:
-/// `(rowwise, columnwise)`. One read of `x` finds all amax values, another makes both tensors.
+/// Quantizes `x` to both tensors, `(rowwise, columnwise)`, with one amax per row, and per column of
+/// each group. One read of `x` computes all amax values, another one both tensors.
 ///
 /// # Errors
-/// As [`quantize`], and when the rowwise tensor has a transform.
+/// See [`quantize`]; also returns an error if the rowwise tensor has a transform.
 pub fn quantize_per_token_both<'a>(
     client: &Client,
     x: impl Into<Prologue<'a>>,
@@ -215,27 +214,27 @@ fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// The comptime choices of [`quantize_per_token_kernel()`].
+/// Comptime configuration of [`quantize_per_token_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PerTokenPlan {
-    /// The tensor.
+    /// Configuration of the tensor.
     pub quant: QuantPlan,
     /// Blocks of a row that each unit keeps in registers.
     pub kept_blocks: usize,
-    /// Whether planes can reduce.
+    /// True if planes support reductions.
     pub planes: bool,
-    /// The element type of `x`.
+    /// Element type of `x`.
     pub kind: FloatKind,
 }
 
-/// The rows of a matrix.
+/// Rows of a matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct TokenRows {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// The same with those that pad swizzled scales.
+    /// Number of rows including those that pad swizzled scales.
     pub padded_rows: usize,
-    /// Blocks of a row.
+    /// Blocks per row.
     pub blocks: usize,
 }
 
@@ -247,23 +246,23 @@ struct RowBlock {
     blocks: usize,
 }
 
-/// Whether rows are normalised with a factor that the kernel finds first.
+/// Normalization of the rows, with factors that the kernel computes first.
 #[derive(CubeType, CubeLaunch)]
 pub enum RowNorm {
-    /// No.
+    /// None.
     None,
-    /// Yes.
+    /// RMS normalization.
     Found(FoundNorm),
 }
 
 /// See [`RowNorm`].
 #[derive(CubeType, CubeLaunch)]
 pub struct FoundNorm {
-    /// Where the factors are written.
+    /// Output buffer of the factors.
     pub rstd: Box<[f32]>,
-    /// A factor for each column.
+    /// Gain per column.
     pub gain: Box<[Vector<f32, Const<4>>]>,
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub epsilon: f32,
     /// [`LaunchedVariant::FoundNorm`].
     #[cube(comptime)]
@@ -272,7 +271,7 @@ pub struct FoundNorm {
 
 #[cube]
 impl RowNorm {
-    /// The factor of `row`, whose first blocks are kept; the caller's cube reads the others.
+    /// Computes the factor of `row`, whose first blocks are in `kept`; the cube reads the others.
     fn find<N: Size>(
         &mut self,
         x: &[Vector<u32, N>],
@@ -295,7 +294,7 @@ impl RowNorm {
                 #[unroll]
                 for k in 0..kept_blocks {
                     let values = unpack_block(&kept_block(kept, k, kind), kind);
-                    // Blocks behind the last are zeros, and add nothing.
+                    // Blocks after the last one are zeros, and add nothing.
                     sum.add(&values, UNIT_POS as usize + k * units, planes, conversion);
                 }
                 let mut block = UNIT_POS as usize + kept_blocks * units;
@@ -313,7 +312,7 @@ impl RowNorm {
         }
     }
 
-    /// Normalises the blocks of a row that are kept.
+    /// Normalizes the kept blocks of a row.
     fn apply(
         &self,
         kept: &mut Array<u32>,
@@ -345,7 +344,7 @@ impl RowNorm {
         }
     }
 
-    /// The words of a block that is not kept.
+    /// Returns the words of a block that is not kept.
     fn load<N: Size>(
         &self,
         x: &[Vector<u32, N>],
@@ -368,7 +367,7 @@ impl RowNorm {
     }
 }
 
-/// Loads block `block` of a row into place `k` of `kept`; zeros behind the last.
+/// Loads block `block` of a row to slot `k` of `kept`; zeros after the last block.
 #[cube]
 fn keep_block<N: Size>(
     x: &[Vector<u32, N>],
@@ -401,7 +400,7 @@ fn keep_block<N: Size>(
             }
         }
         _ => {
-            // The last one again, without a branch, which would keep loads apart.
+            // Reloads the last block instead of branching, which would separate the loads.
             let inside = block < blocks;
             let block = min(block, blocks - 1usize);
             let words =
@@ -414,7 +413,7 @@ fn keep_block<N: Size>(
     }
 }
 
-/// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
+/// Each cube quantizes one row at a time. A unit's first blocks stay in its registers.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -435,8 +434,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
     let padded_blocks = blocks.div_ceil(4);
-    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for
-    // each row is enough.
+    // One slot per plane, or per unit; two alternating sets, so that one barrier per row is enough.
     let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
     let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
     let mut turn = 0usize;
@@ -445,7 +443,7 @@ pub fn quantize_per_token_kernel<N: Size>(
         if row < rows {
             let mut kept = Array::<u32>::new(comptime!(kept_blocks * words_per_block));
             let mut bits = 0u32;
-            // All loads are under way before the first is waited for.
+            // Issues all loads before waiting for the first.
             #[unroll]
             for k in 0..kept_blocks {
                 let block = unit + k * units;
@@ -458,7 +456,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             for k in 0..kept_blocks {
                 let words = kept_block(&kept, k, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
-                // Blocks behind the last are zeros.
+                // Blocks after the last one are zeros.
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
             }
@@ -530,7 +528,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
         }
         if comptime!(plan.swizzled) {
-            // Padding: behind the last block of a row, and all of the rows behind the last.
+            // Padding: blocks after the last one of a row, and all of the rows after the last one.
             let mut block = unit;
             if row < rows {
                 block += blocks;
@@ -545,7 +543,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     }
 }
 
-/// The words of one of the blocks in registers.
+/// Returns the words of one of the blocks in registers.
 #[cube]
 fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKind) -> Array<u32> {
     let count = comptime!(block_words(kind));
@@ -557,7 +555,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
     words
 }
 
-/// Where the scale of a block of a rowwise tensor stands.
+/// Returns the index of the scale of a block of a rowwise tensor.
 #[cube]
 fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
     if comptime!(plan.swizzled) {

@@ -1,6 +1,6 @@
-//! Fused prologues: matrices that are computed while a kernel reads their inputs, against the
-//! oracle, against the same operations one after another, and against `f64`, on CubeCL's CPU
-//! runtime or on a GPU.
+//! Fused prologues: matrices that are computed while a kernel reads their inputs, compared with the
+//! oracle, with the same operations as separate kernels, and with `f64`, on CubeCL's CPU runtime or
+//! on a GPU.
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, is_brief, read_bytes, read_matrix, read_u32,
@@ -27,7 +27,7 @@ const EPSILON: f32 = 1e-6;
 const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(99, 5, 0xffff_ffff));
 const SHAPES: [(usize, usize); 6] = [(1, 16), (3, 48), (0, 16), (33, 80), (130, 64), (257, 144)];
 
-/// One computed matrix: what it should be, and its inputs on the device.
+/// One computed matrix: its expected values, and its inputs on the device.
 struct Case<T> {
     name: &'static str,
     rows: usize,
@@ -65,7 +65,7 @@ impl<T: DeviceElement> Case<T> {
         }
     }
 
-    /// The computed matrix in memory, by an operation of its own.
+    /// Returns the computed matrix in memory, from a separate operation.
     fn unfused(&self, client: &Client) -> Matrix {
         quantize::run_prologue(client, self.source()).unwrap()
     }
@@ -76,7 +76,7 @@ fn gains(cols: usize, seed: u32) -> Vec<f32> {
     (0..cols).map(|_| random.normal()).collect()
 }
 
-/// Every prologue, of inputs that are `rows` x `width`.
+/// Returns every prologue, with inputs of `rows` x `width`.
 fn cases<T: DeviceElement>(
     client: &Client,
     kind: Kind,
@@ -170,7 +170,7 @@ fn computed_matrices_are_the_oracles() {
     check_computed::<f16>(&client, &ALL_KINDS, &SHAPES[2..5]);
 }
 
-/// Rows shorter and longer than the sums that share them, and than what a unit keeps.
+/// Rows shorter and longer than the partial sums that share them, and than a unit keeps.
 #[test]
 fn row_factors_are_the_oracles() {
     fn check<T: DeviceElement>(client: &Client) {
@@ -211,8 +211,8 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Equal copies: codes, scales, maxima. The buffers of a column-wise copy of groups have room for
-/// groups of any sizes; only what these fill is compared.
+/// Asserts that quantized tensors are equal: codes, scales, amax. The buffers of a columnwise
+/// tensor of groups have room for groups of any size; only the part in use is compared.
 fn assert_copies(
     client: &Client,
     found: &DeviceQuantized,
@@ -248,7 +248,7 @@ fn assert_copies(
     }
 }
 
-/// Copies with a row-wise policy, a column-wise one, and what an amax stands for.
+/// Returns a rowwise policy, a columnwise policy, and the amax granularity.
 fn policies() -> Vec<(Nvfp4Params, Nvfp4Params, AmaxGranularity)> {
     let nearest = Nvfp4Params::new(Rounding::Nearest);
     let stochastic = Nvfp4Params::new(STOCHASTIC);
@@ -267,7 +267,7 @@ fn policies() -> Vec<(Nvfp4Params, Nvfp4Params, AmaxGranularity)> {
     let scaled = |scaling, copy: Nvfp4Params| Nvfp4Params { scaling, ..copy };
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     vec![
-        // What training does to activations, and to gradients.
+        // Training's quantization of activations, and of gradients.
         (nearest, default(nearest), AmaxGranularity::PerTensor),
         (stochastic, default(stochastic), AmaxGranularity::PerTensor),
         (
@@ -302,8 +302,8 @@ fn maxima<'a>(
     quantize::amaxes(client, source, groups, &request).unwrap()
 }
 
-/// Maxima, copies together and alone, and copies beside a written matrix: all of them once computed
-/// on the way and once from memory.
+/// Checks amax values, quantized tensors together and alone, and quantized tensors with a dense
+/// output: each with a fused prologue and from memory.
 fn check_fused<T: DeviceElement>(
     client: &Client,
     case: &Case<T>,
@@ -380,7 +380,7 @@ fn check_fused<T: DeviceElement>(
     }
 }
 
-/// Every policy in bf16; what training asks for in the other types and of special values.
+/// Every policy in bf16; training's requests for the other types and for special values.
 fn check_prologue(client: &Client, name: &str) {
     fn of<T: DeviceElement>(
         client: &Client,
@@ -396,7 +396,7 @@ fn check_prologue(client: &Client, name: &str) {
         })
     }
     let (all, one) = (policies(), Groups::One);
-    // A brief run has every policy, and every shape and kind of values, but not all pairs of them.
+    // A brief run has every policy, every shape and every kind of values, but not all combinations.
     let some = |i: usize| match is_brief(client) {
         true => &all[i % all.len()..][..1],
         false => &all[..],
@@ -440,7 +440,7 @@ fn swiglu_backward_fused_is_unfused() {
     check_prologue(&client, "SwiGLU backward");
 }
 
-/// Groups with offsets in device memory, empty ones among them, and batches; tokens of experts.
+/// Groups with offsets in device memory, including empty ones, and batches; tokens of experts.
 #[test]
 fn groups_fused_are_unfused() {
     let client = client!("groups_fused_are_unfused");
@@ -472,7 +472,7 @@ fn groups_fused_are_unfused() {
                     quantize::quantize_side_by_side(&client, source, &ends, None, Some(&request))
                         .unwrap();
                 let col = col.unwrap();
-                // Blocks behind the last group are not written.
+                // Blocks after the last group are not written.
                 let used: usize = sizes.iter().map(|size| size.div_ceil(16)).sum();
                 let codes = read_bytes(&client, &col.codes, col.code_blocks() * 8);
                 codes
@@ -489,7 +489,7 @@ fn groups_fused_are_unfused() {
     }
 }
 
-/// What training stores, against the oracle with nothing of a kernel between.
+/// Training's quantized tensors, compared with the oracle without another kernel in between.
 #[test]
 fn fused_copies_are_the_oracles() {
     fn check<T: DeviceElement>(client: &Client, shape: (usize, usize)) {
@@ -549,7 +549,7 @@ fn fused_copies_are_the_oracles() {
     check::<f32>(&client, (33, 80));
 }
 
-/// Per token, in one read; and RMS normalisation with its factor found in that read.
+/// Per token, in one read; also RMSNorm whose factor is computed in that read.
 fn check_per_token(client: &Client, part: u32) {
     fn check<T: DeviceElement>(client: &Client, kind: Kind, shape: (usize, usize), count: usize) {
         let copies = &[
@@ -594,7 +594,7 @@ fn check_per_token(client: &Client, part: u32) {
                 check::<bf16>(client, kind, (7, 48), 2);
             }
         }
-        // More blocks than all units keep; more than units; a number that divides by neither.
+        // More blocks than all units keep; more than units; a number that is divisible by neither.
         1 => check::<bf16>(client, Kind::Normal, (2, 16 * 1031), 1),
         _ => {
             check::<f32>(client, Kind::Normal, (3, 16 * 261), 1);
@@ -618,7 +618,7 @@ fn per_token_f32_and_f16() {
     check_per_token(&client!("per_token_f32_and_f16"), 2);
 }
 
-/// Both per-token copies, whose maxima are found in one read of the inputs.
+/// Both per-token tensors, whose amax values are computed in one read of the inputs.
 #[test]
 fn per_token_both_axes() {
     let client = client!("per_token_both_axes");
@@ -643,17 +643,17 @@ fn per_token_both_axes() {
     }
 }
 
-/// `|found - expected| <= relative · |expected| + absolute`.
+/// Asserts `|found - expected| <= relative · |expected| + absolute`.
 fn assert_close(found: f32, expected: f64, relative: f64, absolute: f64, what: &str) {
     let bound = relative * expected.abs() + absolute;
     let error = (found as f64 - expected).abs();
     assert!(error <= bound, "{what}: {found:e}, {expected:e}");
 }
 
-/// Against real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result; RMS
-/// normalisation has half that of its mean square, a sum of `n` squares in 256 parts. Backward: the
-/// slope of SiLU has a zero near -1.28, near which errors are relative to 1, which its terms do not
-/// exceed by much.
+/// Compares with real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result;
+/// RMSNorm has half the error of its mean square, a sum of `n` squares in 256 partial sums.
+/// Backward: the derivative of SiLU has a zero near -1.28. Near it, errors are relative to 1, which
+/// its terms do not exceed by much.
 #[test]
 fn oracle_is_close_to_real_numbers() {
     let unit = 2f64.powi(-24);
@@ -672,7 +672,7 @@ fn oracle_is_close_to_real_numbers() {
                 let gate = both[r * 2 * width + c] as f64;
                 let up = both[r * 2 * width + width + c] as f64;
                 let g = grad[r * width + c] as f64;
-                // Below -87 the sigmoid is taken for 0.
+                // Below -87 the sigmoid is taken as 0.
                 let tail = if gate < -87.0 {
                     1e-35 * (up * g).abs().max(up.abs())
                 } else {
@@ -698,7 +698,8 @@ fn oracle_is_close_to_real_numbers() {
             let row = &x[r * width..][..width];
             let mean = row.iter().map(|&x| (x as f64).powi(2)).sum::<f64>() / width as f64;
             let factor = 1.0 / (mean + EPSILON as f64).sqrt();
-            // Sixteen additions in a part (one block), eight of parts, and what follows.
+            // Sixteen additions per partial sum (one block), eight to combine them, and the
+            // remaining operations.
             assert_close(rstd[r], factor, 16.0 * unit, 0.0, "factor");
             for c in 0..width {
                 let expected = row[c] as f64 * factor * gain[c] as f64;
@@ -765,7 +766,7 @@ fn run_exact(client: &Client, x: &[f32], count: usize, operation: u32) -> Vec<f3
     read_floats(client, &out, count)
 }
 
-/// Multiply-adds that two roundings would get wrong, and sums next to the middle of two neighbours.
+/// Multiply-adds that two roundings would get wrong, and sums near the midpoint of two neighbors.
 #[test]
 fn multiply_adds_are_rounded_once() {
     let client = client!("multiply_adds_are_rounded_once");
@@ -788,7 +789,7 @@ fn multiply_adds_are_rounded_once() {
             f32::from_bits((random.next_u32() & 0x807F_FFFF) | exponent << 23)
         };
         let (a, b) = (value(40), value(40));
-        // Anything; near minus the product; and half a unit of the product apart from a tie.
+        // Arbitrary; near minus the product; and half an ulp of the product away from a tie.
         triples.push([a, b, value(60)]);
         triples.push([a, b, -(a * b)]);
         triples.push([
@@ -823,7 +824,7 @@ fn reciprocals_and_roots_are_exact() {
     assert_floats(&run_exact(&client, &x, x.len(), 1), &expected, "sqrt");
 }
 
-/// The order of a row's sum does not depend on who adds.
+/// The summation order of a row does not depend on the launch geometry.
 #[test]
 fn launch_geometry_does_not_matter() {
     let client = client!("launch_geometry_does_not_matter");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use nvfp4_parallel::token::Token;
 use nvfp4_parallel::world::Settings;
-use nvfp4_parallel::{BufferMut, Collective, Environment, Reduction, Result, World};
+use nvfp4_parallel::{BufferMut, Collective, Environment, ParallelError, Reduction, Result, World};
 
 const SETTINGS: Settings = Settings {
     join: Duration::from_secs(10),
@@ -108,6 +108,33 @@ fn a_rank_that_fails_ends_all() {
         let expected =
             "the run was ended: rank 2 failed: no such file (it was doing: reading data)";
         assert_eq!(error, expected);
+    }
+}
+
+/// An error that a device reports while its rank waits in a collective reaches all ranks.
+#[test]
+fn an_error_that_the_watchdog_finds_ends_all() {
+    let results = run(3, SETTINGS, |world| {
+        let group = world.group().clone();
+        if group.rank() == 1 {
+            let broken = || {
+                Err(ParallelError::Library {
+                    library: "NCCL",
+                    operation: "an operation of NCCL".into(),
+                    reason: "remote process exited (status 6)".into(),
+                })
+            };
+            group.watch(broken);
+            while world.failure().is_none() {
+                thread::sleep(Duration::from_millis(20));
+            }
+        }
+        group.barrier()
+    });
+    for result in results {
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("rank 1 failed"), "{error}");
+        assert!(error.contains("remote process exited"), "{error}");
     }
 }
 

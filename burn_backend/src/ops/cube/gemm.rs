@@ -31,7 +31,7 @@ pub(super) fn dense(
     let like = like(&a);
     let capabilities = Capabilities::of(&like.client);
     let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
-    let backend = gemm::backend_of(&capabilities, &problem);
+    let backend = gemm::backend_of(capabilities, &problem);
     // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
     // the matmul is in f32 if the output is wider, or if a bias is added afterwards.
     let inner = match (&a, &b, &bias) {

@@ -1,4 +1,4 @@
-//! Instances of the kernels that quantize to NVFP4.
+//! Instances of the NVFP4 quantization kernels.
 
 use cubecl::ir::{ElemType, UIntKind};
 
@@ -21,7 +21,7 @@ use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
-/// Whether there are conversions to E2M1, to nearest and stochastic.
+/// Expected conversion instructions to E2M1, to nearest and stochastic.
 fn e2m1(nearest: bool, stochastic: bool) -> Expected {
     Expected {
         e2m1_rn: Some(nearest),
@@ -241,7 +241,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         let both = tile_plans[6];
         let computed = ["RmsNorm", "SwiGlu", "SwiGluBackward"].map(|name| (6, both, name));
         for (i, (row, col, tiles), computed) in plain.chain(computed) {
-            // With a scale for the whole tile the codes of four over six need no errors.
+            // With a scale for the whole tile, the codes of four over six need no errors.
             let expected = if tiles {
                 e2m1(device.has_nearest(), false)
             } else {

@@ -1,4 +1,4 @@
-//! From the blocks of a cube to the result: the correction of rotation groups, and what is written.
+//! From the blocks of a cube to the result: corrects rotation groups and writes.
 
 use cubecl::prelude::*;
 
@@ -13,27 +13,27 @@ use crate::cube::{
     w4a16_order::word_of,
 };
 
-/// Words of codes of a line of a tile.
+/// Words of codes per line of a tile.
 const WORDS: usize = 16;
 
-/// A block of a tile.
+/// Position of a block in a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockPlace {
-    /// Its line in the tile.
+    /// Line in the tile.
     pub line: usize,
-    /// Its number in the line.
+    /// Index within the line.
     pub segment: usize,
 }
 
-/// What the blocks of a cube's tile leave in shared memory until their groups are corrected.
+/// Data in shared memory of the blocks of a cube's tile, until their groups are corrected.
 #[derive(CubeType)]
 pub(super) struct Blocks {
     xx: Shared<[f32]>,
     xq: Shared<[f32]>,
-    /// Scale bytes: before the correction, and behind it where the result is not packed.
+    /// Scale bytes: before the correction, and also after it if the result is not packed.
     scales: Shared<[u32]>,
-    /// Codes, where the result is not packed.
+    /// Codes, if the result is not packed.
     codes: Shared<[u32]>,
 }
 
@@ -49,7 +49,7 @@ impl Blocks {
         }
     }
 
-    /// Takes a block with the scale byte `scale`. The codes of a packed result are final.
+    /// Stores a block with the scale byte `scale`. The codes of a packed result are final.
     pub fn take(
         &mut self,
         block: &EdenBlock,
@@ -74,8 +74,8 @@ impl Blocks {
         }
     }
 
-    /// Corrects the groups of a tile and writes what remains of it. All units must be here, behind
-    /// a barrier.
+    /// Corrects the groups of a tile and writes the remaining results. All units must call it,
+    /// after a barrier.
     pub fn finish(
         &mut self,
         at: &Position,
@@ -144,7 +144,7 @@ impl Blocks {
 
 #[cube]
 impl Blocks {
-    /// What the codes of word `word` of a line stand for, from the code at bit `shift` on, in
+    /// Returns the decoded codes of word `word` of a line, from the code at bit `shift` on, in
     /// order.
     fn values_of_word(
         &self,
@@ -158,7 +158,7 @@ impl Blocks {
         unscaled_word(codes, scale_pair(scale), policy.conversion)
     }
 
-    /// Vector `vector` of a line in the order of the W4A16 kernel.
+    /// Returns vector `vector` of a line in the order of the W4A16 kernel.
     fn arranged_vector(
         &self,
         line: usize,
@@ -172,7 +172,7 @@ impl Blocks {
         for pair in 0..4u32 {
             let word = word_of(vector, pair) as usize;
             let values = self.values_of_word(line, word, shift, policy);
-            // Elements 0 and 4 from there on are the first of these pairs.
+            // Elements 0 and 4 from there on form the first of these pairs.
             let first = values.extract(0usize) & 0xFFFFu32;
             let fifth = values.extract(2usize) << 16u32;
             arranged.insert(comptime!(pair as usize), first | fifth);

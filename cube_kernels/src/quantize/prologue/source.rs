@@ -1,4 +1,4 @@
-//! The matrix that a kernel quantizes, as it is given.
+//! Source matrix of a quantization kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -18,56 +18,58 @@ use crate::{
 /// The two inputs of a gated activation, both `rows` x `width`.
 #[derive(Debug, Clone, Copy)]
 pub enum GateUp<'a> {
-    /// In one matrix of `rows` x `2 width`, the gate in the first half of each row: the output of
+    /// One matrix of `rows` x `2 width`, with the gate in the first half of each row: the output of
     /// one projection.
     Concatenated(&'a Matrix),
-    /// In two matrices.
+    /// Two matrices.
     Separate {
-        /// What goes through SiLU.
+        /// Input of SiLU.
         gate: &'a Matrix,
-        /// What is multiplied with it.
+        /// Factor multiplied with it.
         up: &'a Matrix,
     },
 }
 
-/// The matrix that a kernel quantizes: one in memory, or one that is computed while its inputs are
-/// read.
+/// Source matrix of a quantization kernel: a matrix in memory, or one that is computed while its
+/// inputs are read.
 ///
-/// Computed ones have rows of a multiple of 16 elements and inputs that start at multiples of 16
-/// bytes; values are rounded to the type of the inputs before anything else happens to them, so
-/// that a fused kernel gives the bytes of [`run_prologue()`] followed by the same kernel.
+/// Computed matrices have rows of a multiple of 16 elements and inputs that start at multiples of
+/// 16 bytes. Values are first rounded to the type of the inputs, so that a fused kernel is
+/// byte-identical to [`run_prologue()`] followed by the same kernel.
 ///
-/// Fusing pays where amax and quantized tensors are both needed. These calls move the fewest bytes:
+/// Fusion pays off if amax and quantized tensors are both needed. These calls transfer the fewest
+/// bytes:
 /// - RMSNorm: [`amaxes`](crate::quantize::amaxes) and
 ///   [`quantize_both`](crate::quantize::quantize_both) of the prologue, which compute it twice and
 ///   never write it.
 /// - SwiGLU and its gradients:
 ///   [`run_prologue_with_amaxes`](crate::quantize::run_prologue_with_amaxes), then the quantized
-///   tensors of what was written. Two inputs read again are as many bytes as one
-///   output written and read, and take the exponential again.
+///   tensors of the written matrix. Reading two inputs again takes as many bytes as writing and
+///   reading one output, and repeats the exponential.
 /// - Per row, in one read: [`quantize_per_token`](fn@crate::quantize::quantize_per_token) of the
 ///   prologue.
 #[derive(Debug, Clone, Copy)]
 pub enum Prologue<'a> {
     /// The matrix itself.
     Plain(&'a Matrix),
-    /// `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
+    /// RMSNorm, `x · rstd · gain`; see [`reference::rms_norm`](crate::reference::rms_norm).
     RmsNorm {
-        /// What is normalised.
+        /// Input.
         x: &'a Matrix,
-        /// `1 / sqrt(mean(x²) + ε)` of each row, `f32`: see [`rms_norm_rstd`].
+        /// `1 / sqrt(mean(x²) + ε)` per row, `f32`: see [`rms_norm_rstd`].
         rstd: &'a Handle,
-        /// One factor for each column, `f32`.
+        /// Gain per column, `f32`.
         gain: &'a Handle,
     },
-    /// `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
+    /// SwiGLU, `silu(gate) · up`; see [`reference::swiglu`](crate::reference::swiglu).
     SwiGlu(GateUp<'a>),
-    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
-    /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
+    /// Gradients of SwiGLU with respect to both inputs, `rows` x `2 width`, that of the gate in the
+    /// first half of each row; see
+    /// [`reference::swiglu_backward`](crate::reference::swiglu_backward).
     SwiGluBackward {
-        /// The gradient by the output, `rows` x `width`.
+        /// Gradient of the output, `rows` x `width`.
         grad: &'a Matrix,
-        /// The inputs.
+        /// Inputs of the forward pass.
         inputs: GateUp<'a>,
     },
 }
@@ -78,16 +80,16 @@ impl<'a> From<&'a Matrix> for Prologue<'a> {
     }
 }
 
-/// A [`Prologue`] that was checked: what launches need of it.
+/// Launch data of a checked [`Prologue`].
 pub(crate) struct Input {
-    /// Shape and type of what is computed; the memory is that of the first input.
+    /// Shape and type of the computed matrix; the memory is that of the first input.
     pub matrix: Matrix,
-    /// How the first input is loaded.
+    /// Load width of the first input.
     pub words: Words,
     operands: Operands,
 }
 
-/// The inputs beside the first.
+/// Inputs besides the first.
 enum Operands {
     None,
     RmsNorm { rstd: Handle, gain: Handle },
@@ -95,18 +97,18 @@ enum Operands {
     SwiGluBackward(GateArgs),
 }
 
-/// A [`GateUp`] as a kernel finds it.
+/// Kernel arguments of a [`GateUp`].
 struct GateArgs {
     gate: Matrix,
     up: Matrix,
-    /// Elements from one row to the next.
+    /// Row pitch in elements.
     pitch: usize,
-    /// Elements of a row before its part of `up`.
+    /// Offset of `up` in a row, in elements.
     up_start: usize,
 }
 
 impl GateArgs {
-    /// The inputs, which must be `rows` x `width`.
+    /// Checks the inputs, which must be `rows` x `width`.
     fn new(inputs: &GateUp<'_>) -> Result<Self, Nvfp4Error> {
         match *inputs {
             GateUp::Concatenated(both) => {
@@ -148,8 +150,8 @@ impl GateArgs {
     }
 }
 
-/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes
-/// aligned.
+/// Returns an error unless row lengths are a multiple of `parts` times 16 elements, and vectors of
+/// 16 bytes are aligned.
 fn check_input(argument: &'static str, x: &Matrix, parts: usize) -> Result<(), Nvfp4Error> {
     x.check(argument)?;
     if !x.cols.is_multiple_of(parts * BLOCK) {
@@ -236,12 +238,12 @@ impl Input {
         })
     }
 
-    /// Whether the matrix lies in memory as it is.
+    /// Returns true if the matrix is in memory.
     pub fn is_plain(&self) -> bool {
         matches!(self.operands, Operands::None)
     }
 
-    /// What a kernel reads beside the first input.
+    /// Returns the kernel inputs besides the first one.
     pub fn prologue_inputs(&self) -> PrologueInputsArgs {
         match &self.operands {
             Operands::None => PrologueInputsArgs::Plain,
@@ -264,32 +266,33 @@ impl Input {
     }
 }
 
-/// An error unless `gain` holds a factor for each column, in aligned vectors.
+/// Returns an error unless `gain` holds a factor per column, in aligned vectors.
 pub(crate) fn check_gain(gain: &Handle, cols: usize) -> Result<(), Nvfp4Error> {
     check_memory("gain", gain, cols * 4)?;
     check_aligned("gain", gain)
 }
 
-/// The gains of a kernel, in vectors.
+/// Returns the gains as a kernel argument, in vectors.
 pub(crate) fn gain_arg(gain: &Handle, cols: usize) -> BufferArg {
     // SAFETY: checked by `check_gain`.
     unsafe { buffer(gain, cols / 4) }
 }
 
-/// The matrix that `prologue` computes, in memory.
+/// Computes the matrix of `prologue` and writes it to memory.
 ///
 /// # Errors
-/// When an input of `prologue` is no multiple of 16 columns wide, does not fit the others, does not
-/// start at a multiple of 16 bytes, or its memory is smaller than its shape.
+/// Returns an error if an input of `prologue` has a width that is no multiple of 16, does not match
+/// the others, does not start at a multiple of 16 bytes, or has less memory than its shape
+/// requires.
 pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, Nvfp4Error> {
     run_prologue_of_groups(client, prologue, &Groups::One)
 }
 
-/// [`run_prologue`] of rows in `groups`: of groups with offsets, rows behind the last one are left
-/// as they are, and take no time.
+/// [`run_prologue`] for rows in `groups`. With group offsets, rows after the last group are left
+/// unchanged, and take no time.
 ///
 /// # Errors
-/// As [`run_prologue`], and when the groups do not fit.
+/// See [`run_prologue`]; also returns an error if the groups do not fit.
 pub fn run_prologue_of_groups(
     client: &Client,
     prologue: Prologue<'_>,
@@ -341,12 +344,12 @@ pub fn run_prologue_of_groups(
     Ok(out)
 }
 
-/// `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`: what a normalisation keeps for its
-/// backward. See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
+/// Returns `1 / sqrt(mean(x²) + epsilon)` of each row of `x`, `f32`, which a normalization keeps
+/// for its backward pass. See [`reference::rms_norm_rstd`](crate::reference::rms_norm_rstd).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, it does not start at a multiple of 16 bytes, or
-/// its memory is smaller than its shape.
+/// Returns an error if the columns of `x` are no multiple of 16, if it does not start at a multiple
+/// of 16 bytes, or if its memory is smaller than its shape.
 pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle, Nvfp4Error> {
     check_input("x", x, 1)?;
     let out = allocate(client, x.rows * 4);
@@ -376,7 +379,7 @@ pub fn rms_norm_rstd(client: &Client, x: &Matrix, epsilon: f32) -> Result<Handle
     Ok(out)
 }
 
-/// Cubes that take a row at a time, with no more units than a row has blocks.
+/// Returns cubes that process a row at a time, with at most as many units as a row has blocks.
 pub(crate) fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = cubes(client, rows);
     let dim = if is_cpu(client) {
