@@ -3,12 +3,12 @@
 //! instructions and spilled registers.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
     fs,
     panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
     sync::{
-        Mutex,
+        LazyLock, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -196,6 +196,38 @@ struct Source {
     shared: usize,
 }
 
+impl Source {
+    fn of(instance: &Instance) -> Self {
+        let (text, shared) = sources::cuda_kernel(&instance.name, &*instance.kernel);
+        Self { text, shared }
+    }
+}
+
+/// The hash of the source of a kernel, and the source if it was generated just now.
+struct Generated {
+    hash: u64,
+    source: Option<Source>,
+}
+
+impl Generated {
+    /// Generates the source of `instance`, unless this process has generated it for another target:
+    /// the source depends on the id of the kernel alone.
+    fn of(instance: &Instance) -> Self {
+        static HASHES: LazyLock<Mutex<HashMap<KernelId, u64>>> = LazyLock::new(Mutex::default);
+        let id = instance.kernel.id();
+        if let Some(&hash) = HASHES.lock().unwrap().get(&id) {
+            return Self { hash, source: None };
+        }
+        let source = Source::of(instance);
+        let hash = lock::hash(&source.text);
+        HASHES.lock().unwrap().insert(id, hash);
+        Self {
+            hash,
+            source: Some(source),
+        }
+    }
+}
+
 /// Hash of the source of an instance, and its machine code if that is known.
 type Found = BTreeMap<String, (u64, Option<Cost>)>;
 
@@ -290,8 +322,7 @@ impl Target {
         tools: Option<&CudaTools>,
     ) -> (u64, Option<Cost>) {
         let start = Instant::now();
-        let (text, shared) = sources::cuda_kernel(&instance.name, &*instance.kernel);
-        let hash = lock::hash(&text);
+        let Generated { hash, source } = Generated::of(instance);
         let locked = lock.entries.get(&instance.name);
         let locked = locked.filter(|entry| entry.hash == hash);
         let cost = match (tools, locked) {
@@ -300,7 +331,7 @@ impl Target {
             }
             (None, _) => locked.map(|entry| entry.cost),
             (Some(tools), _) => {
-                let source = Source { text, shared };
+                let source = source.unwrap_or_else(|| Source::of(instance));
                 let cost = check_instance(tools, instance, &source, self.arch);
                 println!(
                     "{} {}: {cost}, {:.1?}",
